@@ -1,0 +1,65 @@
+"""CamVid: 480x360 street scenes, 11 classes (Brostow et al. 2008; class grouping and split of SegNet)."""
+
+import os
+
+from datasets.layout import Layout
+from datasets.segmentation import ClassTable, SegmentationDataset
+
+_UNLABELLED = 11
+_SUFFIXES = (".png", ".jpg", ".jpeg")
+
+# name: RGB. The order is the value in the label files.
+_CLASSES = {
+    "sky": (128, 128, 128),
+    "building": (128, 0, 0),
+    "pole": (192, 192, 128),
+    "road": (128, 64, 128),
+    "pavement": (60, 40, 222),
+    "tree": (128, 128, 0),
+    "sign": (192, 128, 128),
+    "fence": (64, 64, 128),
+    "car": (64, 0, 128),
+    "pedestrian": (64, 64, 0),
+    "bicyclist": (0, 128, 192),
+}
+
+_LAYOUT = Layout(
+    name="camvid",
+    splits=("train", "val", "test"),
+    tree="""
+DIR/train/images/*.jpg    or    DIR/train/*.png
+DIR/train/labels/*.png          DIR/trainannot/*.png
+DIR/val/...                     DIR/val/*.png, DIR/valannot/*.png
+DIR/test/...                    DIR/test/*.png, DIR/testannot/*.png
+""",
+    source="download CamVid with the 11-class labels (docs/data.md)",
+)
+
+
+def camvid_classes() -> ClassTable:
+    """The 11 classes; label value 11 (unlabelled) is ignored. There is no official encoding: predictions are labels."""
+    count = len(_CLASSES)
+    return ClassTable(
+        names=tuple(_CLASSES),
+        palette=tuple(_CLASSES.values()),
+        official_ids=tuple(range(count)),
+        label_ids={**{train_id: train_id for train_id in range(count)}, _UNLABELLED: 255},
+        official_void=_UNLABELLED,
+    )
+
+
+def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
+    """CamVid's split "train" (367 images), "val" (101) or "test" (233), from either of its two common layouts.
+
+    Raises ValueError where the folder, the split, an image's label or every image is missing.
+    """
+    root = _LAYOUT.check(root, split)
+    if (root / split / "images").is_dir():
+        image_folder, label_folder = root / split / "images", root / split / "labels"
+    else:
+        image_folder, label_folder = root / split, root / f"{split}annot"
+    images = _LAYOUT.images(root, image_folder, _SUFFIXES)
+    _LAYOUT.require_any(images, root, looked_for=f"{image_folder}/*.png and *.jpg", split=split)
+    labels = _LAYOUT.images(root, label_folder, (".png",))
+    files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
+    return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes())

@@ -1,0 +1,76 @@
+"""Finding a dataset's files on disk: each check that fails names what is missing, shows the layout, says the fix."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from datasets.segmentation import Files
+
+
+class Layout:
+    """Where a dataset called `name` keeps its files. `tree` is the picture of its folders that the errors print."""
+
+    def __init__(self, name: str, splits: Sequence[str], tree: str, source: str):
+        self.name = name
+        self.splits = tuple(splits)
+        self.tree = tree
+        self.source = source
+
+    def check(self, root: str | os.PathLike | None, split: str) -> Path:
+        """The existing root folder as a Path; ValueError for a missing root or an unknown split."""
+        if split not in self.splits:
+            raise ValueError(
+                f"data.split={split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}"
+            )
+        if root is None or str(root) == "":
+            raise self.error(f"data.root is not set; {self.name} needs the folder that holds its files", None)
+        root = Path(root).expanduser()
+        if not root.is_dir():
+            raise self.error(f"data.root={root} is not an existing folder", None)
+        return root
+
+    def error(self, problem: str, root: Path | None) -> ValueError:
+        """ValueError that states the problem, what lies in `root` instead, the expected tree and the fix."""
+        found = ""
+        if root is not None:
+            entries = sorted(entry.name + "/" * entry.is_dir() for entry in root.iterdir())
+            more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
+            found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
+        tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
+        return ValueError(
+            f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\n"
+            f"Fix: {self.source} and set data.root=DIR to the folder at the top of this layout."
+        )
+
+    def images(self, root: Path, folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
+        """{stem without suffix: path} of the files in `folder` that end in one of `suffixes`, sorted by stem."""
+        if not folder.is_dir():
+            raise self.error(f"{self.name}: the folder {folder} is missing", root)
+        return list_files(folder, suffixes)
+
+    def require_any(self, found: Mapping[str, Path], root: Path, looked_for: str, split: str) -> None:
+        """ValueError if a split has no image at all."""
+        if not found:
+            raise self.error(f"{self.name}: no images in split {split!r}, looked for {looked_for}", root)
+
+    def pair(self, images: Mapping[str, Path], labels: Mapping[str, Path], root: Path, looked_for: str) -> list[Files]:
+        """Each image with its label, by stem. ValueError names the first images without one and counts them."""
+        missing = [stem for stem in images if stem not in labels]
+        if missing:
+            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+            raise self.error(
+                f"{self.name}: {len(missing)} of {len(images)} images have no label: {names}; looked for {looked_for}",
+                root,
+            )
+        return [Files(name=stem, image=path, label=labels[stem]) for stem, path in images.items()]
+
+
+def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
+    """{stem without suffix: path} of the files in `folder` that end in one of `suffixes`, sorted by stem."""
+    found = {}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            suffix = next((suffix for suffix in suffixes if entry.name.endswith(suffix)), None)
+            if suffix is not None and not entry.name.startswith("."):
+                found[entry.name[: -len(suffix)]] = folder / entry.name
+    return dict(sorted(found.items()))

@@ -1,0 +1,64 @@
+"""What a DataLoader reads: random crops for training, whole images for evaluation. Pixels travel as uint8."""
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from datasets.segmentation import SegmentationDataset
+from datasets.transforms import TrainingTransform
+
+
+class TrainingCrops(Dataset):
+    """Augmented crops, addressed by (epoch, index) as `ShuffledMinibatches` yields them.
+
+    A crop depends on (seed, epoch, index) only: not on the number of workers, nor on what was read before.
+    """
+
+    def __init__(self, dataset: SegmentationDataset, transform: TrainingTransform, seed: int):
+        self.dataset = dataset
+        self.transform = transform
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict:
+        """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str}."""
+        epoch, index = key
+        rng = np.random.default_rng([self.seed, epoch, index])
+        image, label, name = self.dataset[index]
+        if label is None:
+            label = self.dataset.read_label(index)  # raises: a split without labels cannot train
+        image, label = self.transform(image, label, rng)
+        return {"image": _channels_first(image), "label": torch.from_numpy(label), "name": name}
+
+
+class WholeImages(Dataset):
+    """Images at full resolution with their labels, for evaluation and prediction. Sizes may differ: batches of one."""
+
+    def __init__(self, dataset: SegmentationDataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict:
+        """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str, "index": int}.
+
+        There is no "label" where the split has none.
+        """
+        image, label, name = self.dataset[index]
+        item = {"image": _channels_first(image), "name": name, "index": index}
+        if label is not None:
+            item["label"] = torch.from_numpy(label)
+        return item
+
+
+def worker_init(worker_id: int) -> None:
+    """`worker_init_fn` of a DataLoader: OpenCV's own threads would compete with the other workers."""
+    cv2.setNumThreads(0)
+
+
+def _channels_first(image: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))

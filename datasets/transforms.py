@@ -1,0 +1,113 @@
+"""The paper's training augmentation (section 4.2): flip with probability 0.5, scale in 0.7-2.0, then crop.
+
+Scaling and cropping are one step that computes only the pixels of the crop. It gives what resizing the whole image
+and then cropping gives, because the crop keeps its sub-pixel position: pixel centres lie at half-integers, so pixel x
+of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
+"""
+
+import cv2
+import numpy as np
+
+
+class TrainingTransform:
+    """A random crop of a randomly scaled and flipped image, with its label.
+
+    `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
+    mirroring left to right. `fill`: RGB (0-255) of the padding where the scaled image is smaller than the crop; with
+    the mean of the normalisation the padding is zero for the network. There, the label is `ignore_index`.
+    """
+
+    def __init__(
+        self,
+        crop_size: tuple[int, int],
+        scale: tuple[float, float] = (0.7, 2.0),
+        flip: float = 0.5,
+        fill: tuple[float, float, float] = (124, 116, 104),
+        ignore_index: int = 255,
+    ):
+        if min(crop_size) < 1:
+            raise ValueError(
+                f"data.crop_size={tuple(crop_size)} must be two positive numbers of pixels (height, width)"
+            )
+        if not 0 < scale[0] <= scale[1]:
+            raise ValueError(f"data.scale={tuple(scale)} must be a range (low, high) with 0 < low <= high")
+        if not 0 <= flip <= 1:
+            raise ValueError(f"data.flip={flip} must be a probability between 0 and 1")
+        self.crop_size = tuple(crop_size)
+        self.scale = tuple(scale)
+        self.flip = flip
+        self.fill = tuple(round(value) for value in fill)
+        self.ignore_index = ignore_index
+
+    def __call__(self, image: np.ndarray, label: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous."""
+        mirrored = rng.random() < self.flip
+        scale = rng.uniform(*self.scale)
+        scaled_size = scaled(image.shape[:2], scale)
+        top, left = (
+            int(rng.integers(min(0, size - crop), max(0, size - crop) + 1))
+            for size, crop in zip(scaled_size, self.crop_size, strict=True)
+        )
+        image, label = scale_and_crop(
+            image, label, scaled_size, (top, left), self.crop_size, fill=self.fill, ignore_index=self.ignore_index
+        )
+        if mirrored:
+            image, label = cv2.flip(image, 1), cv2.flip(label, 1)
+        return image, label
+
+
+def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
+    """(H, W) in pixels times a factor, rounded, at least 1x1."""
+    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def scale_and_crop(
+    image: np.ndarray,
+    label: np.ndarray,
+    scaled_size: tuple[int, int],
+    offset: tuple[int, int],
+    crop_size: tuple[int, int],
+    fill: tuple[int, int, int],
+    ignore_index: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The window of `crop_size` at `offset` (top, left; may be negative) of the image resized to `scaled_size`.
+
+    image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. What lies outside the resized image is padding.
+    """
+    rows, cols = (
+        _Window(original, size, start, crop)
+        for original, size, start, crop in zip(image.shape[:2], scaled_size, offset, crop_size, strict=True)
+    )
+    matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
+    warped = cv2.warpAffine(
+        image,
+        matrix,
+        (cols.last - cols.first, rows.last - rows.first),
+        flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
+        borderMode=cv2.BORDER_REPLICATE,
+    )
+    nearest = label[rows.nearest].take(cols.nearest, axis=1)
+    if warped.shape[:2] == tuple(crop_size):
+        return warped, nearest
+    image_crop = np.empty((*crop_size, 3), np.uint8)
+    image_crop[:] = fill
+    label_crop = np.full(crop_size, ignore_index, np.uint8)
+    image_crop[rows.first : rows.last, cols.first : cols.last] = warped
+    label_crop[rows.first : rows.last, cols.first : cols.last] = nearest
+    return image_crop, label_crop
+
+
+class _Window:
+    """Along one axis: which pixels of the crop the scaled image covers, and where those lie in the original image.
+
+    `first`, `last`: the covered pixels of the crop, half open. `step`, `start`: pixel `first + i` has the coordinate
+    `start + i * step` in the original image. `nearest`: index of the original pixel that contains each one.
+    """
+
+    def __init__(self, original: int, size: int, offset: int, crop: int):
+        self.first = max(0, -offset)
+        self.last = min(crop, size - offset)
+        self.step = original / size
+        self.start = (self.first + offset + 0.5) * self.step - 0.5
+        positions = np.arange(self.first, self.last) + offset
+        self.nearest = ((2 * positions + 1) * original) // (2 * size)  # floor((x + 0.5) * original / size), exactly
