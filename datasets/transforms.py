@@ -101,7 +101,7 @@ class _Window:
     """Along one axis: which pixels of the crop the scaled image covers, and where those lie in the original image.
 
     `first`, `last`: the covered pixels of the crop, half open. `step`, `start`: pixel `first + i` has the coordinate
-    `start + i * step` in the original image. `nearest`: index of the original pixel that contains each one.
+    `start + i * step` in the original image. `nearest`: index of the original pixel nearest to each one.
     """
 
     def __init__(self, original: int, size: int, offset: int, crop: int):
@@ -109,5 +109,8 @@ class _Window:
         self.last = min(crop, size - offset)
         self.step = original / size
         self.start = (self.first + offset + 0.5) * self.step - 0.5
-        positions = np.arange(self.first, self.last) + offset
-        self.nearest = ((2 * positions + 1) * original) // (2 * size)  # floor((x + 0.5) * original / size), exactly
+        # floor((x + 0.5) * original / size), asked of OpenCV itself: where that falls between two pixels the choice is
+        # arbitrary, and this way it is the one that resizing the whole label makes.
+        indices = np.arange(original, dtype=np.float32)[None]
+        everywhere = cv2.resize(indices, (size, 1), interpolation=cv2.INTER_NEAREST_EXACT)[0]
+        self.nearest = everywhere[self.first + offset : self.last + offset].astype(np.intp)
