@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import cv2
 import numpy as np
-from PIL import Image
 from torch.utils.data import Dataset
 
+from datasets.reading import RESTORE, decode_image, decode_label
+
 _ILLEGAL = 254  # marks, in the lookup table, a raw value that the label files must not contain; never leaves this file
-_TRAILER_BYTES = 4096  # the end mark of an image is looked for here: some cameras write padding behind it
 
 
 class Files(NamedTuple):
@@ -129,11 +128,7 @@ class SegmentationDataset(Dataset):
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index` as uint8 (H, W, 3) RGB. ValueError where the file is missing, truncated or not an image."""
-        path = self.files[index].image
-        image = cv2.imdecode(np.frombuffer(_read_complete(path), np.uint8), cv2.IMREAD_COLOR)
-        if image is None:
-            raise ValueError(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG. {_RESTORE}")
-        return cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
+        return decode_image(self.files[index].image)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError where the file or one of its ids is bad."""
@@ -143,7 +138,7 @@ class SegmentationDataset(Dataset):
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
                 "choose a split with labels (data.split=val)"
             )
-        raw = _decode_label(path)
+        raw = decode_label(path)
         try:
             return self.table.train_ids(raw)
         except ValueError as error:
@@ -165,73 +160,12 @@ class SegmentationDataset(Dataset):
         return self.table.colour(train_ids)
 
 
-_RESTORE = "Restore the file from the dataset's archive."
-
-
 def size_mismatch(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> str:
     """The message for an image and a label of different sizes; sizes are (width, height) in pixels."""
     return (
         f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
-        f"{image_size[0]}x{image_size[1]}; expected the same size. {_RESTORE}"
+        f"{image_size[0]}x{image_size[1]}; expected the same size. {RESTORE}"
     )
-
-
-def check_trailer(path: Path, head: bytes, tail: bytes) -> None:
-    """Raises ValueError if a PNG or JPEG stops before its end mark; decoders fill the missing part in silence."""
-    if not head:
-        raise ValueError(f"{path}: the file is empty; expected a PNG or JPEG. {_RESTORE}")
-    if head.startswith(b"\x89PNG"):
-        end, what = b"IEND", "PNG"
-    elif head.startswith(b"\xff\xd8"):
-        end, what = b"\xff\xd9", "JPEG"
-    else:
-        raise ValueError(
-            f"{path}: is neither PNG nor JPEG (starts with {head[:4]!r}); expected one of them. {_RESTORE}"
-        )
-    if end not in tail[-_TRAILER_BYTES:]:
-        raise ValueError(f"{path}: the {what} file is truncated; expected its end mark {end!r}. {_RESTORE}")
-
-
-def read_ends(path: Path) -> None:
-    """Checks that `path` opens and is a complete PNG or JPEG, reading its first and last bytes only."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(8)
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _TRAILER_BYTES))
-            tail = file.read()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from None
-    check_trailer(path, head, tail)
-
-
-def _read_complete(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); expected a readable file.") from None
-    check_trailer(path, data[:8], data[-_TRAILER_BYTES:])
-    return data
-
-
-def _decode_label(path: Path) -> np.ndarray:
-    data = _read_complete(path)
-    if data.startswith(b"\x89PNG") and data[25] == 3:  # colour type in the header: palette. OpenCV would give colours
-        try:
-            raw = np.asarray(Image.open(BytesIO(data)))
-        except OSError:
-            raw = None
-    else:
-        raw = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
-    if raw is None:
-        raise ValueError(f"{path}: cannot be decoded as a label; expected an intact PNG. {_RESTORE}")
-    if raw.ndim != 2 or raw.dtype != np.uint8:
-        channels = 1 if raw.ndim == 2 else raw.shape[2]
-        raise ValueError(
-            f"{path}: has {channels} channel(s) of {raw.dtype}; expected a label with one 8-bit class id per pixel "
-            "(not a colour picture). Use the label files that the dataset distributes."
-        )
-    return raw
 
 
 def _shortened(values: list[int], limit: int = 8) -> str:

@@ -1,0 +1,5 @@
+"""Drawn street scenes with exact labels: the pictures of the synthetic data set."""
+
+from datasets.streets.scene import draw_street
+
+__all__ = ["draw_street"]

@@ -1,0 +1,92 @@
+"""Drawn street scenes in the official Cityscapes layout: a small data set, written to disk once, then read as such."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from datasets.cache import cache_folder
+from datasets.cityscapes import cityscapes
+from datasets.segmentation import SegmentationDataset
+from datasets.streets import draw_street
+
+_VERSION = 1  # raise it with every change of the pictures: the cache is keyed by it
+_MARKER = "synthetic-streets.json"
+_CITIES = {"train": ("drawnburg", "inkstadt"), "val": ("sketchheim",)}
+
+
+def synthetic(
+    root: str | os.PathLike | None, split: str, images: tuple[int, int] = (200, 40), seed: int = 0
+) -> SegmentationDataset:
+    """Split "train" or "val" of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
+
+    `images` = (train, val). The pictures are written the first time, into `root`, which must be missing, empty or
+    written by this function; without a root into the user's cache folder. They depend on `images` and `seed` only.
+    Raises ValueError for another split, or a root that holds something else.
+    """
+    if split not in _CITIES:
+        raise ValueError(f"data.split={split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
+    settings = {"version": _VERSION, "train": images[0], "val": images[1], "seed": seed}
+    folder = Path(root).expanduser() if root else _cache_folder(settings)
+    if not (folder / _MARKER).is_file():
+        _write_once(folder, settings)
+    written = json.loads((folder / _MARKER).read_text())
+    if written != settings:
+        raise ValueError(
+            f"data.root={folder} holds synthetic streets written with {written}, expected {settings}. "
+            "Choose another data.root, or leave it empty to use the cache folder."
+        )
+    streets = cityscapes(folder, split)
+    return SegmentationDataset(name="synthetic", split=split, files=streets.files, table=streets.table)
+
+
+def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
+    """Draws `images` = {split: count} scenes into `folder` in the layout of Cityscapes."""
+    for split_number, (split, count) in enumerate(images.items()):
+        for index in range(count):
+            rng = np.random.default_rng([seed, split_number, index])
+            image, label = draw_street(rng)
+            cities = _CITIES[split]
+            city = cities[index % len(cities)]
+            name = f"{city}_{0:06d}_{index:06d}"
+            _write_png(folder / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", image[..., ::-1])
+            _write_png(folder / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
+
+
+def _cache_folder(settings: dict) -> Path:
+    counts = "{train}-{val}-{seed}".format(**settings)
+    return cache_folder() / f"synthetic-streets-{_VERSION}" / counts
+
+
+def _write_once(folder: Path, settings: dict) -> None:
+    """Writes beside `folder`, then renames: nobody sees half a data set, and of two writers one wins."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"data.root={folder} exists and was not written by the synthetic data set (it has no {_MARKER}); expected "
+            "a new or empty folder. Choose another data.root, or leave it empty to use the cache folder."
+        )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+            streets = Path(temporary) / "streets"
+            write_streets(streets, {split: settings[split] for split in _CITIES}, seed=settings["seed"])
+            (streets / _MARKER).write_text(json.dumps(settings))
+            try:
+                streets.rename(folder)
+            except OSError:
+                if not (folder / _MARKER).is_file():  # not another process that was quicker
+                    raise
+    except OSError as error:
+        raise ValueError(
+            f"the synthetic data set cannot be written to {folder} ({error}); expected a writable folder with 20 MB "
+            "free. Set data.root=DIR to one."
+        ) from error
+
+
+def _write_png(path: Path, pixels: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    encoded = cv2.imencode(".png", pixels)[1]
+    path.write_bytes(encoded.tobytes())
