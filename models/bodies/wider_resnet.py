@@ -1,0 +1,151 @@
+"""WideResNet-38 and its A2 variant (Wu et al., Wider or Deeper, 2016), with the names of the in-place ABN release."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from models.blocks import NormAct, dilate_strides, identity_stage, pooled_classifier
+from models.initialisation import initialise
+from models.layers import InPlaceABN
+
+WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
+WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
+NO_DROPOUT = (0.0,) * 6
+
+
+class WiderResNet(nn.Module):
+    """A convolution of stride 1 (mod1), six stages of identity residual blocks (mod2 … mod7), a last norm (bn_out).
+
+    Args:
+        structure: blocks in each of the six stages.
+        channels: of the convolutions of each stage's blocks: two values for 3x3, 3x3, three for a bottleneck.
+        norm_act: number of channels -> norm followed by an activation.
+        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
+        output_stride: with strided convolutions 32, 16 or 8; with max-pooling 32.
+        downsampling: "pool" (plain): max-pooling before mod2 … mod6. "stride" (A2): max-pooling before mod2 and mod3,
+            a strided first convolution in mod4, mod5 and mod6. Both have the same parameter names and shapes, so that
+            weights of the plain network, trained on ImageNet, load into A2.
+        dropout: for each stage, the probability of dropping a channel before a block's last convolution.
+        stem_channels: of mod1.
+
+    Attributes:
+        out_channels: C of the features.
+        output_stride: image pixels per feature cell.
+        classes: as given.
+
+    At output stride 8 every 3x3 convolution of A2's mod5 has dilation 2, of mod6 and mod7 dilation 4, as in the
+    release. Unlike in a network whose strides are all on 1x1 convolutions, this is not the strided network at more
+    places: the first convolution of mod5 is a strided 3x3, which had no dilation. Output stride 16 is exact.
+
+    Raises:
+        ValueError: an option has a value that is not listed above.
+    """
+
+    def __init__(
+        self,
+        structure: Sequence[int] = WRN38_STRUCTURE,
+        channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
+        norm_act: NormAct = InPlaceABN,
+        classes: int = 0,
+        output_stride: int = 32,
+        *,
+        downsampling: str = "pool",
+        dropout: Sequence[float] = NO_DROPOUT,
+        stem_channels: int = 64,
+    ):
+        super().__init__()
+        for name, values in (("structure", structure), ("channels", channels), ("dropout", dropout)):
+            if len(values) != 6:
+                raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
+        pooled, plan = _downsampling_plan(downsampling, output_stride)
+
+        self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(3, stem_channels, 3, padding=1, bias=False)))
+        in_channels = stem_channels
+        stages = zip(structure, channels, plan, dropout, strict=True)
+        for number, (blocks, stage_channels, (stride, dilation), probability) in enumerate(stages, start=2):
+            if number < 7:
+                pool = nn.MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
+                self.add_module(f"pool{number}", pool)
+            stage = identity_stage(
+                in_channels,
+                stage_channels,
+                blocks,
+                norm_act=norm_act,
+                stride=stride,
+                dilation=dilation,
+                dropout=probability,
+            )
+            self.add_module(f"mod{number}", stage)
+            in_channels = stage_channels[-1]
+        self.bn_out = norm_act(in_channels)
+        self.classifier = pooled_classifier(in_channels, classes) if classes else None
+
+        self.out_channels = in_channels
+        self.output_stride = output_stride
+        self.classes = classes
+        initialise(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        x = self.mod1(images)  # stride 1
+        x = self.mod2(self.pool2(x))
+        x = self.mod3(self.pool3(x))
+        x = self.mod4(self.pool4(x))  # stride 8
+        x = self.mod5(self.pool5(x))
+        x = self.mod6(self.pool6(x))
+        x = self.mod7(x)
+        x = self.bn_out(x)
+        return x if self.classifier is None else self.classifier(x)
+
+
+def _downsampling_plan(downsampling: str, output_stride: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    """The numbers of the stages that a pooling precedes, and the (stride, dilation) of mod2 … mod7."""
+    if downsampling == "stride":
+        return (2, 3), dilate_strides((1, 1, 2, 2, 2, 1), stem_stride=4, output_stride=output_stride)
+    if downsampling != "pool":
+        raise ValueError(f"downsampling={downsampling!r}: expected 'pool' (plain) or 'stride' (A2)")
+    if output_stride != 32:
+        raise ValueError(
+            f"output_stride={output_stride} with downsampling='pool': expected 32, dilation cannot stand in for "
+            f"max-pooling; use wider_resnet38_a2, which loads the same weights, for 8 and 16"
+        )
+    return (2, 3, 4, 5, 6), [(1, 1)] * 6
+
+
+def wider_resnet38(
+    norm_act: NormAct = InPlaceABN,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    structure: Sequence[int] = WRN38_STRUCTURE,
+    channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
+    stem_channels: int = 64,
+) -> WiderResNet:
+    """The plain network, for classification: 105,070,912 parameters without the classifier; see `WiderResNet`."""
+    return WiderResNet(
+        structure, channels, norm_act, classes, output_stride, downsampling="pool", stem_channels=stem_channels
+    )
+
+
+def wider_resnet38_a2(
+    norm_act: NormAct = InPlaceABN,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    structure: Sequence[int] = WRN38_STRUCTURE,
+    channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
+    stem_channels: int = 64,
+    dropout: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5),
+) -> WiderResNet:
+    """The A2 variant, for segmentation: names and shapes of `wider_resnet38`, strides, dropout; see `WiderResNet`."""
+    return WiderResNet(
+        structure,
+        channels,
+        norm_act,
+        classes,
+        output_stride,
+        downsampling="stride",
+        dropout=dropout,
+        stem_channels=stem_channels,
+    )
