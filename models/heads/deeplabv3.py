@@ -1,0 +1,104 @@
+"""The DeepLabV3 head (Chen et al., 2017) as section 4.2 of the in-place ABN paper uses it, with its release's names."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.blocks import NormAct
+from models.initialisation import initialise
+from models.layers import InPlaceABN
+
+
+class DeepLabV3(nn.Module):
+    """Parallel dilated convolutions and a crop-level pooled feature, each normalised, reduced to `out_channels`.
+
+    The paper stacks 4 x 256 convolution outputs and 256 pooled ones and reduces the 1280 by one 1x1 convolution. That
+    convolution is split here in the part of the maps (`red_conv`) and the part of the pooled features
+    (`pool_red_conv`), whose results are added: the same function, without spreading the pooled features over the map.
+
+    Args:
+        in_channels: C of the body's features.
+        hidden_channels: of each parallel convolution, and of the pooled branch.
+        out_channels: of the result.
+        dilations: of the 3x3 convolutions beside the 1x1 one; (12, 24, 36) is meant for features of output stride 8.
+        norm_act: number of channels -> norm followed by an activation. All its inputs are owned by the head, so it may
+            write over them.
+        pooling_size: in eval mode, (height, width) or side of the window that replaces global pooling, in feature
+            cells: the training crop's size / output stride, so that whole images are pooled as crops were. None pools
+            globally. Training always pools globally.
+
+    Raises:
+        ValueError: pooling_size is not one or two positive numbers.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        hidden_channels: int = 256,
+        out_channels: int = 256,
+        dilations: Sequence[int] = (12, 24, 36),
+        norm_act: NormAct = InPlaceABN,
+        pooling_size: int | Sequence[int] | None = None,
+    ):
+        super().__init__()
+        self.pooling_size = _checked_pooling_size(pooling_size)
+        self.out_channels = out_channels
+
+        self.map_convs = nn.ModuleList([nn.Conv2d(in_channels, hidden_channels, 1, bias=False)])
+        for dilation in dilations:
+            self.map_convs.append(
+                nn.Conv2d(in_channels, hidden_channels, 3, padding=dilation, dilation=dilation, bias=False)
+            )
+        map_channels = hidden_channels * len(self.map_convs)
+        self.map_bn = norm_act(map_channels)
+        self.global_pooling_conv = nn.Conv2d(in_channels, hidden_channels, 1, bias=False)
+        self.global_pooling_bn = norm_act(hidden_channels)
+        self.red_conv = nn.Conv2d(map_channels, out_channels, 1, bias=False)
+        self.pool_red_conv = nn.Conv2d(hidden_channels, out_channels, 1, bias=False)
+        self.red_bn = norm_act(out_channels)
+        initialise(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, out_channels, H, W).
+
+        Raises:
+            ValueError: from the norm of the pooled branch, which in training sees one value per channel and image, so
+                a single crop: its batch statistics need at least two crops.
+        """
+        maps = torch.cat([conv(x) for conv in self.map_convs], dim=1)  # (N, 4 * hidden, H, W)
+        reduced = self.red_conv(self.map_bn(maps))  # (N, out, H, W)
+        if self.training or self.pooling_size is None:
+            pooled = self._pooled_branch(x.mean((2, 3), keepdim=True))  # (N, out, 1, 1), broadcast by the sum
+        else:
+            pooled = self._sliding_branch(x)  # (N, out, H, W)
+        return self.red_bn(reduced + pooled)
+
+    def _pooled_branch(self, pooled: Tensor) -> Tensor:
+        return self.pool_red_conv(self.global_pooling_bn(self.global_pooling_conv(pooled)))
+
+    def _sliding_branch(self, x: Tensor) -> Tensor:
+        """Pool in a window around each cell, moved inside the map where it would reach over its border."""
+        height, width = (min(side, size) for side, size in zip(self.pooling_size, x.shape[2:], strict=True))
+        # The mean over a window is a mean of means: h + w additions per cell instead of h * w.
+        pooled = F.avg_pool2d(x, (height, 1), stride=1)  # (N, C, H - h + 1, W)
+        pooled = F.avg_pool2d(pooled, (1, width), stride=1)  # (N, C, H - h + 1, W - w + 1)
+        # The branch works on each cell alone in eval mode, so repeating its border cells can come last.
+        pooled = self._pooled_branch(pooled)
+        top, left = (height - 1) // 2, (width - 1) // 2
+        padding = (left, width - 1 - left, top, height - 1 - top)
+        # Autocast on a CPU pads in float32, which must not spread to what follows.
+        return F.pad(pooled, padding, mode="replicate").to(pooled.dtype)  # (N, out, H, W)
+
+
+def _checked_pooling_size(pooling_size: int | Sequence[int] | None) -> tuple[int, int] | None:
+    if pooling_size is None:
+        return None
+    sides = (pooling_size, pooling_size) if isinstance(pooling_size, int) else tuple(pooling_size)
+    if len(sides) != 2 or min(sides) < 1:
+        raise ValueError(
+            f"pooling_size={pooling_size}: expected a side or (height, width) in feature cells, at least 1, for "
+            f"example the training crop's size divided by the output stride"
+        )
+    return sides

@@ -1,0 +1,44 @@
+"""A segmentation network: body, head and a classifier of every cell."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.initialisation import initialise
+
+
+class SegmentationNetwork(nn.Module):
+    """images -> body -> head -> `cls`, a 1x1 convolution with bias -> logits, upsampled (section 4.2 of the paper).
+
+    Args:
+        body: (N, 3, H, W) -> features, as `models.bodies` build with classes=0.
+        head: the body's features -> features with `head.out_channels` channels.
+        classes: number of classes, without the ignored one.
+
+    Raises:
+        ValueError: the body ends in a classifier, or classes is below 1.
+    """
+
+    def __init__(self, body: nn.Module, head: nn.Module, classes: int):
+        super().__init__()
+        if getattr(body, "classes", 0):
+            raise ValueError(f"the body classifies whole images in {body.classes} classes: build it with classes=0")
+        if classes < 1:
+            raise ValueError(f"classes={classes}: expected the number of classes to segment, at least 1")
+        self.body = body
+        self.head = head
+        self.cls = nn.Conv2d(head.out_channels, classes, 1)
+        self.classes = classes
+        initialise(self.cls)
+
+    def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
+        """Logits of every pixel, before any softmax.
+
+        Args:
+            images: (N, 3, H, W), normalised.
+            size: (height, width) of the logits, by default that of the images; a label of another size may ask for it.
+
+        Returns:
+            (N, classes, *size), interpolated bilinearly between the centres of the feature cells.
+        """
+        logits = self.cls(self.head(self.body(images)))  # (N, classes, H / output_stride, W / output_stride)
+        return F.interpolate(logits, size=size or images.shape[2:], mode="bilinear", align_corners=False)
