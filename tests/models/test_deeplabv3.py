@@ -1,0 +1,169 @@
+"""The DeepLabV3 head: names, the pooled branch in training and in eval mode, the sliding window's exact mean."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from models.heads import DeepLabV3
+from models.layers import ABN, InPlaceABN
+
+small_head = partial(DeepLabV3, hidden_channels=4, out_channels=6, dilations=(2, 3, 4))
+
+
+def trained(head: DeepLabV3) -> DeepLabV3:
+    """Random statistics, as if trained, in float64 and eval mode."""
+    head = head.double().eval()
+    for module in head.modules():
+        if isinstance(module, ABN):
+            module.running_mean.uniform_(-0.5, 0.5)
+            module.running_var.uniform_(0.5, 2)
+    return head
+
+
+def test_names_and_shapes_of_the_release():
+    with torch.device("meta"):
+        head = DeepLabV3(4096)
+    assert {name: tuple(p.shape) for name, p in head.named_parameters()} == {
+        "map_convs.0.weight": (256, 4096, 1, 1),
+        "map_convs.1.weight": (256, 4096, 3, 3),
+        "map_convs.2.weight": (256, 4096, 3, 3),
+        "map_convs.3.weight": (256, 4096, 3, 3),
+        "map_bn.weight": (1024,),
+        "map_bn.bias": (1024,),
+        "global_pooling_conv.weight": (256, 4096, 1, 1),
+        "global_pooling_bn.weight": (256,),
+        "global_pooling_bn.bias": (256,),
+        "red_conv.weight": (256, 1024, 1, 1),
+        "pool_red_conv.weight": (256, 256, 1, 1),
+        "red_bn.weight": (256,),
+        "red_bn.bias": (256,),
+    }
+    assert sum(p.numel() for p in head.parameters()) == 30_739_456
+    assert [conv.dilation for conv in head.map_convs] == [(1, 1), (12, 12), (24, 24), (36, 36)]
+    assert [conv.padding for conv in head.map_convs] == [(0, 0), (12, 12), (24, 24), (36, 36)]
+
+
+def test_the_split_reduction_is_the_papers_convolution_of_all_stacked_features():
+    torch.manual_seed(0)
+    head = trained(small_head(8, norm_act=ABN))
+    x = torch.randn(2, 8, 7, 9, dtype=torch.float64)
+    with torch.no_grad():
+        maps = head.map_bn(torch.cat([conv(x) for conv in head.map_convs], dim=1))
+        pooled = head.global_pooling_bn(head.global_pooling_conv(x.mean((2, 3), keepdim=True)))
+        stacked = torch.cat([maps, pooled.expand(-1, -1, 7, 9)], dim=1)  # (2, 5 * 4, 7, 9)
+        weight = torch.cat([head.red_conv.weight, head.pool_red_conv.weight], dim=1)
+        expected = head.red_bn(nn.functional.conv2d(stacked, weight))
+        torch.testing.assert_close(head(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def window_means(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """The mean in a window around each cell (one more to the right and below if even), moved inside the map."""
+    rows, columns = x.shape[2:]
+    height, width = min(height, rows), min(width, columns)
+    means = torch.empty_like(x)
+    for i in range(rows):
+        for j in range(columns):
+            top = min(max(i - (height - 1) // 2, 0), rows - height)
+            left = min(max(j - (width - 1) // 2, 0), columns - width)
+            means[:, :, i, j] = x[:, :, top : top + height, left : left + width].mean((2, 3))
+    return means
+
+
+@given(rows=st.integers(1, 8), columns=st.integers(1, 8), height=st.integers(1, 10), width=st.integers(1, 10))
+@settings(deadline=None, max_examples=40)
+def test_sliding_pooling_is_the_mean_in_a_window_around_each_cell(rows, columns, height, width):
+    torch.manual_seed(0)
+    head = trained(small_head(3, norm_act=InPlaceABN, pooling_size=(height, width)))
+    x = torch.randn(2, 3, rows, columns, dtype=torch.float64)
+    with torch.no_grad():
+        maps = head.red_conv(head.map_bn(torch.cat([conv(x) for conv in head.map_convs], dim=1)))
+        means = window_means(x, height, width)
+        pooled = head.pool_red_conv(head.global_pooling_bn(head.global_pooling_conv(means)))
+        torch.testing.assert_close(head(x), head.red_bn(maps + pooled), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pooling_size", [(6, 9), 9, [100, 100]])
+def test_a_window_that_covers_the_map_is_global_pooling(pooling_size):
+    torch.manual_seed(0)
+    sliding = trained(small_head(3, pooling_size=pooling_size))
+    pooling_globally = small_head(3).double().eval()
+    pooling_globally.load_state_dict(sliding.state_dict())
+    x = torch.randn(2, 3, 6, 9, dtype=torch.float64)
+    torch.testing.assert_close(sliding(x), pooling_globally(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_crop_in_a_constant_surround_is_pooled_as_in_training():
+    """With the crop's size as window, a cell in the middle of a large map sees what it saw in a crop."""
+    torch.manual_seed(0)
+    head = trained(small_head(3, dilations=(1, 1, 1), pooling_size=5))
+    image = torch.randn(1, 3, 13, 13, dtype=torch.float64)
+    whole, crop = head(image), head(image[:, :, 4:9, 4:9])
+    torch.testing.assert_close(whole[:, :, 6, 6], crop[:, :, 2, 2], rtol=1e-12, atol=1e-12)
+
+
+def test_training_pools_globally_whatever_the_window():
+    outputs = []
+    for pooling_size in (None, 2):
+        torch.manual_seed(0)
+        head = small_head(3, pooling_size=pooling_size)
+        outputs.append(head(torch.randn(2, 3, 6, 6)))
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("norm_act", [ABN, InPlaceABN])
+def test_one_crop_in_training_raises_and_says_what_to_do(norm_act):
+    head = small_head(3, norm_act=norm_act)
+    x = torch.randn(1, 3, 6, 6)
+    with pytest.raises(ValueError, match=r"\(1, 4, 1, 1\).*at least two crops"):
+        head(x)
+    assert head.eval()(x).shape == (1, 6, 6, 6)
+
+
+@pytest.mark.parametrize("norm_act", [ABN, InPlaceABN, partial(InPlaceABN, overwrite_input=True)])
+def test_every_parameter_gets_a_gradient_and_overwriting_norms_fit(norm_act):
+    torch.manual_seed(0)
+    head = small_head(5, norm_act=norm_act).double()
+    x = torch.randn(4, 5, 6, 7, dtype=torch.float64, requires_grad=True)
+    out = head(x)
+    assert out.shape == (4, 6, 6, 7)
+    (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum().backward()
+    for name, parameter in head.named_parameters():
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-6, name
+    reference = torch.linalg.vector_norm(x.grad).item()
+    assert reference == pytest.approx(_gradient_norm_with_standard_norm(), rel=1e-9)
+
+
+def _gradient_norm_with_standard_norm() -> float:
+    torch.manual_seed(0)
+    head = small_head(5, norm_act=ABN).double()
+    x = torch.randn(4, 5, 6, 7, dtype=torch.float64, requires_grad=True)
+    out = head(x)
+    (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out)).sum().backward()
+    return torch.linalg.vector_norm(x.grad).item()
+
+
+@pytest.mark.parametrize("pooling_size", [None, (3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_and_bfloat16_flow_through_in_eval_mode(pooling_size, dtype):
+    torch.manual_seed(0)
+    head = trained(small_head(8, pooling_size=pooling_size)).float().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 8, 6, 7).to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        expected = head.double()(x.double())
+        head.float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = head(x.to(dtype))
+    assert out.dtype == dtype
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    error = (out.double() - expected).abs().max() / expected.abs().max()
+    assert error < (0.05 if dtype == torch.bfloat16 else 1e-5)
+
+
+@pytest.mark.parametrize("pooling_size", [0, (3, 0), (1, 2, 3)])
+def test_wrong_pooling_sizes_name_the_value_and_the_expectation(pooling_size):
+    with pytest.raises(ValueError, match="pooling_size=.*expected a side or"):
+        small_head(3, pooling_size=pooling_size)
