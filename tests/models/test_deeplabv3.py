@@ -96,8 +96,8 @@ def test_a_window_that_covers_the_map_is_global_pooling(pooling_size):
     torch.testing.assert_close(sliding(x), pooling_globally(x), rtol=1e-12, atol=1e-12)
 
 
-def test_a_crop_in_a_constant_surround_is_pooled_as_in_training():
-    """With the crop's size as window, a cell in the middle of a large map sees what it saw in a crop."""
+def test_a_cell_of_a_whole_image_is_pooled_as_in_a_crop_around_it():
+    """With the crop's size as window, and convolutions that see no further than the crop, the result is the same."""
     torch.manual_seed(0)
     head = trained(small_head(3, dilations=(1, 1, 1), pooling_size=5))
     image = torch.randn(1, 3, 13, 13, dtype=torch.float64)
