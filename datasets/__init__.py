@@ -3,7 +3,7 @@
 from datasets.camvid import camvid
 from datasets.cityscapes import cityscapes
 from datasets.loading import TrainingCrops, WholeImages, worker_init
-from datasets.samplers import ShuffledMinibatches
+from datasets.samplers import ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import ClassTable, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
@@ -19,6 +19,7 @@ __all__ = [
     "WholeImages",
     "camvid",
     "cityscapes",
+    "minibatches_per_epoch",
     "synthetic",
     "verify",
     "worker_init",

@@ -6,6 +6,18 @@ import numpy as np
 from torch.utils.data import Sampler
 
 
+def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:
+    """Full minibatches in one pass over `images`. ValueError where there is none."""
+    if crops_per_minibatch < 1:
+        raise ValueError(f"data.crops_per_minibatch={crops_per_minibatch} must be at least 1")
+    if images < crops_per_minibatch:
+        raise ValueError(
+            f"data.crops_per_minibatch={crops_per_minibatch} is more than the {images} images of the training "
+            f"split, so that no minibatch is full; set data.crops_per_minibatch to at most {images}"
+        )
+    return images // crops_per_minibatch
+
+
 class ShuffledMinibatches(Sampler):
     """The paper's uniform sampling: every epoch shuffles all images and deals them out in minibatches.
 
@@ -15,14 +27,7 @@ class ShuffledMinibatches(Sampler):
     """
 
     def __init__(self, images: int, crops_per_minibatch: int, seed: int, steps: int, start_step: int = 0):
-        if crops_per_minibatch < 1:
-            raise ValueError(f"data.crops_per_minibatch={crops_per_minibatch} must be at least 1")
-        self.steps_per_epoch = images // crops_per_minibatch
-        if self.steps_per_epoch == 0:
-            raise ValueError(
-                f"data.crops_per_minibatch={crops_per_minibatch} is more than the {images} images of the training "
-                f"split, so that no minibatch is full; set data.crops_per_minibatch to at most {images}"
-            )
+        self.steps_per_epoch = minibatches_per_epoch(images, crops_per_minibatch)
         assert 0 <= start_step, f"a run has no step {start_step}"
         self.images = images
         self.crops_per_minibatch = crops_per_minibatch
