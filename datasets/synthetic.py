@@ -64,6 +64,8 @@ def _cache_folder(settings: dict) -> Path:
 def _write_once(folder: Path, settings: dict) -> None:
     """Writes beside `folder`, then renames: nobody sees half a data set, and of two writers one wins."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if (folder / _MARKER).is_file():  # another process has written it meanwhile
+            return
         raise ValueError(
             f"data.root={folder} exists and was not written by the synthetic data set (it has no {_MARKER}); expected "
             "a new or empty folder. Choose another data.root, or leave it empty to use the cache folder."

@@ -1,0 +1,76 @@
+import fnmatch
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+from cityscapesscripts.helpers.labels import labels as official_labels
+
+from datasets import cityscapes
+from datasets.cityscapes import cityscapes_classes
+
+
+def test_table_is_the_official_one():
+    table = cityscapes_classes()
+    evaluated = sorted((label for label in official_labels if label.trainId not in (255, -1)), key=lambda x: x.trainId)
+    assert table.names == tuple(label.name for label in evaluated)
+    assert table.palette == tuple(label.color for label in evaluated)
+    assert table.official_ids == tuple(label.id for label in evaluated)
+    expected = {label.id % 256: label.trainId % 256 for label in official_labels}  # -1, of licence plates, is 255
+    assert dict(table.label_ids) == expected
+
+
+def test_reads_the_official_layout(cityscapes_root):
+    train = cityscapes(cityscapes_root, "train")
+    names = [f"{city}_{index:06d}_000019" for city in ("aachen", "bochum") for index in (0, 1)]
+    assert [sample.name for sample in train] == names
+    raw = cv2.imread(str(train.files[0].label), cv2.IMREAD_UNCHANGED)
+    to_train = {label.id: label.trainId for label in official_labels}
+    assert np.array_equal(train[0].label, np.vectorize(to_train.get)(raw))
+    assert train[0].label.dtype == np.uint8
+    assert len(cityscapes(cityscapes_root, "val")) == 2
+
+
+def test_predictions_are_regular_ids_and_come_back(cityscapes_root):
+    dataset = cityscapes(cityscapes_root, "val")
+    train_ids = np.arange(19, dtype=np.uint8).reshape(1, 19)
+    official = dataset.encode_prediction(train_ids)
+    assert official.dtype == np.uint8 and official.tolist() == [list(dataset.table.official_ids)]
+    assert np.array_equal(dataset.table.train_ids(official), train_ids)
+    assert dataset.encode_prediction(np.full((1, 1), 255, np.uint8)).tolist() == [[0]]
+
+
+def test_prediction_files_are_found_by_the_official_script(cityscapes_root):
+    dataset = cityscapes(cityscapes_root, "val")
+    city, sequence, frame = dataset.files[0].name.split("_")
+    assert fnmatch.fnmatch(dataset.prediction_filename(dataset.files[0].name), f"{city}_{sequence}_{frame}*.png")
+
+
+def test_split_without_labels(cityscapes_root):
+    shutil.rmtree(cityscapes_root / "gtFine" / "test")
+    dataset = cityscapes(cityscapes_root, "test")
+    assert not dataset.has_labels and dataset[0].label is None
+    with pytest.raises(ValueError, match="no labels in split 'test'.*data.split=val"):
+        dataset.read_label(0)
+
+
+@pytest.mark.parametrize("folder", ["leftImg8bit", "gtFine"])
+def test_missing_archive_names_the_folder_and_the_fix(cityscapes_root, folder):
+    shutil.rmtree(cityscapes_root / folder)
+    with pytest.raises(ValueError) as error:
+        cityscapes(cityscapes_root, "train")
+    message = str(error.value)
+    assert str(cityscapes_root / folder / "train") in message and "Found in" in message
+    assert "gtFine_trainvaltest.zip" in message and "DIR/leftImg8bit/train/CITY/" in message
+
+
+def test_image_without_label_is_named_and_counted(cityscapes_root):
+    (cityscapes_root / "gtFine/train/bochum/bochum_000001_000019_gtFine_labelIds.png").unlink()
+    with pytest.raises(ValueError, match="1 of 4 images have no label: bochum_000001_000019"):
+        cityscapes(cityscapes_root, "train")
+
+
+def test_no_images_says_where_it_looked(cityscapes_root):
+    shutil.rmtree(cityscapes_root / "leftImg8bit" / "val" / "frankfurt")
+    with pytest.raises(ValueError, match=r"no images in split 'val', looked for .*/\*/\*_leftImg8bit.png"):
+        cityscapes(cityscapes_root, "val")

@@ -1,0 +1,134 @@
+import hashlib
+import importlib
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from datasets import synthetic
+from datasets.streets import draw_street
+
+SMALL = (6, 3)
+PRESENT = {
+    *("road", "sidewalk", "building", "fence", "pole", "traffic light", "traffic sign"),
+    *("vegetation", "terrain", "sky", "person", "car"),
+}
+
+
+def contents(root: Path) -> dict[str, str]:
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_written_in_the_official_layout_and_read_as_such(tmp_path):
+    dataset = synthetic(tmp_path / "streets", "train", images=SMALL)
+    assert (dataset.name, dataset.split, len(dataset)) == ("synthetic", "train", 6)
+    assert len(synthetic(tmp_path / "streets", "val", images=SMALL)) == 3
+    city = tmp_path / "streets/leftImg8bit/train/drawnburg"
+    assert (city / "drawnburg_000000_000000_leftImg8bit.png").is_file()
+    sample = dataset[0]
+    assert sample.image.shape == (128, 256, 3) and sample.label.shape == (128, 256)
+    assert len(dataset.classes) == 19
+
+
+def test_the_same_when_written_again(tmp_path):
+    for name in ("a", "b"):
+        synthetic(tmp_path / name, "train", images=SMALL)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_another_seed_draws_other_streets(tmp_path):
+    a = synthetic(tmp_path / "a", "train", images=SMALL)[0]
+    b = synthetic(tmp_path / "b", "train", images=SMALL, seed=1)[0]
+    assert not np.array_equal(a.image, b.image)
+
+
+def test_written_once_into_the_cache(cache):
+    dataset = synthetic(None, "train", images=SMALL)
+    first = dataset.files[0].image
+    assert cache in first.parents and "inplace-abn-segmentation" in str(first)
+    before = first.stat().st_mtime_ns
+    assert synthetic(None, "val", images=SMALL).files[0].image.parents[2] == first.parents[2]
+    assert first.stat().st_mtime_ns == before
+
+
+def write(root: str) -> int:
+    return len(synthetic(root, "train", images=SMALL))
+
+
+def test_two_processes_may_start_at_once(tmp_path):
+    root = tmp_path / "streets"
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        assert list(pool.map(write, [str(root)] * 2)) == [6, 6]
+    alone = tmp_path / "alone"
+    write(str(alone))
+    assert contents(root) == contents(alone)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"streets", "alone"}  # nothing half-written stays
+
+
+def test_an_interrupted_writer_leaves_nothing_behind(tmp_path, monkeypatch):
+    def interrupted(folder, images, seed):
+        (folder / "leftImg8bit").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("datasets.synthetic"), "write_streets", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        synthetic(tmp_path / "streets", "train", images=SMALL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_splits_do_not_share_pictures(tmp_path):
+    root = tmp_path / "streets"
+    synthetic(root, "train", images=SMALL)
+    pictures = [value for key, value in contents(root).items() if "leftImg8bit" in key]
+    assert len(set(pictures)) == len(pictures) == 9
+
+
+def test_classes_are_present_and_large_enough_to_learn():
+    table_of = synthetic(None, "train", images=(1, 1)).table
+    images_with = np.zeros(19, int)
+    for index in range(24):
+        label = table_of.train_ids(draw_street(np.random.default_rng([9, index]))[1])
+        for train_id in np.unique(label[label != 255]):
+            images_with[train_id] += 1
+            regions = cv2.connectedComponentsWithStats((label == train_id).astype(np.uint8))[2][1:]
+            assert regions[:, cv2.CC_STAT_AREA].max() >= 12 or train_id not in (5, 6, 7, 11, 13)
+        assert (label == 255).mean() < 0.12  # void: bonnet, frame, bins
+    names = {name for name, count in zip(table_of.names, images_with, strict=True) if count}
+    assert names == PRESENT
+    assert images_with[images_with > 0].min() >= 8
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="data.root=.*mine exists.*Choose another data.root"):
+        synthetic(tmp_path / "mine", "train", images=SMALL)
+    assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+
+
+def test_other_settings_than_written_are_refused(tmp_path):
+    synthetic(tmp_path / "streets", "train", images=(1, 1))
+    with pytest.raises(ValueError, match="written with .*expected .*'train': 6"):
+        synthetic(tmp_path / "streets", "train", images=SMALL)
+    assert json.loads((tmp_path / "streets" / "synthetic-streets.json").read_text())["train"] == 1
+
+
+def test_an_empty_folder_is_used(tmp_path):
+    (tmp_path / "new").mkdir()
+    assert len(synthetic(tmp_path / "new", "val", images=SMALL)) == 3
+
+
+def test_unwritable_place_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written to .*Set data.root=DIR"):
+        synthetic(tmp_path / "file" / "below", "train", images=SMALL)
+
+
+def test_unknown_split():
+    with pytest.raises(ValueError, match="data.split='test'.*train, val"):
+        synthetic(None, "test", images=SMALL)

@@ -1,0 +1,138 @@
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datasets import TrainingTransform
+from datasets.transforms import scale_and_crop, scaled
+
+FILL, IGNORE = (10, 20, 30), 255
+
+
+def resize_then_crop(image, label, scaled_size, offset, crop_size):
+    """The definition: the whole resized image, in an endless plane of padding, seen through the crop."""
+    height, width = scaled_size
+    image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+    label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
+    margin = [(max(0, -offset[axis]), max(0, offset[axis] + crop_size[axis] - scaled_size[axis])) for axis in (0, 1)]
+    borders = (*margin[0], *margin[1])
+    image = cv2.copyMakeBorder(image, *borders, cv2.BORDER_CONSTANT, value=FILL)
+    label = cv2.copyMakeBorder(label, *borders, cv2.BORDER_CONSTANT, value=IGNORE)
+    top, left = offset[0] + margin[0][0], offset[1] + margin[1][0]
+    window = slice(top, top + crop_size[0]), slice(left, left + crop_size[1])
+    return image[window], label[window]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(2, 90), st.integers(2, 90)),
+    scale=st.floats(0.7, 2.0),
+    crop_size=st.tuples(st.integers(1, 80), st.integers(1, 80)),
+    place=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    seed=st.integers(0, 99),
+)
+def test_equals_resize_then_crop(size, scale, crop_size, place, seed):
+    rng = np.random.default_rng(seed)
+    image = rng.integers(0, 256, (*size, 3), dtype=np.uint8)  # noise: the hardest case for interpolation
+    label = rng.integers(0, 19, size, dtype=np.uint8)
+    scaled_size = scaled(size, scale)
+    offset = tuple(
+        round(share * (whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
+    )
+    arguments = (image, label, scaled_size, offset, crop_size)
+    expected_image, expected_label = resize_then_crop(*arguments)
+    got_image, got_label = scale_and_crop(*arguments, fill=FILL, ignore_index=IGNORE)
+    assert np.abs(got_image.astype(int) - expected_image).max() <= 2
+    assert np.array_equal(got_label, expected_label)
+
+
+def test_equals_resize_then_crop_at_full_resolution():
+    rng = np.random.default_rng(0)
+    image = cv2.GaussianBlur(rng.integers(0, 256, (1024, 2048, 3), dtype=np.uint8), (0, 0), 1)
+    label = cv2.resize(rng.integers(0, 19, (64, 128), dtype=np.uint8), (2048, 1024), interpolation=cv2.INTER_NEAREST)
+    for scale in (0.7, 0.853, 1.0, 1.37, 2.0):
+        size = scaled((1024, 2048), scale)
+        for offset in ((0, 0), (size[0] - 512, size[1] - 512), (size[0] // 3, size[1] // 3)):
+            arguments = (image, label, size, offset, (512, 512))
+            expected_image, expected_label = resize_then_crop(*arguments)
+            got_image, got_label = scale_and_crop(*arguments, fill=FILL, ignore_index=IGNORE)
+            assert np.abs(got_image.astype(int) - expected_image).max() <= 2
+            assert np.array_equal(got_label, expected_label)
+
+
+def picture(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """A label that names the column of each pixel, and an image with the label in every channel."""
+    label = np.broadcast_to(np.arange(width, dtype=np.uint8), (height, width)).copy()
+    return np.repeat(label[..., None], 3, axis=2), label
+
+
+def test_flip_mirrors_image_and_label_alike():
+    image, label = picture(8, 16)
+    straight = TrainingTransform((8, 16), scale=(1.0, 1.0), flip=0.0)(image, label, np.random.default_rng(0))
+    mirrored = TrainingTransform((8, 16), scale=(1.0, 1.0), flip=1.0)(image, label, np.random.default_rng(0))
+    assert np.array_equal(straight[0], image) and np.array_equal(straight[1], label)
+    assert np.array_equal(mirrored[0], image[:, ::-1]) and np.array_equal(mirrored[1], label[:, ::-1])
+
+
+def test_flip_has_probability_one_half():
+    image, label = picture(4, 8)
+    transform = TrainingTransform((4, 8), scale=(1.0, 1.0))
+    rng = np.random.default_rng(0)
+    flipped = sum(int(transform(image, label, rng)[1][0, 0] == 7) for _ in range(2000))
+    assert 900 < flipped < 1100
+
+
+def test_padding_is_fill_and_ignore_on_all_sides_over_time():
+    image, label = np.full((10, 12, 3), 200, np.uint8), np.full((10, 12), 5, np.uint8)
+    transform = TrainingTransform((20, 16), scale=(1.0, 1.0), fill=(123.7, 116.3, 103.5), ignore_index=IGNORE)
+    rng = np.random.default_rng(0)
+    corners = set()
+    for _ in range(800):
+        image_crop, label_crop = transform(image, label, rng)
+        assert image_crop.shape == (20, 16, 3) and label_crop.shape == (20, 16)
+        inside = label_crop != IGNORE
+        assert inside.sum() == 120 and (label_crop[inside] == 5).all()
+        assert (image_crop[inside] == 200).all() and (image_crop[~inside] == (124, 116, 104)).all()
+        corners.add(tuple(np.argwhere(inside)[0]))
+    assert corners == {(top, left) for top in range(11) for left in range(5)}
+
+
+def test_crops_reach_every_position():
+    image, label = picture(6, 10)
+    transform = TrainingTransform((6, 4), scale=(1.0, 1.0), flip=0.0)
+    rng = np.random.default_rng(0)
+    assert {int(transform(image, label, rng)[1][0, 0]) for _ in range(200)} == set(range(7))
+
+
+def test_scales_cover_the_papers_range():
+    image, label = np.zeros((100, 100, 3), np.uint8), np.zeros((100, 100), np.uint8)
+    transform = TrainingTransform((300, 300))
+    rng = np.random.default_rng(0)
+    sizes = [int((transform(image, label, rng)[1] != IGNORE).sum() ** 0.5) for _ in range(500)]
+    assert min(sizes) in range(70, 73) and max(sizes) in range(198, 201)
+    assert 130 < np.mean(sizes) < 140
+
+
+def test_same_generator_state_same_crop():
+    rng = np.random.default_rng(1)
+    image, label = rng.integers(0, 256, (60, 80, 3), dtype=np.uint8), rng.integers(0, 19, (60, 80), dtype=np.uint8)
+    transform = TrainingTransform((32, 32))
+    first, second = (transform(image, label, np.random.default_rng(7)) for _ in range(2))
+    other = transform(image, label, np.random.default_rng(8))
+    assert np.array_equal(first[0], second[0]) and np.array_equal(first[1], second[1])
+    assert not np.array_equal(first[0], other[0])
+
+
+@pytest.mark.parametrize(
+    "arguments, key",
+    [
+        ({"crop_size": (0, 5)}, "data.crop_size"),
+        ({"crop_size": (5, 5), "scale": (2.0, 0.7)}, "data.scale"),
+        ({"crop_size": (5, 5), "scale": (0.0, 1.0)}, "data.scale"),
+        ({"crop_size": (5, 5), "flip": 1.5}, "data.flip"),
+    ],
+)
+def test_impossible_settings_name_the_key(arguments, key):
+    with pytest.raises(ValueError, match=key):
+        TrainingTransform(**arguments)

@@ -1,0 +1,97 @@
+import os
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+
+from datasets import camvid, cityscapes, verify
+
+
+def problems(root, **options) -> str:
+    with pytest.raises(ValueError) as error:
+        verify(camvid(root, "train"), **options)
+    return str(error.value)
+
+
+def test_good_data_passes_and_reports_progress(camvid_folders, camvid_annot, cityscapes_root):
+    seen = []
+    verify(camvid(camvid_folders, "train"), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(done, 6) for done in range(1, 7)]
+    verify(camvid(camvid_annot, "val"))
+    verify(cityscapes(cityscapes_root, "val"))
+    verify(cityscapes(cityscapes_root, "test"))  # no labels: the images alone
+
+
+@pytest.mark.parametrize(
+    "folder, file, damage, complaint",
+    [
+        ("images", "0001TP_000003.jpg", lambda data: data[:-20], "truncated"),
+        ("images", "0001TP_000003.jpg", lambda data: b"", "empty"),
+        ("images", "0001TP_000003.jpg", lambda data: data[:2] + data[-2:], "no readable image header"),
+        ("labels", "0001TP_000003.png", lambda data: data[:-20], "truncated"),
+        ("labels", "0001TP_000003.png", lambda data: b"GIF89a", "neither PNG nor JPEG"),
+    ],
+)
+def test_finds_damaged_files(camvid_folders, folder, file, damage, complaint):
+    path = camvid_folders / "train" / folder / file
+    path.write_bytes(damage(path.read_bytes()))
+    message = problems(camvid_folders)
+    assert "1 problem(s) in 6 images" in message and str(path) in message and complaint in message
+
+
+def test_finds_foreign_ids_and_sizes(camvid_folders):
+    labels = camvid_folders / "train" / "labels"
+    cv2.imwrite(str(labels / "0001TP_000001.png"), np.full((24, 40), 77, np.uint8))
+    cv2.imwrite(str(labels / "0001TP_000002.png"), np.zeros((12, 20), np.uint8))
+    message = problems(camvid_folders, workers=2)
+    assert "2 problem(s)" in message
+    assert "0001TP_000001.png: contains the ids 77" in message and "0001TP_000002.png: the label is 20x12" in message
+
+
+def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders):
+    for path in (camvid_folders / "train" / "labels").iterdir():
+        path.write_bytes(b"")
+    message = problems(camvid_folders, workers=3)
+    named = [line.split("/")[-1].split(":")[0] for line in message.splitlines() if line.startswith("  /")]
+    assert named == [f"0001TP_{index:06d}.png" for index in range(5)]
+    assert "6 problem(s) in 6 images" in message and "and 1 more" in message
+
+
+def test_agrees_with_reading(camvid_folders):
+    path = camvid_folders / "train" / "images" / "0001TP_000000.jpg"
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ValueError) as error:
+        camvid(camvid_folders, "train")[0]
+    assert str(error.value) in problems(camvid_folders)
+
+
+def checked_files(dataset) -> int:
+    """How many images a call of verify looks at."""
+    seen = []
+    verify(dataset, progress=lambda done, total: seen.append(done))
+    return len(seen)
+
+
+def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path):
+    assert checked_files(camvid(camvid_folders, "train")) == 6
+    assert checked_files(camvid(camvid_folders, "train")) == 0
+    assert checked_files(camvid(camvid_folders, "val")) == 2
+    moved = tmp_path / "elsewhere"
+    shutil.move(camvid_folders, moved)
+    assert checked_files(camvid(moved, "train")) == 0
+    label = moved / "train" / "labels" / "0001TP_000000.png"
+    os.utime(label, ns=(0, label.stat().st_mtime_ns + 1))
+    assert checked_files(camvid(moved, "train")) == 6
+
+
+def test_failure_is_not_remembered(camvid_folders):
+    (camvid_folders / "train" / "labels" / "0001TP_000000.png").write_bytes(b"")
+    assert problems(camvid_folders) == problems(camvid_folders)
+
+
+def test_goes_on_without_a_cache_folder(camvid_folders, tmp_path, monkeypatch):
+    (tmp_path / "occupied").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))
+    assert checked_files(camvid(camvid_folders, "train")) == 6
+    assert checked_files(camvid(camvid_folders, "train")) == 6
