@@ -1,0 +1,1 @@
+"""A run: configuration, training loop, evaluation, checkpoints and reports."""

@@ -1,0 +1,188 @@
+"""From a run's configuration to its objects: the only place below the entries that knows both."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from datasets import (
+    SegmentationDataset,
+    ShuffledMinibatches,
+    TrainingCrops,
+    TrainingTransform,
+    WholeImages,
+    camvid,
+    cityscapes,
+    minibatches_per_epoch,
+    synthetic,
+    worker_init,
+)
+from engine import config as cfg
+from engine.loop import Autocast, ImageInput
+from engine.losses import BootstrappedCrossEntropy, CrossEntropy
+from engine.schedule import Schedule, in_steps
+from models.bodies.resnext import ResNeXt
+from models.bodies.wider_resnet import WiderResNet
+from models.heads import DeepLabV3
+from models.layers import ABN, InPlaceABN
+from models.segmentation import SegmentationNetwork
+
+
+def device(name: str) -> torch.device:
+    """The device of `trainer.device`; "auto" is CUDA where there is one.
+
+    Raises:
+        ValueError: "cuda" where PyTorch sees no CUDA device.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but PyTorch sees no CUDA device: use device=cpu, or check the driver")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def dataset(config: cfg.Data, split: str) -> SegmentationDataset:
+    """One split of the dataset, its files paired and counted but not yet read. Raises ValueError for missing files."""
+    builders = {"camvid": camvid, "cityscapes": cityscapes, "synthetic": synthetic}
+    return builders[config.name](config.root, split)
+
+
+def norm_act(config: cfg.Norm) -> Callable[[int], nn.Module]:
+    """number of channels -> norm followed by an activation."""
+    options = dict(
+        eps=config.eps,
+        momentum=config.momentum,
+        activation=config.activation,
+        activation_param=config.activation_param,
+        learn_scale=config.learn_scale,
+    )
+    if isinstance(config, cfg.InPlaceNorm):
+        return partial(
+            InPlaceABN,
+            **options,
+            variant=config.variant,
+            gamma_floor=config.gamma_floor,
+        )
+    return partial(ABN, **options)
+
+
+def body(config: cfg.Body, norm: Callable[[int], nn.Module]) -> nn.Module:
+    if isinstance(config, cfg.ResNeXtBody):
+        return ResNeXt(
+            config.structure,
+            norm,
+            output_stride=config.output_stride,
+            groups=config.groups,
+            base_channels=config.base_channels,
+            stem_channels=config.stem_channels,
+            stem=config.stem,
+        )
+    assert isinstance(config, cfg.WiderResNetBody), config
+    return WiderResNet(
+        config.structure,
+        config.channels,
+        norm,
+        output_stride=config.output_stride,
+        downsampling=config.downsampling,
+        dropout=config.dropout,
+        stem_channels=config.stem_channels,
+    )
+
+
+def network(config: cfg.SegmentationRun, classes: int) -> SegmentationNetwork:
+    """Body, head and classifier, initialised from torch's global generator, on the current default device."""
+    norm = norm_act(config.norm)
+    features = body(config.body, norm)
+    head = DeepLabV3(
+        features.out_channels,
+        config.head.hidden_channels,
+        config.head.out_channels,
+        config.head.dilations,
+        norm_act=norm,
+        pooling_size=config.head.pooling_size,
+    )
+    return SegmentationNetwork(features, head, classes)
+
+
+def loss(config: cfg.Loss, ignore_index: int) -> nn.Module:
+    if isinstance(config, cfg.BootstrappedLoss):
+        return BootstrappedCrossEntropy(config.fraction, ignore_index)
+    return CrossEntropy(ignore_index)
+
+
+def optimizer(config: cfg.Optim, parameters) -> torch.optim.SGD:
+    """SGD with weight decay on every parameter, the norms' included, as in the paper's recipe."""
+    return torch.optim.SGD(
+        parameters,
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov,
+    )
+
+
+def lr_schedule(config: cfg.Optim, optimizer: torch.optim.Optimizer, total_steps: int):
+    """lr * (1 - step / total_steps)^power (paper, section 4.2), advanced after every optimiser step."""
+    return torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=total_steps, power=config.power)
+
+
+def schedule(config: cfg.SegmentationRun, images: int) -> Schedule:
+    """The run's durations in steps; `images` is the size of the training split."""
+    trainer = config.trainer
+    steps_per_epoch = minibatches_per_epoch(images, config.data.crops_per_minibatch)
+    total_steps = in_steps(trainer.epochs, trainer.steps, steps_per_epoch)
+    assert total_steps is not None, "config.check requires epochs or steps"
+    return Schedule(
+        total_steps=total_steps,
+        steps_per_epoch=steps_per_epoch,
+        evaluate_every=in_steps(trainer.evaluate_every_epochs, trainer.evaluate_every_steps, steps_per_epoch),
+        checkpoint_every=trainer.checkpoint_every_steps,
+        log_every=trainer.log_every_steps,
+    )
+
+
+def training_loader(
+    config: cfg.SegmentationRun, dataset: SegmentationDataset, total_steps: int, start_step: int, device: torch.device
+) -> DataLoader:
+    """One minibatch of crops for each step from `start_step` to `total_steps`."""
+    data = config.data
+    transform = TrainingTransform(
+        (data.crop_size, data.crop_size),
+        scale=tuple(data.scale),
+        flip=data.flip,
+        fill=tuple(255 * value for value in data.mean),
+        ignore_index=dataset.ignore_index,
+    )
+    minibatches = ShuffledMinibatches(len(dataset), data.crops_per_minibatch, config.seed, total_steps, start_step)
+    return _loader(TrainingCrops(dataset, transform, config.seed), data.workers, device, batch_sampler=minibatches)
+
+
+def evaluation_loader(
+    dataset: SegmentationDataset, workers: int, device: torch.device, images: int | None
+) -> DataLoader:
+    """Whole images one at a time, in order; the first `images` of them."""
+    indices = range(len(dataset) if images is None else min(images, len(dataset)))
+    return _loader(WholeImages(dataset), workers, device, sampler=indices, batch_size=1)
+
+
+def _loader(source: Dataset, workers: int, device: torch.device, **batching) -> DataLoader:
+    return DataLoader(
+        source,
+        num_workers=workers,
+        worker_init_fn=worker_init,
+        pin_memory=device.type == "cuda",
+        # Its own generator: an iterator draws a number when it starts, and evaluating must not change the training.
+        generator=torch.Generator(),
+        **batching,
+    )
+
+
+def image_input(config: cfg.SegmentationRun, device: torch.device) -> ImageInput:
+    return ImageInput(config.data.mean, config.data.std, device, config.trainer.channels_last)
+
+
+def autocast(precision: str, device: torch.device) -> Autocast:
+    """Makes the context of a forward pass in the given precision ("float32" or "bfloat16")."""
+    return partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bfloat16")

@@ -1,0 +1,88 @@
+"""Scores of a network on a whole split, with a progress bar, and what is made of the predictions on the way."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from datasets import SegmentationDataset
+from engine.loop import Autocast, ImageInput, evaluate
+from engine.metrics import segmentation_scores
+from engine.pictures import comparison, write_png
+from engine.reporting import tracked
+
+
+def evaluate_dataset(
+    network: nn.Module,
+    dataset: SegmentationDataset,
+    loader: DataLoader,
+    *,
+    progress: Progress,
+    image_input: ImageInput,
+    autocast: Autocast,
+    on_prediction: Callable[[dict, Tensor], None],
+) -> tuple[dict, Tensor]:
+    """Scores as `segmentation_scores` gives them, and the confusion matrix; `loader` reads images of `dataset`."""
+    confusion = evaluate(
+        network,
+        tracked(progress, loader, f"evaluating {dataset.name} {dataset.split}"),
+        classes=len(dataset.classes),
+        ignore_index=dataset.ignore_index,
+        image_input=image_input,
+        autocast=autocast,
+        on_prediction=on_prediction,
+    )
+    return segmentation_scores(confusion, dataset.classes), confusion
+
+
+class PictureCollector:
+    """`on_prediction` that keeps comparisons of the first `count` images, {name: uint8 (H, 3 W, 3)}."""
+
+    def __init__(self, dataset: SegmentationDataset, count: int):
+        self.dataset = dataset
+        self.count = count
+        self.pictures: dict[str, np.ndarray] = {}
+
+    def __call__(self, minibatch: dict, predictions: Tensor) -> None:
+        if len(self.pictures) < self.count:
+            self.pictures[minibatch["name"][0]] = _comparison(self.dataset, minibatch, predictions)
+
+
+class PredictionWriter:
+    """`on_prediction` that writes files.
+
+    Args:
+        predictions: folder for one PNG per image in the dataset's official encoding; None writes none.
+        overlays: folder for pictures image | ground truth | prediction; None writes none.
+        overlay_images: number of overlays; None is all.
+    """
+
+    def __init__(
+        self,
+        dataset: SegmentationDataset,
+        predictions: Path | None,
+        overlays: Path | None,
+        overlay_images: int | None,
+    ):
+        self.dataset = dataset
+        self.predictions = predictions
+        self.overlays = overlays
+        self.overlays_left = len(dataset) if overlay_images is None else overlay_images
+
+    def __call__(self, minibatch: dict, predictions: Tensor) -> None:
+        file = self.dataset.prediction_filename(minibatch["name"][0])
+        if self.predictions is not None:
+            write_png(self.predictions / file, self.dataset.encode_prediction(predictions[0].numpy()))
+        if self.overlays is not None and self.overlays_left > 0:
+            write_png(self.overlays / file, _comparison(self.dataset, minibatch, predictions))
+            self.overlays_left -= 1
+
+
+def _comparison(dataset: SegmentationDataset, minibatch: dict, predictions: Tensor) -> np.ndarray:
+    """Of a minibatch of one image, with predictions uint8 (1, H, W)."""
+    image = minibatch["image"][0].permute(1, 2, 0).numpy()  # (H, W, 3)
+    label = minibatch["label"][0].numpy() if "label" in minibatch else None
+    return comparison(image, label, predictions[0].numpy(), dataset)

@@ -1,0 +1,227 @@
+"""What a run tells: console, log.txt, metrics.jsonl, TensorBoard, results.json."""
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+
+from datasets import SegmentationDataset, verify
+from engine.environment import environment
+
+logger = logging.getLogger("engine")
+
+
+def log_to(console: Console, file: Path | None) -> None:
+    """Send the log to the console and, with times and details, to `file` (appended to)."""
+    for handler in logger.handlers[:]:
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    on_console = RichHandler(console=console, show_path=False, show_level=False, highlighter=None, level=logging.INFO)
+    logger.addHandler(on_console)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        in_file = logging.FileHandler(file)
+        in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logger.addHandler(in_file)
+
+
+def progress_bar(console: Console, *extra: ProgressColumn) -> Progress:
+    """A progress bar with count, times and the `extra` columns; nothing where the console is not a terminal."""
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        *extra,
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
+def tracked(progress: Progress, items: Sized, description: str) -> Iterator:
+    """Yield the items, counting them in a bar of `progress` that is removed at the end."""
+    task = progress.add_task(description, total=len(items), status="")
+    try:
+        for item in items:
+            yield item
+            progress.advance(task)
+    finally:
+        progress.remove_task(task)
+
+
+def verify_with_progress(dataset: SegmentationDataset, console: Console) -> None:
+    """`datasets.verify` with a progress bar; the same ValueError."""
+    with progress_bar(console) as progress:
+        task = progress.add_task(f"checking {dataset.name} {dataset.split}", total=len(dataset))
+        verify(dataset, progress=lambda done, _: progress.update(task, completed=done))
+
+
+@contextmanager
+def errors_for_users() -> Iterator[None]:
+    """Turn errors that the user can mend into one message and exit status 1; others keep their traceback."""
+    try:
+        yield
+    except (ValueError, FloatingPointError) as error:
+        logger.debug("", exc_info=True)  # the traceback, in log.txt where there is one
+        sys.exit(f"error: {error}")
+
+
+class RunReport:
+    """Reports one training run; a context manager, so that everything is on disk however the run ends.
+
+    Args:
+        run_dir: where metrics.jsonl and tensorboard/ are kept.
+        console: where the progress bar is drawn.
+        total_steps: length of the run.
+        start_step: steps already done; records beyond it, of a run that was killed after its last checkpoint, go.
+    """
+
+    def __init__(self, run_dir: Path, console: Console, total_steps: int, start_step: int):
+        self.metrics_file = run_dir / "metrics.jsonl"
+        self._drop_records_after(start_step)
+        self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1 if start_step else None)
+        self.console = console
+        self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
+        self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
+        self.losses: list[float] = []
+        self.images = 0
+        self.seconds = 0.0
+        self.step_started = time.perf_counter()
+
+    def __enter__(self) -> "RunReport":
+        self.progress.start()
+        self.step_started = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.progress.stop()
+        self.tensorboard.close()
+
+    def step(self, loss: float, images: int) -> None:
+        """Count one training step. The time since the last call of `step` or `pause_ended` is the step's."""
+        now = time.perf_counter()
+        self.losses.append(loss)
+        self.images += images
+        self.seconds += now - self.step_started
+        self.step_started = now
+        self.progress.update(self.task, advance=1)
+
+    def pause_ended(self) -> None:
+        """What happened since the last step (evaluation, checkpoint) is not training time."""
+        self.step_started = time.perf_counter()
+
+    def training(self, step: int, epoch: float, lr: float, peak_memory_mib: float) -> None:
+        """Record the training since the last record: mean loss, learning rate, images per second, memory."""
+        loss = sum(self.losses) / len(self.losses)
+        speed = self.images / self.seconds
+        self.losses, self.images, self.seconds = [], 0, 0.0
+        values = {"loss": loss, "lr": lr, "images_per_second": speed, "peak_memory_mib": peak_memory_mib}
+        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
+        for name, value in values.items():
+            self.tensorboard.add_scalar(f"train/{name}", value, step)
+        status = f"loss {loss:.3f}  lr {lr:.2e}  {speed:.1f} img/s  {peak_memory_mib:,.0f} MiB"
+        self.progress.update(self.task, status=status)
+        # On a terminal the progress bar says the same.
+        logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
+
+    def evaluation(self, step: int, epoch: float, scores: dict, pictures: dict[str, np.ndarray]) -> None:
+        """Record scores of `engine.metrics.segmentation_scores` and pictures {name: uint8 (H, W, 3)}."""
+        self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **scores})
+        self.tensorboard.add_scalar("val/miou", scores["miou"], step)
+        self.tensorboard.add_scalar("val/pixel_accuracy", scores["pixel_accuracy"], step)
+        for name, iou in scores["iou"].items():
+            if iou is not None:
+                self.tensorboard.add_scalar(f"val_iou/{name}", iou, step)
+        for name, pixels in pictures.items():
+            self.tensorboard.add_image(f"image_label_prediction/{name}", pixels, step, dataformats="HWC")
+        self.tensorboard.flush()
+        logger.info(f"step {step}  val mIoU {scores['miou']:.4f}  pixel accuracy {scores['pixel_accuracy']:.4f}")
+
+    def _record(self, record: dict) -> None:
+        with open(self.metrics_file, "a") as file:
+            file.write(json.dumps(_without_nan(record)) + "\n")
+
+    def _drop_records_after(self, step: int) -> None:
+        if not self.metrics_file.is_file():
+            return
+        kept = []
+        for line in self.metrics_file.read_text().splitlines(keepends=True):
+            # The last line may be cut off if the machine stopped while it was written.
+            if line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+        self.metrics_file.write_text("".join(kept))
+
+
+def iou_table(scores: dict, title: str) -> Table:
+    """The scores of `engine.metrics.segmentation_scores` as a table for the console, in percent."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("class")
+    table.add_column("IoU %", justify="right")
+    for name, iou in scores["iou"].items():
+        table.add_row(name, "–" if iou is None else f"{100 * iou:.2f}")
+    table.add_section()
+    table.add_row("mean (mIoU)", f"{100 * scores['miou']:.2f}", style="bold")
+    table.add_row("pixel accuracy", f"{100 * scores['pixel_accuracy']:.2f}")
+    return table
+
+
+def write_results(
+    path: Path,
+    *,
+    dataset: SegmentationDataset,
+    scores: dict,
+    confusion: Tensor,
+    images: int,
+    checkpoint: Path,
+    config: dict,
+) -> dict:
+    """Write and return the results of one evaluation, with what is needed to repeat it."""
+    results = {
+        "dataset": dataset.name,
+        "split": dataset.split,
+        **scores,
+        "confusion_matrix": confusion.tolist(),
+        "images": images,
+        "checkpoint": str(checkpoint),
+        "config": config,
+        "environment": environment(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_without_nan(results)) + "\n")
+    return results
+
+
+def _without_nan(value):
+    """JSON has no NaN: null stands for it."""
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,67 @@
+"""The folder of one run: where its files are, and whether a run may start or go on in it."""
+
+from pathlib import Path
+
+from engine import checkpoint
+
+# Keys that a resumed run may change: they say where and how it runs, not what it computes.
+_FREE_ON_RESUME = (
+    "run_dir",
+    "resume",
+    "data.root",
+    "data.workers",
+    "data.verify",
+    "trainer.device",
+    "trainer.evaluate_every_epochs",
+    "trainer.evaluate_every_steps",
+    "trainer.evaluate_images",
+    "trainer.checkpoint_every_steps",
+    "trainer.log_every_steps",
+    "trainer.pictures",
+)
+
+
+class RunDirectory:
+    """Paths of a run's files below `path`."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.log = self.path / "log.txt"
+        self.results = self.path / "results.json"
+        self.last = self.path / "checkpoints" / "last.pt"
+        self.best = self.path / "checkpoints" / "best.pt"
+
+    def checkpoint_to_resume(self, resume: str | None, config: dict) -> dict | None:
+        """The state to continue from, None for a run that starts here.
+
+        Raises:
+            ValueError: there is a run already and `resume` is not "auto", or it has another configuration.
+        """
+        if resume not in (None, "auto"):
+            raise ValueError(f"resume={resume}: expected auto (continue the run in run_dir) or nothing")
+        if not self.last.is_file():
+            return None
+        if resume is None:
+            raise ValueError(
+                f"run_dir={self.path} already holds a run: give resume=auto to continue it, or another run_dir"
+            )
+        state = checkpoint.load(self.last)
+        before, now = _flat(state["config"]), _flat(config)
+        changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+        changed = sorted(key for key in changed if key not in _FREE_ON_RESUME)
+        if changed:
+            listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
+            raise ValueError(
+                f"run_dir={self.path} holds a run of another configuration: {listed}. Give the same values to "
+                f"continue it, or another run_dir to start anew"
+            )
+        return state
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    """{"optim": {"lr": 1}} -> {"optim.lr": 1}"""
+    flat = {}
+    for key, value in values.items():
+        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat

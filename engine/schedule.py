@@ -1,0 +1,34 @@
+"""How long a run is and when it does what. Configurations speak of epochs or steps; from here on, steps count."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All durations in optimiser steps. `step` arguments are the number of steps done so far."""
+
+    total_steps: int
+    steps_per_epoch: int
+    evaluate_every: int | None
+    checkpoint_every: int
+    log_every: int
+
+    def evaluates(self, step: int) -> bool:
+        # The end of the run has an evaluation of its own, also for a run that is resumed there.
+        return self.evaluate_every is not None and step % self.evaluate_every == 0 and step < self.total_steps
+
+    def checkpoints(self, step: int) -> bool:
+        return step % self.checkpoint_every == 0 or step == self.total_steps
+
+    def logs(self, step: int) -> bool:
+        return step % self.log_every == 0 or step == self.total_steps
+
+    def epoch(self, step: int) -> float:
+        return step / self.steps_per_epoch
+
+
+def in_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -> int | None:
+    """A duration in steps, from `steps` where it is given, else from `epochs`; None where neither is."""
+    if steps is not None:
+        return steps
+    return None if epochs is None else epochs * steps_per_epoch

@@ -1,0 +1,108 @@
+"""Evaluate a checkpoint: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`."""
+
+from pathlib import Path
+
+import hydra
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+
+from engine import build, checkpoint, reporting
+from engine import config as configuration
+from engine.evaluation import PredictionWriter, evaluate_dataset
+
+configuration.register()
+
+
+def evaluate(values: DictConfig) -> dict:
+    """Score a checkpoint on a split: whole images, single scale, no flip.
+
+    What the command does not name (network, data, precision) is as in the training.
+
+    Returns:
+        The results, as written to the JSON file.
+
+    Raises:
+        ValueError: the checkpoint or the data cannot be used, or do not fit each other.
+    """
+    options = configuration.typed(values)
+    console = Console()
+    reporting.log_to(console, None)
+    path = Path(options.checkpoint)
+    state = checkpoint.load(path)
+    config = configuration.from_plain(state["config"])
+    config.data.root = options.data.root or config.data.root
+    config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
+    split = options.data.split or config.data.val_split
+    precision = options.precision or config.trainer.precision
+
+    device = build.device(options.device)
+    dataset = build.dataset(config.data, split)
+    network = build.network(config, classes=len(state["classes"]))
+    checkpoint.load_network(network, state, dataset.classes, path)
+    network = network.to(device)
+    if config.trainer.channels_last:
+        network = network.to(memory_format=torch.channels_last)
+    writer = PredictionWriter(
+        dataset,
+        predictions=_folder(options.predictions),
+        overlays=_folder(options.overlays),
+        overlay_images=options.overlay_images,
+    )
+
+    loader = build.evaluation_loader(dataset, options.workers, device, images=None)
+    with reporting.progress_bar(console) as progress:
+        scores, confusion = evaluate_dataset(
+            network,
+            dataset,
+            loader,
+            progress=progress,
+            image_input=build.image_input(config, device),
+            autocast=build.autocast(precision, device),
+            on_prediction=writer,
+        )
+
+    for what, folder in (("predictions", options.predictions), ("overlays", options.overlays)):
+        if folder is not None:
+            console.print(f"{what}: {folder}", soft_wrap=True)
+    if not dataset.has_labels:
+        console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
+        return {}
+    console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
+    results_file = (
+        Path(options.results) if options.results else default_results_file(path, split, config.data.val_split)
+    )
+    console.print(f"results: {results_file}", soft_wrap=True)
+    return reporting.write_results(
+        results_file,
+        dataset=dataset,
+        scores=scores,
+        confusion=confusion,
+        images=len(loader),
+        checkpoint=path,
+        config=configuration.plain(config),
+    )
+
+
+def default_results_file(checkpoint_path: Path, split: str, val_split: str) -> Path:
+    """RUN_DIR/results.json for the last checkpoint on the validation split; other names tell what differs."""
+    differs = [] if checkpoint_path.stem == "last" else [checkpoint_path.stem]
+    differs += [] if split == val_split else [split]
+    folder = checkpoint_path.parent
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    return folder / f"{'_'.join(['results', *differs])}.json"
+
+
+def _folder(path: str | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="eval")
+def main(values: DictConfig) -> None:
+    with reporting.errors_for_users():
+        evaluate(values)
+
+
+if __name__ == "__main__":
+    main()
