@@ -1,0 +1,19 @@
+"""Settings of the whole test run."""
+
+import os
+
+# Two test processes on two cores: a second OpenMP thread each would only wait for the other process.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def private_cache(tmp_path_factory):
+    """Tests write drawn pictures and remembered checks into a folder of their own."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # one folder for all workers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        yield

@@ -1,0 +1,327 @@
+"""ABN and in-place ABN against PyTorch's batch normalisation, activation and autograd."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from models.layers import ABN, InPlaceABN
+from models.layers.inplace_abn import floored
+
+CHANNELS = 6
+ACTIVATIONS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0}
+
+
+def activate(name: str, param: float, y: torch.Tensor) -> torch.Tensor:
+    if name == "leaky_relu":
+        return F.leaky_relu(y, param)
+    return F.elu(y, param) if name == "elu" else {"identity": torch.Tensor.clone, "relu": F.relu}[name](y)
+
+
+def randomise(layer: ABN) -> ABN:
+    """Scales of both signs with |gamma| in 0.5 … 1.5, shifts within 0.5."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        if layer.weight is not None:
+            signs = torch.tensor([1.0, -1.0] * CHANNELS)[:CHANNELS]
+            layer.weight.copy_((0.5 + torch.rand(CHANNELS)) * signs)
+        if layer.bias is not None:
+            layer.bias.copy_(torch.rand(CHANNELS) - 0.5)
+        if layer.running_var is not None:
+            layer.running_mean.normal_()
+            layer.running_var.uniform_(0.5, 2.0)
+    return layer.double()
+
+
+def reference(layer: ABN, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """Batch normalisation written out, for autograd to differentiate."""
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    others = [d for d in range(x.dim()) if d != 1]
+    if layer.training or layer.running_mean is None:
+        mean, var = x.mean(others), x.var(others, correction=0)
+    else:
+        mean, var = layer.running_mean, layer.running_var
+    x_hat = (x - mean.view(shape)) / torch.sqrt(var.view(shape) + layer.eps)
+    return activate(layer.activation, layer.activation_param, gamma.view(shape) * x_hat + beta.view(shape))
+
+
+def layers():
+    yield "std", ABN, {}
+    for variant in ("I", "II"):
+        yield f"inplace-{variant}", InPlaceABN, {"variant": variant}
+        yield f"inplace-{variant}-overwrite", InPlaceABN, {"variant": variant, "overwrite_input": True}
+
+
+LAYERS = [pytest.param(cls, options, id=name) for name, cls, options in layers()]
+SCALES = {
+    "affine": {},
+    "not-affine": {"affine": False},
+    "scale-fixed": {"learn_scale": False},
+    "batch-statistics-always": {"track_running_stats": False},
+}
+
+
+@pytest.mark.parametrize("cls, options", LAYERS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("scale", SCALES)
+def test_equals_autograd_in_float64(cls, options, activation, training, scale):
+    layer = randomise(
+        cls(CHANNELS, activation=activation, activation_param=ACTIVATIONS[activation], **SCALES[scale], **options)
+    )
+    layer.train(training)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(4, CHANNELS, 5, 7, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
+        parameters = [p.detach().clone().requires_grad_() for p in layer.parameters()]
+        named = dict(zip([name for name, _ in layer.named_parameters()], parameters, strict=True))
+        ones = torch.ones(CHANNELS, dtype=torch.float64)
+        expected = reference(layer, x, named.get("weight", ones), named.get("bias", 0 * ones))
+        dz = torch.randn_like(expected)
+        expected_gradients = torch.autograd.grad(expected, [x, *parameters], dz)
+
+        z = layer(x * 1)  # not x itself: a leaf must not be overwritten
+        gradients = torch.autograd.grad(z, [x, *layer.parameters()], dz)
+        torch.testing.assert_close(z, expected, rtol=0, atol=1e-10)
+        for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-10)
+        assert z.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("cls, options", LAYERS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_those_of_batchnorm2d(cls, options, momentum):
+    layer, standard = cls(CHANNELS, momentum=momentum, **options), nn.BatchNorm2d(CHANNELS, momentum=momentum)
+    for _ in range(3):
+        x = torch.randn(2, CHANNELS, 4, 4) * 3 + 1
+        standard(x)
+        layer(x.clone())
+    for name, buffer in standard.named_buffers():
+        torch.testing.assert_close(getattr(layer, name), buffer)
+    layer.load_state_dict(standard.state_dict())  # and the names are the same
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=2, max_size=5).filter(lambda s: torch.Size(s).numel() > s[1]),
+    variant=st.sampled_from(["I", "II"]),
+    gamma=st.floats(0.1, 3.0),
+    negative=st.booleans(),
+    beta=st.floats(-1.0, 1.0),
+    slope=st.floats(0.01, 1.5),
+)
+def test_in_place_equals_standard_for_any_shape_and_scale(shape, variant, gamma, negative, beta, slope):
+    standard = ABN(shape[1], activation_param=slope).double()
+    inplace = InPlaceABN(shape[1], activation_param=slope, variant=variant).double()
+    with torch.no_grad():
+        standard.weight.fill_(-gamma if negative else gamma)
+        standard.bias.fill_(beta)
+    inplace.load_state_dict(standard.state_dict())
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    dz = torch.randn(shape, dtype=torch.float64)
+    results = []
+    for layer in (standard, inplace):
+        z = layer(x)
+        results.append((z, *torch.autograd.grad(z, [x, *layer.parameters()], dz)))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def saved_storages(layer: nn.Module, x: torch.Tensor) -> dict[int, int]:
+    """{address: bytes} of the storages that the layer keeps for its backward pass."""
+    storages, kept = {}, []
+
+    def pack(tensor):
+        kept.append(tensor)
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        z = layer(x)
+    return {**storages, "z": z.untyped_storage().data_ptr()}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("options", [{"variant": "I"}, {"variant": "II"}, {"overwrite_input": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_saves_its_output_and_three_vectors(activation, options, dtype):
+    layer = InPlaceABN(64, activation=activation, activation_param=1.0, **options)
+    source = torch.randn(2, 64, 8, 8, dtype=dtype, requires_grad=True)
+    x = source * 1
+    storages = saved_storages(layer, x)
+    z = storages.pop("z")
+    assert storages.pop(z) == x.numel() * x.element_size()
+    assert sorted(storages.values()) == [64 * 4] * 3  # gamma, beta, 1 / sigma
+
+
+def test_standard_saves_input_and_output():
+    x = torch.randn(2, 64, 8, 8, requires_grad=True)
+    storages = saved_storages(ABN(64), x)
+    size = x.numel() * x.element_size()
+    assert storages.pop(storages.pop("z")) == size
+    assert storages.pop(x.untyped_storage().data_ptr()) == size
+    assert all(nbytes <= 64 * 4 for nbytes in storages.values())
+
+
+@pytest.mark.parametrize("variant", ["I", "II"])
+def test_input_is_left_as_it_was(variant):
+    x = torch.randn(2, CHANNELS, 4, 4)
+    before = x.clone()
+    z = InPlaceABN(CHANNELS, variant=variant)(x)
+    assert torch.equal(x, before) and z.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def test_overwriting_writes_over_the_input():
+    x = torch.randn(2, CHANNELS, 4, 4)
+    z = InPlaceABN(CHANNELS, overwrite_input=True)(x)
+    assert torch.equal(x, z) and z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("first", [torch.relu, lambda x: InPlaceABN(CHANNELS)(x)], ids=["relu", "inplace"])
+def test_overwriting_what_an_earlier_operation_kept_raises(first):
+    x = torch.randn(2, CHANNELS, 4, 4, requires_grad=True)
+    z = InPlaceABN(CHANNELS, overwrite_input=True)(first(x))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+@pytest.mark.parametrize("cls", [ABN, InPlaceABN])
+def test_stacked_layers_and_relu_before(cls):
+    """Adjacent layers do not disturb each other's saved values."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.ReLU(), cls(CHANNELS), cls(CHANNELS), cls(CHANNELS, activation="identity")).double()
+    x = torch.randn(2, CHANNELS, 4, 4, dtype=torch.float64, requires_grad=True)
+    dz = torch.randn_like(x)
+    (dx,) = torch.autograd.grad(network(x), x, dz)
+    expected = F.relu(x)
+    for activation in ("leaky_relu", "leaky_relu", "identity"):
+        expected = activate(activation, 0.01, F.batch_norm(expected, None, None, training=True))
+    torch.testing.assert_close(dx, torch.autograd.grad(expected, x, dz)[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["I", "II"])
+def test_scale_of_zero_is_floored_in_training_and_recovers(variant):
+    """gamma = copysign(max(|w|, floor), w); dL/dw is dL/dgamma, so a weight of zero moves."""
+    layer = InPlaceABN(CHANNELS, variant=variant, gamma_floor=1e-3).double()
+    weight = torch.tensor([0.0, -0.0, 1e-4, -1e-4, 0.5, -0.5], dtype=torch.float64)
+    gamma = torch.tensor([1e-3, -1e-3, 1e-3, -1e-3, 0.5, -0.5], dtype=torch.float64)
+    assert torch.equal(floored(weight, 1e-3), gamma)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    x = torch.randn(4, CHANNELS, 5, 5, dtype=torch.float64, requires_grad=True)
+    dz = torch.randn_like(x)
+    z = layer(x)
+    gamma.requires_grad_()
+    expected = reference(layer, x, gamma, torch.zeros_like(gamma))
+    torch.testing.assert_close(z, expected, rtol=0, atol=1e-12)
+    ours = torch.autograd.grad(z, [x, layer.weight], dz)
+    theirs = torch.autograd.grad(expected, [x, gamma], dz)
+    for gradient, expected_gradient in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-10)
+    assert (ours[1] != 0).all()
+
+
+def test_scale_is_raw_in_eval():
+    layer = InPlaceABN(2, gamma_floor=1e-1).eval()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([0.0, -0.01]))
+        layer.bias.copy_(torch.tensor([0.25, 0.5]))
+    standard = ABN(2).eval()
+    standard.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 2, 4, 4, requires_grad=True)
+    assert torch.equal(layer(x), standard(x))
+    assert (layer(x)[:, 0] == 0.25).all()
+    (dx,) = torch.autograd.grad(layer(x).sum(), x)
+    torch.testing.assert_close(dx, torch.autograd.grad(standard(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["I", "II"])
+def test_half_precision_activations_with_float32_parameters(dtype, variant):
+    layer, standard = InPlaceABN(CHANNELS, variant=variant), ABN(CHANNELS)
+    x = torch.randn(8, CHANNELS, 16, 16)
+    dz = torch.randn_like(x)
+    expected_input = x.clone().requires_grad_()
+    expected = torch.autograd.grad(standard(expected_input), [expected_input, *standard.parameters()], dz)
+    low = x.to(dtype).requires_grad_()
+    z = layer(low)
+    gradients = torch.autograd.grad(z, [low, *layer.parameters()], dz.to(dtype))
+    assert z.dtype == gradients[0].dtype == dtype
+    assert gradients[1].dtype == gradients[2].dtype == layer.running_mean.dtype == torch.float32
+    for gradient, reference_gradient in zip(gradients, expected, strict=True):
+        error = (gradient.float() - reference_gradient).norm() / reference_gradient.norm()
+        assert error < 4 * torch.finfo(dtype).eps
+
+
+def test_saturated_elu_has_finite_gradients():
+    layer = InPlaceABN(1, activation="elu", activation_param=1.0)
+    with torch.no_grad():
+        layer.weight.fill_(30.0)
+    x = torch.randn(8, 1, 16, 16, requires_grad=True)
+    z = layer(x)
+    assert (z == -1).any()  # float32 cannot tell these from the asymptote
+    gradients = torch.autograd.grad(z, [x, *layer.parameters()], torch.randn_like(x))
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_expanded_gradients():
+    """`sum().backward()` sends a gradient without memory of its own."""
+    x = torch.randn(2, CHANNELS, 4, 4, dtype=torch.float64, requires_grad=True)
+    for layer in (InPlaceABN(CHANNELS).double(), InPlaceABN(CHANNELS, variant="I").double()):
+        (dx,) = torch.autograd.grad(layer(x).sum(), x)
+        (expected,) = torch.autograd.grad(ABN(CHANNELS).double()(x).sum(), x)
+        torch.testing.assert_close(dx, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("cls", [ABN, InPlaceABN])
+@pytest.mark.parametrize("shape", [(1, CHANNELS), (1, CHANNELS, 1, 1), (0, CHANNELS, 4, 4)])
+def test_one_value_per_channel_is_refused(cls, shape):
+    layer = cls(CHANNELS)
+    with pytest.raises(ValueError, match="at least two crops"):
+        layer(torch.randn(shape))
+    assert layer.num_batches_tracked == 0
+    assert layer.eval()(torch.randn(shape)).shape == shape
+
+
+@pytest.mark.parametrize("cls", [ABN, InPlaceABN])
+def test_unfit_inputs_are_refused(cls):
+    layer = cls(CHANNELS)
+    with pytest.raises(ValueError, match=r"\(2, 5, 4, 4\).*expected \(N, 6"):
+        layer(torch.randn(2, 5, 4, 4))
+    with pytest.raises(ValueError, match=r"\.double\(\)"):
+        layer(torch.randn(2, CHANNELS, 4, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="autocast"):
+        layer.bfloat16()(torch.randn(2, CHANNELS, 4, 4, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"activation": "relu"}, "cannot recover.*leaky_relu"),
+        ({"activation": "swish"}, "'swish' is not known; choose one of leaky_relu"),
+        ({"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
+        ({"activation": "elu", "activation_param": -1.0}, "above 0"),
+        ({"variant": "III"}, "'III': expected 'I' or 'II'"),
+        ({"gamma_floor": 0.0}, "gamma_floor=0.0"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        InPlaceABN(CHANNELS, **options)
+
+
+def test_standard_layer_has_relu():
+    layer = randomise(ABN(CHANNELS, activation="relu"))
+    x = torch.randn(2, CHANNELS, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), reference(layer, x, layer.weight, layer.bias))
+
+
+def test_old_checkpoints_without_a_count_load():
+    layer = InPlaceABN(CHANNELS)
+    state = {name: tensor + 1 for name, tensor in layer.state_dict().items() if name != "num_batches_tracked"}
+    names = set(state)
+    layer.load_state_dict(state)
+    assert set(state) == names
+    assert (layer.running_mean == 1).all() and layer.num_batches_tracked == 0
