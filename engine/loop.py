@@ -56,6 +56,7 @@ def train(
         FloatingPointError: the loss of a step is not finite; nothing was saved since.
     """
     for step, minibatch in enumerate(minibatches, start=start_step + 1):
+        lr = optimizer.param_groups[0]["lr"]
         try:
             loss = train_step(
                 network,
@@ -72,8 +73,7 @@ def train(
             raise FloatingPointError(f"step {step}: {error}; images: {', '.join(minibatch['name'])}") from error
         report.step(loss, images=len(minibatch["name"]))
         if schedule.logs(step):
-            lr, memory = scheduler.get_last_lr()[0], peak_memory_mib(image_input.device)
-            report.training(step, schedule.epoch(step), lr, memory)
+            report.training(step, schedule.epoch(step), lr, peak_memory_mib(image_input.device))
         if schedule.evaluates(step):
             evaluate(step)
         if schedule.checkpoints(step):
