@@ -205,6 +205,9 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
     config = OmegaConf.to_object(values)
+    unknown = flat(OmegaConf.to_container(values)).keys() - flat(plain(config)).keys()
+    if unknown:  # Hydra lets +key=… pass
+        raise ValueError(f"{sorted(unknown)[0]} is not a key of the configuration; --cfg job prints those that are")
     if isinstance(config, SegmentationRun):
         check(config)
     return config
@@ -225,9 +228,17 @@ def from_plain(values: dict) -> SegmentationRun:
         raise ValueError(f"the checkpoint's configuration does not fit this version of the code: {error}") from error
 
 
-def plain(config: SegmentationRun) -> dict:
+def plain(config: SegmentationRun | Evaluation) -> dict:
     """The config as nested dictionaries, lists, strings and numbers."""
-    return OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
+    return OmegaConf.to_container(OmegaConf.structured(config))
+
+
+def flat(values: dict, prefix: str = "") -> dict:
+    """{"optim": {"lr": 1}} -> {"optim.lr": 1}"""
+    leaves = {}
+    for key, value in values.items():
+        leaves.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return leaves
 
 
 def check(config: SegmentationRun) -> None:
@@ -283,6 +294,8 @@ def check(config: SegmentationRun) -> None:
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if len(values) != 3:
             raise ValueError(f"{key}={values}: expected three numbers, for red, green and blue")
+    if min(data.std) <= 0:
+        raise ValueError(f"data.std={data.std}: expected numbers above 0")
     if len(data.scale) != 2:
         raise ValueError(f"data.scale={data.scale}: expected two numbers, the lowest and the highest factor")
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from engine import checkpoint
+from engine.config import flat
 
 # Keys that a resumed run may change: they say where and how it runs, not what it computes.
 _FREE_ON_RESUME = (
@@ -47,7 +48,7 @@ class RunDirectory:
                 f"run_dir={self.path} already holds a run: give resume=auto to continue it, or another run_dir"
             )
         state = checkpoint.load(self.last)
-        before, now = _flat(state["config"]), _flat(config)
+        before, now = flat(state["config"]), flat(config)
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         changed = sorted(key for key in changed if key not in _FREE_ON_RESUME)
         if changed:
@@ -57,11 +58,3 @@ class RunDirectory:
                 f"continue it, or another run_dir to start anew"
             )
         return state
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    """{"optim": {"lr": 1}} -> {"optim.lr": 1}"""
-    flat = {}
-    for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat

@@ -57,7 +57,9 @@ def test_bootstrapping_of_everything_is_the_mean_cross_entropy():
 def test_cross_entropy_weights_crops_alike():
     logits, labels = crops(ignored=0.5)
     labels[0, 1:] = IGNORE
-    per_crop = [F.cross_entropy(x[None], y[None].long(), ignore_index=IGNORE) for x, y in zip(logits, labels, strict=True)]
+    per_crop = [
+        F.cross_entropy(x[None], y[None].long(), ignore_index=IGNORE) for x, y in zip(logits, labels, strict=True)
+    ]
     torch.testing.assert_close(CrossEntropy()(logits, labels), sum(per_crop) / 3)
 
 
