@@ -5,7 +5,6 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig
-from rich.console import Console
 
 from engine import build, checkpoint, reporting
 from engine import config as configuration
@@ -26,7 +25,7 @@ def evaluate(values: DictConfig) -> dict:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
     """
     options = configuration.typed(values)
-    console = Console()
+    console = reporting.make_console()
     reporting.log_to(console, None)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)

@@ -1,11 +1,12 @@
 """Train a segmentation network: `python train_seg.py [experiment=…] [key=value …]`; `--help` lists the choices."""
 
+import shlex
+import sys
 from pathlib import Path
 
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from engine import build, checkpoint, loop, reporting
 from engine import config as configuration
@@ -15,8 +16,12 @@ from engine.run_directory import RunDirectory
 configuration.register()
 
 
-def train(values: DictConfig) -> dict:
+def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     """Train as configured, evaluate the last checkpoint, and leave a run directory.
+
+    Args:
+        values: a composed `engine.config.SegmentationRun`.
+        command: how the run was started, kept in config.yaml.
 
     Returns:
         The results of the final evaluation, as in results.json.
@@ -29,9 +34,9 @@ def train(values: DictConfig) -> dict:
     plain_config = configuration.plain(config)
     run = RunDirectory(config.run_dir)
     resumed = run.checkpoint_to_resume(config.resume, plain_config)
-    console = Console()
+    console = reporting.make_console()
     reporting.log_to(console, run.log)
-    OmegaConf.save(values, run.config)
+    run.config.write_text(f"# {command}\n{OmegaConf.to_yaml(values)}")
 
     device = build.device(config.trainer.device)
     train_set = build.dataset(config.data, config.data.train_split)
@@ -113,7 +118,7 @@ def train(values: DictConfig) -> dict:
 @hydra.main(version_base="1.3", config_path="configs", config_name="train_seg")
 def main(values: DictConfig) -> None:
     with reporting.errors_for_users():
-        train(values)
+        train(values, command=shlex.join(["python", *sys.argv]))
 
 
 if __name__ == "__main__":

@@ -177,6 +177,8 @@ class Evaluation:
     precision: str | None = None  # null: as in training
 
 
+DATASETS = ("camvid", "cityscapes", "synthetic")
+
 ALTERNATIVES = {
     "norm": {"std": StandardNorm, "inplace_1": InPlaceNorm, "inplace": InPlaceNorm},
     "body": {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody},
@@ -249,7 +251,7 @@ def check(config: SegmentationRun) -> None:
     """
     data, trainer, optim = config.data, config.trainer, config.optim
     _one_of("norm.name", config.norm.name, ALTERNATIVES["norm"])
-    _one_of("data.name", data.name, ("camvid", "cityscapes", "synthetic"))
+    _one_of("data.name", data.name, DATASETS)
     _one_of("trainer.device", trainer.device, ("auto", "cpu", "cuda"))
     _one_of("trainer.precision", trainer.precision, ("float32", "bfloat16"))
     _one_of("body.output_stride", config.body.output_stride, (8, 16, 32))

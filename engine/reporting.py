@@ -32,6 +32,12 @@ from engine.environment import environment
 logger = logging.getLogger("engine")
 
 
+def make_console() -> Console:
+    """The terminal, or, where the output goes to a file or a pipe, lines that are not broken at 80 columns."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
 def log_to(console: Console, file: Path | None) -> None:
     """Send the log to the console and, with times and details, to `file` (appended to)."""
     for handler in logger.handlers[:]:
@@ -181,7 +187,7 @@ class RunReport:
 
 def iou_table(scores: dict, title: str) -> Table:
     """The scores of `engine.metrics.segmentation_scores` as a table for the console, in percent."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=40)
     table.add_column("class")
     table.add_column("IoU %", justify="right")
     for name, iou in scores["iou"].items():

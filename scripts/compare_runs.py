@@ -1,0 +1,127 @@
+"""Put runs beside each other: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
+
+Writes NAME.md (commands, scores, per-class IoU, hardware), NAME.png (curves), and NAME/RUN/ with the files of each run
+that both are made from. Given those folders instead of run directories it makes the same report again.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from matplotlib.figure import Figure
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from engine.reporting import errors_for_users
+
+
+@dataclass
+class Comparison:
+    runs: list[str] = MISSING  # run directories, or folders that an earlier comparison wrote
+    out: str = MISSING  # path of the report, without suffix
+    title: str = "Comparison of runs"
+
+
+class Run:
+    """The files of one run, read back; the data's folder on the machine of the run is replaced by DIR."""
+
+    def __init__(self, folder: Path):
+        for name in ("results.json", "metrics.jsonl", "config.yaml"):
+            if not (folder / name).is_file():
+                raise ValueError(f"runs: {folder} has no {name}: expected the directory of a run that has ended")
+        self.name = folder.resolve().name
+        self.results = json.loads((folder / "results.json").read_text())
+        root = self.results["config"]["data"]["root"]
+        self.results["config"]["data"]["root"] = root and "DIR"
+        self.config = (folder / "config.yaml").read_text()
+        if root:
+            self.config = self.config.replace(root, "DIR")
+        self.metrics = (folder / "metrics.jsonl").read_text()
+        self.records = [json.loads(line) for line in self.metrics.splitlines()]
+
+    @property
+    def command(self) -> str:
+        first_line = self.config.splitlines()[0].removeprefix("# ")
+        return re.sub(r" run_dir=\S+", "", first_line)
+
+    def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one quantity in the "train" or "val" records."""
+        chosen = [record for record in self.records if record["kind"] == kind]
+        return [record["step"] for record in chosen], [record[key] for record in chosen]
+
+    def speed(self) -> float:
+        """Median of the images per second that the training logged."""
+        speeds = sorted(self.curve("train", "images_per_second")[1])
+        return speeds[len(speeds) // 2]
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "results.json").write_text(json.dumps(self.results) + "\n")
+        (folder / "config.yaml").write_text(self.config)
+        (folder / "metrics.jsonl").write_text(self.metrics)
+
+
+def report(runs: list[Run], title: str, picture: str) -> str:
+    """The page in Markdown."""
+    heads = ["", *(run.name for run in runs)]
+    rows = [
+        ["**mIoU %, last checkpoint**", *(f"**{100 * run.results['miou']:.2f}**" for run in runs)],
+        ["pixel accuracy %", *(f"{100 * run.results['pixel_accuracy']:.2f}" for run in runs)],
+    ]
+    for name in runs[0].results["iou"]:
+        ious = (run.results["iou"].get(name) for run in runs)
+        rows.append([name, *("–" if iou is None else f"{100 * iou:.2f}" for iou in ious)])
+    rows.append(["images evaluated", *(str(run.results["images"]) for run in runs)])
+    rows.append(["training images / s, median", *(f"{run.speed():.1f}" for run in runs)])
+    rows.append(["peak memory, MiB", *(f"{max(run.curve('train', 'peak_memory_mib')[1]):,.0f}" for run in runs)])
+    lines = [f"# {title}", "", "```"]
+    lines += [run.command for run in runs]
+    lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", f"![training loss and validation mIoU over steps]({picture})", ""]
+    for run in runs:
+        environment = run.results["environment"]
+        versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+        lines.append(f"- {run.name}: {environment['hardware']}; {versions}; commit {environment['commit']}")
+    return "\n".join(lines) + "\n"
+
+
+def curves(runs: list[Run]) -> Figure:
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    panels = (("train", "loss", "training loss"), ("val", "miou", "validation mIoU"))
+    for axes, (kind, key, label) in zip(figure.subplots(1, 2), panels, strict=True):
+        for run in runs:
+            axes.plot(*run.curve(kind, key), label=run.name, marker="o" if kind == "val" else "", markersize=3)
+        axes.set(xlabel="step", ylabel=label)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False)
+    return figure
+
+
+def compare(values: DictConfig) -> Path:
+    """Write the report; returns the path of the page. Raises ValueError for a folder that is not a finished run."""
+    config = OmegaConf.to_object(values)
+    runs = [Run(Path(folder)) for folder in config.runs]
+    out = Path(config.out)
+    for run in runs:
+        run.write(out / run.name)
+    curves(runs).savefig(f"{out}.png", dpi=120)
+    page = Path(f"{out}.md")
+    page.write_text(report(runs, config.title, os.path.basename(f"{out}.png")))
+    return page
+
+
+ConfigStore.instance().store(name="comparison", node=Comparison)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="compare_runs")
+def main(values: DictConfig) -> None:
+    with errors_for_users():
+        print(compare(values))
+
+
+if __name__ == "__main__":
+    main()

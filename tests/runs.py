@@ -1,0 +1,37 @@
+"""Running the entries in tests as their users do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from engine import config
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# A run of a few steps that takes seconds: the default network on small crops of the drawn streets.
+SHORT = ("data.crop_size=64", "data.crops_per_minibatch=2", "data.workers=0", "trainer.evaluate_images=2")
+
+
+def composed(entry: str, *overrides: str):
+    """The config that `python {entry}.py {overrides}` sees."""
+    config.register()
+    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
+        return compose(entry, list(overrides))
+
+
+def command(entry: str, *overrides: str) -> list[str]:
+    return [sys.executable, str(REPOSITORY / f"{entry}.py"), *overrides]
+
+
+def run(entry: str, *overrides: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(entry, *overrides),
+        cwd=REPOSITORY,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

@@ -1,0 +1,166 @@
+"""Training from configuration to results: what a run leaves, resuming to the bit, refusing what cannot work."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from datasets import synthetic
+from engine import checkpoint
+from tests.runs import REPOSITORY, SHORT, command, composed, run
+from train_seg import train
+
+
+def train_short(run_dir: Path, *overrides: str) -> dict:
+    return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *overrides))
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_leaves_what_the_contract_says(tmp_path):
+    results = train_short(
+        tmp_path, "trainer.steps=4", "trainer.log_every_steps=2", "trainer.evaluate_every_steps=2", "trainer.pictures=1"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("config.yaml", "log.txt", "metrics.jsonl", "tensorboard", "checkpoints", "results.json")
+    }
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert results["dataset"] == "synthetic" and results["split"] == "val" and results["images"] == 2
+    assert len(results["iou"]) == len(results["confusion_matrix"]) == 19
+    assert 0 <= results["miou"] <= 1 and 0 <= results["pixel_accuracy"] <= 1
+    assert set(results["environment"]) == {"hardware", "versions", "commit"}
+    state = checkpoint.load(tmp_path / "checkpoints" / "last.pt")
+    assert state["step"] == 4 and state["config"] == results["config"]
+    assert checkpoint.load(tmp_path / "checkpoints" / "best.pt")["step"] in (2, 4)
+
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(record["kind"], record["step"]) for record in records] == [
+        *(("train", 2), ("val", 2), ("train", 4), ("val", 4))
+    ]
+    assert set(records[0]) == {"kind", "step", "epoch", "loss", "lr", "images_per_second", "peak_memory_mib"}
+    assert records[-1]["miou"] == results["miou"]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {"train/loss", "train/lr", "val/miou", "val_iou/road"} <= set(events.Tags()["scalars"])
+    assert len(events.Tags()["images"]) == 1
+
+
+def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
+    """With dropout, whose random numbers must go on as well, and in the middle of an epoch."""
+    network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
+    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    options = (*network, channels, "trainer.steps=6", "trainer.checkpoint_every_steps=3", "norm=inplace")
+    train_short(tmp_path / "whole", *options)
+
+    steps = itertools.count(1)
+
+    def dies_in_step_5(*_, **__):
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("engine.reporting.RunReport.step", dies_in_step_5)
+        train_short(tmp_path / "resumed", *options)
+    assert checkpoint.load(tmp_path / "resumed" / "checkpoints" / "last.pt")["step"] == 3
+    train_short(tmp_path / "resumed", *options, "resume=auto")
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
+
+
+def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
+    options = (*SHORT, "trainer.steps=40", "trainer.checkpoint_every_steps=5", "trainer.log_every_steps=1")
+    train(composed("train_seg", f"run_dir={tmp_path / 'whole'}", *options))
+
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        command("train_seg", f"run_dir={killed}", *options),
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not (killed / "checkpoints" / "last.pt").exists():
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before its first checkpoint"
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert checkpoint.load(killed / "checkpoints" / "last.pt")["step"] < 40
+
+    train(composed("train_seg", f"run_dir={killed}", *options, "resume=auto"))
+    assert equal(weights(tmp_path / "whole"), weights(killed))
+    steps = [json.loads(line)["step"] for line in (killed / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [*range(1, 41), 40]  # each step once, and the final evaluation
+
+
+def test_workers_do_not_change_a_run(tmp_path):
+    train_short(tmp_path / "0", "trainer.steps=3", "data.workers=0")
+    train_short(tmp_path / "2", "trainer.steps=3", "data.workers=2")
+    assert equal(weights(tmp_path / "0"), weights(tmp_path / "2"))
+
+
+def test_a_finished_run_resumes_to_its_results(tmp_path):
+    first = train_short(tmp_path, "trainer.steps=2")
+    again = train_short(tmp_path, "trainer.steps=2", "resume=auto")
+    assert again["confusion_matrix"] == first["confusion_matrix"]
+
+
+def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
+    train_short(tmp_path, "trainer.steps=2")
+    before = weights(tmp_path)
+    with pytest.raises(ValueError, match="already holds a run: give resume=auto"):
+        train_short(tmp_path, "trainer.steps=2")
+    with pytest.raises(ValueError, match="another configuration: optim.lr was 0.* and is 0.5"):
+        train_short(tmp_path, "trainer.steps=2", "resume=auto", "optim.lr=0.5")
+    with pytest.raises(ValueError, match="resume=yes: expected auto"):
+        train_short(tmp_path, "resume=yes")
+    assert equal(weights(tmp_path), before)
+
+
+def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"step \d+: the loss is"):
+        train_short(tmp_path, "trainer.steps=50", "optim.lr=1e18", "trainer.checkpoint_every_steps=1")
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+
+
+def test_bad_files_stop_a_run_before_its_first_step(tmp_path):
+    root = tmp_path / "streets"
+    label = synthetic(root, "train").files[-1].label
+    label.write_bytes(label.read_bytes()[:100])
+    with pytest.raises(ValueError, match=label.name):
+        train_short(tmp_path / "run", f"data.root={root}", "trainer.steps=1")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["experiment=camvid/resnext_small", "data.root=missing"], "missing"),
+        (["experiment=camvid/resnext_small"], "data.root is not set.*layout"),
+        (["trainer.steps=0"], "trainer.steps=0"),
+        (["optim.lr=abc"], "optim.lr"),
+    ],
+)
+def test_errors_reach_the_user_as_one_message(tmp_path, overrides, message):
+    done = run("train_seg", f"run_dir={tmp_path}", *overrides)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert message.split(".*")[0] in done.stderr and message.split(".*")[-1] in done.stderr
+
+
+def test_our_datasets_win_over_an_installed_package_of_that_name(tmp_path):
+    decoy = tmp_path / "datasets"
+    decoy.mkdir()
+    (decoy / "__init__.py").write_text("raise ImportError('the decoy was imported')")
+    done = run("train_seg", "--cfg", "job", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0 and "crops_per_minibatch" in done.stdout, done.stderr
