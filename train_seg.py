@@ -32,19 +32,20 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     """
     config = configuration.typed(values)
     plain_config = configuration.plain(config)
-    run = RunDirectory(config.run_dir)
-    resumed = run.checkpoint_to_resume(config.resume, plain_config)
+    run = RunDirectory(config.run_dir, dataset=config.data.name, norm=config.norm.name)
+    device = build.device(config.trainer.device)
+    train_set = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+    val_set = build.labelled_dataset(config.data, "data.val_split", config.data.val_split)
+    schedule = build.schedule(config, images=len(train_set))
+    resumed = run.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
     console = reporting.make_console()
     reporting.log_to(console, run.log)
-    run.config.write_text(f"# {command}\n{OmegaConf.to_yaml(values)}")
-
-    device = build.device(config.trainer.device)
-    train_set = build.dataset(config.data, config.data.train_split)
-    val_set = build.dataset(config.data, config.data.val_split)
+    reporting.logger.debug(command)
+    if resumed is None:
+        run.config.write_text(f"# {command}\n{OmegaConf.to_yaml(plain_config)}")
     if config.data.verify:
         reporting.verify_with_progress(train_set, console)
         reporting.verify_with_progress(val_set, console)
-    schedule = build.schedule(config, images=len(train_set))
 
     torch.manual_seed(config.seed)
     network = build.network(config, classes=len(train_set.classes)).to(device)
@@ -70,8 +71,9 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
 
     def save(step: int, path: Path = run.last) -> None:
         state = checkpoint.run_state(network, optimizer, scheduler, step)
-        identity = {"config": plain_config, "classes": list(train_set.classes), "best_miou": best_miou}
-        checkpoint.save(path, {**state, **identity})
+        identity = {"config": plain_config, "classes": list(train_set.classes)}
+        progress = {"total_steps": schedule.total_steps, "best_miou": best_miou}
+        checkpoint.save(path, {**state, **identity, **progress})
 
     def evaluate(step: int) -> tuple[dict, torch.Tensor]:
         nonlocal best_miou

@@ -49,6 +49,14 @@ def dataset(config: cfg.Data, split: str) -> SegmentationDataset:
     return builders[config.name](config.root, split)
 
 
+def labelled_dataset(config: cfg.Data, key: str, split: str) -> SegmentationDataset:
+    """As `dataset`; a split whose labels are withheld raises ValueError too. `key` is the config key of `split`."""
+    built = dataset(config, split)
+    if not built.has_labels:
+        raise ValueError(f"{key}={split}: {config.name} has no labels in this split; choose one that has, such as val")
+    return built
+
+
 def norm_act(config: cfg.Norm) -> Callable[[int], nn.Module]:
     """number of channels -> norm followed by an activation."""
     options = dict(
@@ -59,12 +67,8 @@ def norm_act(config: cfg.Norm) -> Callable[[int], nn.Module]:
         learn_scale=config.learn_scale,
     )
     if isinstance(config, cfg.InPlaceNorm):
-        return partial(
-            InPlaceABN,
-            **options,
-            variant=config.variant,
-            gamma_floor=config.gamma_floor,
-        )
+        variant = "I" if isinstance(config, cfg.InPlaceNorm1) else "II"
+        return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)
     return partial(ABN, **options)
 
 
@@ -98,10 +102,10 @@ def network(config: cfg.SegmentationRun, classes: int) -> SegmentationNetwork:
     head = DeepLabV3(
         features.out_channels,
         config.head.hidden_channels,
-        config.head.out_channels,
         config.head.dilations,
         norm_act=norm,
         pooling_size=config.head.pooling_size,
+        out_channels=config.head.out_channels,
     )
     return SegmentationNetwork(features, head, classes)
 
@@ -120,6 +124,7 @@ def optimizer(config: cfg.Optim, parameters) -> torch.optim.SGD:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.nesterov,
+        fused=True,  # one pass over each parameter
     )
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import zipfile
 from pathlib import Path
 
 import torch
@@ -34,12 +35,14 @@ def load(path: Path) -> dict:
     """
     if not path.is_file():
         raise ValueError(f"checkpoint {path} does not exist: expected a file such as RUN_DIR/checkpoints/last.pt")
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is not a checkpoint, or is damaged: expected a file that train_seg.py wrote")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"checkpoint {path} is not a file of plain tensors and containers; only such files are loaded, because "
-            f"others can run code: {str(error).splitlines()[0]}"
+            f"checkpoint {path} contains something else than plain tensors and containers; it is not loaded, because "
+            f"it could run code"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"checkpoint {path} is damaged: {error}; use another checkpoint of the run") from error
@@ -72,7 +75,14 @@ def load_network(network: nn.Module, state: dict, classes: tuple[str, ...], sour
 def run_state(
     network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, step: int
 ) -> dict:
-    """What a run needs to go on after `step` steps."""
+    """What a run needs to go on after `step` steps.
+
+    Raises:
+        FloatingPointError: a weight or statistic is not finite. A checkpoint of such a network is of no use.
+    """
+    broken = [name for name, tensor in network.state_dict().items() if not tensor.isfinite().all()]
+    if broken:
+        raise FloatingPointError(f"after step {step}, {len(broken)} tensors are not finite, {broken[0]} among them")
     return {
         "step": step,
         "network": network.state_dict(),

@@ -4,6 +4,8 @@ A group with alternatives (norm, body, …) has one dataclass per alternative, f
 which an alternative does not have is an error and not silently ignored. `check` holds the rules across keys.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hydra.core.config_store import ConfigStore
@@ -30,9 +32,13 @@ class StandardNorm(Norm):
 
 @dataclass
 class InPlaceNorm(Norm):
-    name: str = "inplace"
-    variant: str = "II"
+    name: str = "inplace"  # variant II
     gamma_floor: float = 1e-5  # smallest |gamma| in training
+
+
+@dataclass
+class InPlaceNorm1(InPlaceNorm):
+    name: str = "inplace_1"  # variant I
 
 
 @dataclass
@@ -120,11 +126,11 @@ class Optim:
 
 @dataclass
 class Trainer:
-    epochs: int | None = None  # length of the run
-    steps: int | None = None  # length of the run; wins over epochs
-    evaluate_every_epochs: int | None = None  # the end of the run is always evaluated
-    evaluate_every_steps: int | None = None  # wins over evaluate_every_epochs
-    evaluate_images: int | None = None  # evaluate during training on the first so many images only
+    epochs: int | None = None  # length of the run; where steps is given too, the shorter of both
+    steps: int | None = None
+    evaluate_every_epochs: int | None = None  # the shorter of both; the end of the run is always evaluated
+    evaluate_every_steps: int | None = None
+    evaluate_images: int | None = None  # evaluate on the first so many images only, also at the end; null: all
     checkpoint_every_steps: int = 500
     log_every_steps: int = 20
     pictures: int = 4  # validation images shown in TensorBoard
@@ -138,7 +144,7 @@ class Trainer:
 class SegmentationRun:
     """Everything that defines one run of train_seg.py."""
 
-    run_dir: str = MISSING
+    run_dir: str | None = None  # null: runs/DATASET-NORM/DATE
     resume: str | None = None  # auto: continue the run in run_dir where there is one, else start it
     seed: int = 0
     norm: Norm = MISSING
@@ -177,10 +183,12 @@ class Evaluation:
     precision: str | None = None  # null: as in training
 
 
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("float32", "bfloat16")
 DATASETS = ("camvid", "cityscapes", "synthetic")
 
 ALTERNATIVES = {
-    "norm": {"std": StandardNorm, "inplace_1": InPlaceNorm, "inplace": InPlaceNorm},
+    "norm": {"std": StandardNorm, "inplace_1": InPlaceNorm1, "inplace": InPlaceNorm},
     "body": {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody},
     "head": {"deeplabv3": DeepLabV3Head},
     "loss": {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss},
@@ -212,6 +220,8 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
         raise ValueError(f"{sorted(unknown)[0]} is not a key of the configuration; --cfg job prints those that are")
     if isinstance(config, SegmentationRun):
         check(config)
+    else:
+        check_evaluation(config)
     return config
 
 
@@ -249,37 +259,48 @@ def check(config: SegmentationRun) -> None:
     Raises:
         ValueError: names the key, its value, what is expected and how to get it.
     """
-    data, trainer, optim = config.data, config.trainer, config.optim
-    _one_of("norm.name", config.norm.name, ALTERNATIVES["norm"])
+    data, trainer, optim, norm = config.data, config.trainer, config.optim, config.norm
+    for group, alternatives in ALTERNATIVES.items():
+        chosen = getattr(config, group)
+        _one_of(f"{group}.name", chosen and chosen.name, alternatives)
+        if type(chosen) is not alternatives[chosen.name]:
+            raise ValueError(f"{group}.name={chosen.name} does not change the {group}: give {group}={chosen.name}")
     _one_of("data.name", data.name, DATASETS)
-    _one_of("trainer.device", trainer.device, ("auto", "cpu", "cuda"))
-    _one_of("trainer.precision", trainer.precision, ("float32", "bfloat16"))
+    _one_of("trainer.device", trainer.device, DEVICES)
+    _one_of("trainer.precision", trainer.precision, PRECISIONS)
     _one_of("body.output_stride", config.body.output_stride, (8, 16, 32))
-    for key, value in (
-        ("data.crop_size", data.crop_size),
-        ("data.crops_per_minibatch", data.crops_per_minibatch),
-        ("trainer.accumulation_steps", trainer.accumulation_steps),
-        ("trainer.checkpoint_every_steps", trainer.checkpoint_every_steps),
-        ("trainer.log_every_steps", trainer.log_every_steps),
-        ("trainer.epochs", trainer.epochs),
-        ("trainer.steps", trainer.steps),
-        ("trainer.evaluate_every_epochs", trainer.evaluate_every_epochs),
-        ("trainer.evaluate_every_steps", trainer.evaluate_every_steps),
-        ("trainer.evaluate_images", trainer.evaluate_images),
-        ("optim.lr", optim.lr),
-    ):
-        if value is not None and value <= 0:
-            raise ValueError(f"{key}={value}: expected a number above 0")
-    for key, value in (
-        ("data.workers", data.workers),
-        ("trainer.pictures", trainer.pictures),
-        ("optim.momentum", optim.momentum),
-        ("optim.weight_decay", optim.weight_decay),
-        ("optim.power", optim.power),
-        ("seed", config.seed),
-    ):
-        if value < 0:
-            raise ValueError(f"{key}={value}: expected 0 or more")
+    _above_zero(
+        {
+            "data.crop_size": data.crop_size,
+            "data.crops_per_minibatch": data.crops_per_minibatch,
+            "trainer.accumulation_steps": trainer.accumulation_steps,
+            "trainer.checkpoint_every_steps": trainer.checkpoint_every_steps,
+            "trainer.log_every_steps": trainer.log_every_steps,
+            "trainer.epochs": trainer.epochs,
+            "trainer.steps": trainer.steps,
+            "trainer.evaluate_every_epochs": trainer.evaluate_every_epochs,
+            "trainer.evaluate_every_steps": trainer.evaluate_every_steps,
+            "trainer.evaluate_images": trainer.evaluate_images,
+            "optim.lr": optim.lr,
+            "norm.eps": norm.eps,
+            "norm.momentum": norm.momentum,
+        }
+    )
+    for group in ("body", "head"):  # structures, channels, groups, dilations
+        integers = {f"{group}.{key}": value for key, value in vars(getattr(config, group)).items() if key != "dropout"}
+        _above_zero({key: value for key, value in integers.items() if not isinstance(value, str)})
+    _at_least_zero(
+        {
+            "data.workers": data.workers,
+            "trainer.pictures": trainer.pictures,
+            "optim.momentum": optim.momentum,
+            "optim.weight_decay": optim.weight_decay,
+            "optim.power": optim.power,
+            "seed": config.seed,
+        }
+    )
+    if norm.momentum > 1:
+        raise ValueError(f"norm.momentum={norm.momentum}: expected the weight of the new minibatch, at most 1")
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
     crops, parts = data.crops_per_minibatch, trainer.accumulation_steps
@@ -296,12 +317,39 @@ def check(config: SegmentationRun) -> None:
     for key, values in (("data.mean", data.mean), ("data.std", data.std)):
         if len(values) != 3:
             raise ValueError(f"{key}={values}: expected three numbers, for red, green and blue")
-    if min(data.std) <= 0:
-        raise ValueError(f"data.std={data.std}: expected numbers above 0")
+    _above_zero({"data.std": data.std, "data.scale": data.scale})
     if len(data.scale) != 2:
         raise ValueError(f"data.scale={data.scale}: expected two numbers, the lowest and the highest factor")
+
+
+def check_evaluation(config: Evaluation) -> None:
+    """As `check`, for an evaluation."""
+    _one_of("device", config.device, DEVICES)
+    if config.precision is not None:
+        _one_of("precision", config.precision, PRECISIONS)
+    _above_zero({"overlay_images": config.overlay_images, "head.pooling_size": config.head.pooling_size})
+    _at_least_zero({"workers": config.workers})
 
 
 def _one_of(key: str, value, allowed) -> None:
     if value not in allowed:
         raise ValueError(f"{key}={value}: expected one of {', '.join(map(str, allowed))}")
+
+
+def _above_zero(values: dict) -> None:
+    """For numbers and (nested) lists of them; None passes, NaN and empty lists do not."""
+    for key, value in values.items():
+        if value is not None and not _all(lambda number: number > 0, value):
+            raise ValueError(f"{key}={value}: expected a number above 0")
+
+
+def _at_least_zero(values: dict) -> None:
+    for key, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{key}={value}: expected 0 or more")
+
+
+def _all(holds: Callable[[float], bool], value) -> bool:
+    if isinstance(value, list):
+        return len(value) > 0 and all(_all(holds, entry) for entry in value)
+    return holds(value) and math.isfinite(value)

@@ -70,7 +70,10 @@ def train(
                 accumulation_steps=accumulation_steps,
             )
         except FloatingPointError as error:
-            raise FloatingPointError(f"step {step}: {error}; images: {', '.join(minibatch['name'])}") from error
+            raise FloatingPointError(
+                f"step {step}: {error} (images {', '.join(minibatch['name'])}); the last checkpoint is of an earlier "
+                f"step: try a lower optim.lr, or trainer.precision=float32"
+            ) from error
         report.step(loss, images=len(minibatch["name"]))
         if schedule.logs(step):
             report.training(step, schedule.epoch(step), lr, peak_memory_mib(image_input.device))

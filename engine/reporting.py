@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sized
@@ -96,7 +97,9 @@ def errors_for_users() -> Iterator[None]:
         yield
     except (ValueError, FloatingPointError) as error:
         logger.debug("", exc_info=True)  # the traceback, in log.txt where there is one
-        sys.exit(f"error: {error}")
+        # A DataLoader's worker wraps the message of an error into a traceback of its own.
+        message = str(error).rsplit(f"\n{type(error).__name__}: ", 1)[-1]
+        sys.exit(f"error: {message.strip()}")
 
 
 class RunReport:
@@ -111,8 +114,10 @@ class RunReport:
 
     def __init__(self, run_dir: Path, console: Console, total_steps: int, start_step: int):
         self.metrics_file = run_dir / "metrics.jsonl"
-        self._drop_records_after(start_step)
-        self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1 if start_step else None)
+        self._drop_records_beyond(start_step, total_steps)
+        if start_step == 0:  # what an attempt without a checkpoint left
+            shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
+        self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
@@ -174,15 +179,23 @@ class RunReport:
         with open(self.metrics_file, "a") as file:
             file.write(json.dumps(_without_nan(record)) + "\n")
 
-    def _drop_records_after(self, step: int) -> None:
+    def _drop_records_beyond(self, step: int, total_steps: int) -> None:
+        """Keep the records of the steps that the run continues from; the final evaluation is always made again."""
         if not self.metrics_file.is_file():
             return
         kept = []
-        for line in self.metrics_file.read_text().splitlines(keepends=True):
-            # The last line may be cut off if the machine stopped while it was written.
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-        self.metrics_file.write_text("".join(kept))
+        for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
+            except (ValueError, KeyError, TypeError):  # the machine stopped while it was written
+                logger.info(f"{self.metrics_file}: line {number} is damaged and dropped")
+                continue
+            if not beyond:
+                kept.append(line + "\n")
+        partial = self.metrics_file.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.replace(self.metrics_file)
 
 
 def iou_table(scores: dict, title: str) -> Table:

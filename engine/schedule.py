@@ -28,7 +28,7 @@ class Schedule:
 
 
 def in_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -> int | None:
-    """A duration in steps, from `steps` where it is given, else from `epochs`; None where neither is."""
-    if steps is not None:
-        return steps
-    return None if epochs is None else epochs * steps_per_epoch
+    """The shorter of two durations, in steps; None where neither is given."""
+    durations = [] if epochs is None else [epochs * steps_per_epoch]
+    durations += [] if steps is None else [steps]
+    return min(durations, default=None)

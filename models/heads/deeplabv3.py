@@ -21,13 +21,13 @@ class DeepLabV3(nn.Module):
     Args:
         in_channels: C of the body's features.
         hidden_channels: of each parallel convolution, and of the pooled branch.
-        out_channels: of the result.
         dilations: of the 3x3 convolutions beside the 1x1 one; (12, 24, 36) is meant for features of output stride 8.
         norm_act: number of channels -> norm followed by an activation. All its inputs are owned by the head, so it may
             write over them.
         pooling_size: in eval mode, (height, width) or side of the window that replaces global pooling, in feature
             cells: the training crop's size / output stride, so that whole images are pooled as crops were. None pools
             globally. Training always pools globally.
+        out_channels: of the result.
 
     Raises:
         ValueError: pooling_size is not one or two positive numbers.
@@ -37,10 +37,11 @@ class DeepLabV3(nn.Module):
         self,
         in_channels: int,
         hidden_channels: int = 256,
-        out_channels: int = 256,
         dilations: Sequence[int] = (12, 24, 36),
         norm_act: NormAct = InPlaceABN,
         pooling_size: int | Sequence[int] | None = None,
+        *,
+        out_channels: int = 256,
     ):
         super().__init__()
         self.pooling_size = _checked_pooling_size(pooling_size)
