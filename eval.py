@@ -30,13 +30,18 @@ def evaluate(values: DictConfig) -> dict:
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
     config = configuration.from_plain(state["config"])
+    results_file = Path(options.results or default_results_file(options, config))
+    if options.data.root is not None and not Path(options.data.root).is_dir():
+        raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
     config.data.root = options.data.root or config.data.root
     config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
+    config.trainer.precision = options.precision or config.trainer.precision
     split = options.data.split or config.data.val_split
-    precision = options.precision or config.trainer.precision
 
     device = build.device(options.device)
     dataset = build.dataset(config.data, split)
+    if config.data.verify:
+        reporting.verify_with_progress(dataset, console)
     network = build.network(config, classes=len(state["classes"]))
     checkpoint.load_network(network, state, dataset.classes, path)
     network = network.to(device)
@@ -57,7 +62,7 @@ def evaluate(values: DictConfig) -> dict:
             loader,
             progress=progress,
             image_input=build.image_input(config, device),
-            autocast=build.autocast(precision, device),
+            autocast=build.autocast(config.trainer.precision, device),
             on_prediction=writer,
         )
 
@@ -83,14 +88,18 @@ def evaluate(values: DictConfig) -> dict:
     )
 
 
-def default_results_file(checkpoint_path: Path, split: str, val_split: str) -> Path:
-    """RUN_DIR/results.json for the last checkpoint on the validation split; other names tell what differs."""
-    differs = [] if checkpoint_path.stem == "last" else [checkpoint_path.stem]
-    differs += [] if split == val_split else [split]
-    folder = checkpoint_path.parent
-    if folder.name == "checkpoints":
-        folder = folder.parent
-    return folder / f"{'_'.join(['results', *differs])}.json"
+def default_results_file(options: configuration.Evaluation, config: configuration.SegmentationRun) -> Path:
+    """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names tell what differs."""
+    path = Path(options.checkpoint)
+    words = [path.stem] if path.stem != "last" else []
+    if options.data.split not in (None, config.data.val_split):
+        words.append(options.data.split)
+    if options.head.pooling_size not in (None, config.head.pooling_size):
+        words.append("pooling{}x{}".format(*options.head.pooling_size))
+    if options.precision not in (None, config.trainer.precision):
+        words.append(options.precision)
+    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    return folder / f"{'_'.join(['results', *words])}.json"
 
 
 def _folder(path: str | None) -> Path | None:

@@ -19,9 +19,7 @@ class Layout:
     def check(self, root: str | os.PathLike | None, split: str) -> Path:
         """The existing root folder as a Path; ValueError for a missing root or an unknown split."""
         if split not in self.splits:
-            raise ValueError(
-                f"data.split={split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}"
-            )
+            raise ValueError(f"split={split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}")
         if root is None or str(root) == "":
             raise self.error(f"data.root is not set; {self.name} needs the folder that holds its files", None)
         root = Path(root).expanduser()
@@ -70,7 +68,13 @@ def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
-            suffix = next((suffix for suffix in suffixes if entry.name.endswith(suffix)), None)
-            if suffix is not None and not entry.name.startswith("."):
-                found[entry.name[: -len(suffix)]] = folder / entry.name
+            suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
+            if suffix is None or entry.name.startswith("."):
+                continue
+            stem = entry.name[: -len(suffix)]
+            if stem in found:
+                raise ValueError(
+                    f"{folder} holds both {found[stem].name} and {entry.name}: expected one file per name. Remove one."
+                )
+            found[stem] = folder / entry.name
     return dict(sorted(found.items()))

@@ -28,6 +28,11 @@ def decode_label(path: Path) -> np.ndarray:
     data = _read_complete(path)
     if data.startswith(_PNG) and data[25:26] == b"\x03":  # colour type palette: OpenCV would give its colours
         raw = _decode_palette(data)
+    elif data.startswith(_PNG) and data[24] < 8:
+        raise ValueError(
+            f"{path}: has {data[24]} bits per pixel; expected a label with one 8-bit class id per pixel (decoders "
+            f"stretch smaller values). {RESTORE}"
+        )
     else:
         raw = _decode(data, cv2.IMREAD_UNCHANGED)
     if raw is None:

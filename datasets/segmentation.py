@@ -136,7 +136,7 @@ class SegmentationDataset(Dataset):
         if path is None:
             raise ValueError(
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
-                "choose a split with labels (data.split=val)"
+                "choose a split with labels, such as val"
             )
         raw = decode_label(path)
         try:

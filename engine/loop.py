@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from engine.memory import peak_memory_mib
+from engine.memory import peak_memory_mib, reset_peak_memory
 from engine.metrics import confusion_matrix
 from engine.reporting import RunReport
 from engine.schedule import Schedule
@@ -79,6 +79,7 @@ def train(
             report.training(step, schedule.epoch(step), lr, peak_memory_mib(image_input.device))
         if schedule.evaluates(step):
             evaluate(step)
+            reset_peak_memory(image_input.device)  # whole images may need more than the crops of the training
         if schedule.checkpoints(step):
             save(step)
         report.pause_ended()

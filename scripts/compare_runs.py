@@ -26,7 +26,7 @@ class Comparison:
 
 
 class Run:
-    """The files of one run, read back; the data's folder on the machine of the run is replaced by DIR."""
+    """The files of one run, read back; folders of the machine it ran on are replaced by DIR."""
 
     def __init__(self, folder: Path):
         for name in ("results.json", "metrics.jsonl", "config.yaml"):
@@ -34,18 +34,14 @@ class Run:
                 raise ValueError(f"runs: {folder} has no {name}: expected the directory of a run that has ended")
         self.name = folder.resolve().name
         self.results = json.loads((folder / "results.json").read_text())
-        root = self.results["config"]["data"]["root"]
-        self.results["config"]["data"]["root"] = root and "DIR"
-        self.config = (folder / "config.yaml").read_text()
-        if root:
-            self.config = self.config.replace(root, "DIR")
+        header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
+        self.command = re.sub(r"(data\.root)=\S+", r"\1=DIR", re.sub(r" (run_dir|resume)=\S+", "", header))
+        self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)
+        self.results["config"]["run_dir"] = "DIR"
+        self.results["config"]["data"]["root"] = self.results["config"]["data"]["root"] and "DIR"
+        self.results["checkpoint"] = f"DIR/checkpoints/{Path(self.results['checkpoint']).name}"
         self.metrics = (folder / "metrics.jsonl").read_text()
         self.records = [json.loads(line) for line in self.metrics.splitlines()]
-
-    @property
-    def command(self) -> str:
-        first_line = self.config.splitlines()[0].removeprefix("# ")
-        return re.sub(r" run_dir=\S+", "", first_line)
 
     def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one quantity in the "train" or "val" records."""
@@ -57,10 +53,13 @@ class Run:
         speeds = sorted(self.curve("train", "images_per_second")[1])
         return speeds[len(speeds) // 2]
 
+    def peak_memory(self) -> float:
+        return max(self.curve("train", "peak_memory_mib")[1])
+
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self.results) + "\n")
-        (folder / "config.yaml").write_text(self.config)
+        (folder / "config.yaml").write_text(f"{self.command}\n{self.config}")
         (folder / "metrics.jsonl").write_text(self.metrics)
 
 
@@ -76,9 +75,11 @@ def report(runs: list[Run], title: str, picture: str) -> str:
         rows.append([name, *("–" if iou is None else f"{100 * iou:.2f}" for iou in ious)])
     rows.append(["images evaluated", *(str(run.results["images"]) for run in runs)])
     rows.append(["training images / s, median", *(f"{run.speed():.1f}" for run in runs)])
-    rows.append(["peak memory, MiB", *(f"{max(run.curve('train', 'peak_memory_mib')[1]):,.0f}" for run in runs)])
+    rows.append(
+        ["peak memory of the process, MiB", *(f"{max(run.curve('train', 'peak_memory_mib')[1]):,.0f}" for run in runs)]
+    )
     lines = [f"# {title}", "", "```"]
-    lines += [run.command for run in runs]
+    lines += [run.command.removeprefix("# ") for run in runs]
     lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", f"![training loss and validation mIoU over steps]({picture})", ""]
@@ -105,6 +106,9 @@ def compare(values: DictConfig) -> Path:
     """Write the report; returns the path of the page. Raises ValueError for a folder that is not a finished run."""
     config = OmegaConf.to_object(values)
     runs = [Run(Path(folder)) for folder in config.runs]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"runs={config.runs}: expected folders with different names, they are the columns' heads")
     out = Path(config.out)
     for run in runs:
         run.write(out / run.name)

@@ -1,6 +1,7 @@
 """Evaluating a checkpoint: the training's own numbers again, official encodings, the official Cityscapes script."""
 
 import json
+import re
 from pathlib import Path
 
 import cv2
@@ -9,6 +10,7 @@ import pytest
 
 from datasets import synthetic
 from engine import checkpoint
+from engine import config as cfg
 from eval import default_results_file, evaluate
 from tests.runs import SHORT, composed
 from train_seg import train
@@ -35,14 +37,51 @@ def test_gives_the_numbers_of_the_training(run_dir, tmp_path):
     assert json.loads((tmp_path / "again.json").read_text()) == results
 
 
-def test_other_checkpoints_and_splits_have_results_of_their_own(run_dir):
-    def file(name, split):
-        return default_results_file(Path("run/checkpoints") / name, split, "val")
+def test_other_evaluations_have_results_of_their_own():
+    config = cfg.typed(composed("train_seg"))
 
-    assert file("last.pt", "val") == Path("run/results.json")
-    assert file("best.pt", "val") == Path("run/results_best.json")
-    assert file("last.pt", "test") == Path("run/results_test.json")
-    assert default_results_file(Path("somewhere/net.pt"), "val", "val") == Path("somewhere/results_net.json")
+    def file(checkpoint_path="run/checkpoints/last.pt", *overrides):
+        options = cfg.typed(composed("eval", f"checkpoint={checkpoint_path}", *overrides))
+        return str(default_results_file(options, config))
+
+    assert file() == file("run/checkpoints/last.pt", "data.split=val", "precision=float32") == "run/results.json"
+    assert file("run/checkpoints/best.pt") == "run/results_best.json"
+    assert file("run/checkpoints/last.pt", "data.split=test") == "run/results_test.json"
+    assert file("somewhere/net.pt", "precision=bfloat16") == "somewhere/results_net_bfloat16.json"
+    assert file("run/checkpoints/last.pt", "head.pooling_size=[3,5]") == "run/results_pooling3x5.json"
+
+
+def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir, tmp_path):
+    plain = json.loads((run_dir / "results.json").read_text())
+    pooled = evaluate_run(run_dir, "head.pooling_size=[2,2]", f"results={tmp_path / 'a.json'}")
+    half = evaluate_run(run_dir, "precision=bfloat16", f"results={tmp_path / 'b.json'}")
+    assert pooled["config"]["head"]["pooling_size"] == [2, 2]
+    assert half["config"]["trainer"]["precision"] == "bfloat16"
+    assert plain["confusion_matrix"] not in (pooled["confusion_matrix"], half["confusion_matrix"])
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("precision=fp64", "precision=fp64: expected one of float32, bfloat16"),
+        ("device=tpu", "device=tpu: expected one of auto, cpu, cuda"),
+        ("overlay_images=-2", "overlay_images=-2: expected a number above 0"),
+        ("head.pooling_size=[]", "head.pooling_size"),
+        ("data.root=/nowhere/at/all", "data.root=/nowhere/at/all is not a folder"),
+        ("data.split=nights", "nights"),
+    ],
+)
+def test_wrong_values_are_refused(run_dir, override, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        evaluate_run(run_dir, override)
+
+
+def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, tmp_path):
+    image = synthetic(tmp_path / "streets", "val").files[-1].image
+    image.write_bytes(image.read_bytes()[:200])
+    with pytest.raises(ValueError, match=image.name):
+        evaluate_run(run_dir, f"data.root={tmp_path / 'streets'}", f"predictions={tmp_path / 'predictions'}")
+    assert not (tmp_path / "predictions").exists()
 
 
 def test_predictions_are_official_and_score_the_same_in_the_official_script(run_dir, tmp_path):

@@ -90,7 +90,8 @@ def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    while not (killed / "checkpoints" / "last.pt").exists():
+    # Killed after the seventh step: there are records beyond the last checkpoint, that of the fifth.
+    while not (killed / "metrics.jsonl").exists() or (killed / "metrics.jsonl").read_text().count("\n") < 7:
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before its first checkpoint"
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
@@ -127,10 +128,62 @@ def test_a_run_is_neither_overwritten_nor_continued_as_another(tmp_path):
     assert equal(weights(tmp_path), before)
 
 
-def test_a_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"step \d+: the loss is"):
-        train_short(tmp_path, "trainer.steps=50", "optim.lr=1e18", "trainer.checkpoint_every_steps=1")
-    assert all(tensor.isfinite().all() for tensor in weights(tmp_path).values())
+@pytest.mark.parametrize("lr, steps", [(1e30, 50), (3e38, 1)], ids=["loss of a later step", "weights of the last step"])
+def test_what_is_not_finite_stops_a_run_and_is_never_kept(tmp_path, lr, steps):
+    options = (f"trainer.steps={steps}", "trainer.checkpoint_every_steps=1", f"optim.lr={lr}", "optim.weight_decay=10")
+    with pytest.raises(FloatingPointError, match=r"step \d+.*not finite|step \d+: the loss is"):
+        train_short(tmp_path, *options)
+    if (tmp_path / "checkpoints").exists():
+        for file in (tmp_path / "checkpoints").iterdir():
+            assert all(tensor.isfinite().all() for tensor in checkpoint.load(file)["network"].values())
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_best_is_the_best_evaluation_also_after_resuming(tmp_path, monkeypatch):
+    scores = iter([0.3, 0.5, 0.4, 0.45, 0.2])
+
+    def scripted(*_, **__):
+        return {"miou": next(scores), "iou": {}, "pixel_accuracy": 0.0}, torch.zeros(19, 19)
+
+    monkeypatch.setattr("train_seg.evaluate_dataset", scripted)
+    options = ("trainer.steps=5", "trainer.checkpoint_every_steps=1", "trainer.evaluate_every_steps=1")
+    steps = itertools.count(1)
+
+    def dies_in_step_4(*_, **__):
+        if next(steps) == 4:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("engine.reporting.RunReport.step", dies_in_step_4)
+        train_short(tmp_path, *options)
+    train_short(tmp_path, *options, "resume=auto")
+    best = checkpoint.load(tmp_path / "checkpoints" / "best.pt")
+    assert (best["step"], best["best_miou"]) == (2, 0.5)
+
+
+def test_splits_without_labels_neither_train_nor_validate(tmp_path):
+    root = tmp_path / "streets"
+    files = synthetic(root, "val").files
+    test_image = root / "leftImg8bit" / "test" / "sketchheim" / files[0].image.name
+    test_image.parent.mkdir(parents=True)
+    test_image.write_bytes(files[0].image.read_bytes())
+    for key in ("data.train_split", "data.val_split"):
+        with pytest.raises(ValueError, match=f"{key}=test: cityscapes has no labels"):
+            train_short(tmp_path / "run", "data=cityscapes", f"data.root={root}", f"{key}=test", "data.crop_size=64")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_not_continued_on_other_data(tmp_path):
+    root = tmp_path / "streets"
+    files = synthetic(root, "train").files
+    options = ("data=cityscapes", f"data.root={root}", "data.crop_size=16", "data.workers=0", "trainer.epochs=1")
+    overrides = (f"run_dir={tmp_path / 'run'}", *options, "data.crops_per_minibatch=50", "trainer.evaluate_images=1")
+    train(composed("train_seg", *overrides))
+    for entry in files[:100]:
+        entry.image.unlink()
+        entry.label.unlink()
+    with pytest.raises(ValueError, match="a run of 4 steps, and with the images found now it would have 2"):
+        train(composed("train_seg", *overrides, "resume=auto"))
 
 
 def test_bad_files_stop_a_run_before_its_first_step(tmp_path):

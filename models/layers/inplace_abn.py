@@ -96,6 +96,12 @@ def floored(weight: Tensor, gamma_floor: float) -> Tensor:
     return torch.copysign(weight.abs().clamp(min=gamma_floor), weight)
 
 
+def _is_packed(x: Tensor) -> bool:
+    """Whether PyTorch's batch normalisation reads x where it is; of other layouts it makes a copy while it writes."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
+
+
 class _InPlaceABNFunction(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -123,16 +129,18 @@ class _InPlaceABNFunction(torch.autograd.Function):
             gamma = floored(gamma, gamma_floor)
 
         buffers = None
-        if overwrite_input:
+        if overwrite_input and _is_packed(x):
             vectors = (channels if use_batch_statistics else 0,)
             buffers = (x, *(x.new_empty(vectors, dtype=statistics_dtype) for _ in range(2)))
-            ctx.mark_dirty(x)
         y, _, invstd = torch.native_batch_norm(
             x, gamma, beta, running_mean, running_var, use_batch_statistics, momentum, eps, out=buffers
         )
         if not use_batch_statistics:
             invstd = torch.rsqrt(running_var + eps)
         z = activate_(activation, activation_param, y)
+        if overwrite_input:
+            z = z if buffers is not None else x.copy_(z)
+            ctx.mark_dirty(z)
 
         ctx.save_for_backward(z, gamma, beta, invstd)
         ctx.use_batch_statistics = use_batch_statistics

@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 
 from engine import build
 from engine import config as cfg
+from engine.losses import CrossEntropy
+from models.layers import ABN, InPlaceABN
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -41,7 +43,7 @@ def test_every_choice_composes_builds_and_survives_a_checkpoint(choice):
 
 
 def test_groups_reach_what_they_build():
-    """A sample of keys that end in an object; whoever adds one that is read nowhere finds no object to assert on."""
+    """The keys of the network end in the layer that they name."""
     config = cfg.typed(
         composed(
             *("norm=inplace_1", "norm.activation=elu", "norm.activation_param=0.5", "norm.gamma_floor=0.01"),
@@ -56,6 +58,47 @@ def test_groups_reach_what_they_build():
     assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
     assert [conv.dilation for conv in network.head.map_convs] == [(1, 1), (2, 2), (4, 4)]
     assert network.head.pooling_size == (5, 6) and network.body.output_stride == 16
+
+
+@pytest.mark.parametrize(
+    "norm, cls, variant", [("std", ABN, None), ("inplace_1", InPlaceABN, "I"), ("inplace", InPlaceABN, "II")]
+)
+def test_norm_choices_are_the_layers_of_figure_2(norm, cls, variant):
+    layer = build.norm_act(cfg.typed(composed(f"norm={norm}")).norm)(4)
+    assert type(layer) is cls and getattr(layer, "variant", None) == variant
+
+
+def test_loss_and_optimizer_keys_reach_their_objects():
+    config = cfg.typed(composed("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "optim.power=2"))
+    assert build.loss(config.loss, ignore_index=7).fraction == 0.5
+    assert build.loss(config.loss, ignore_index=7).ignore_index == 7
+    assert type(build.loss(cfg.typed(composed("loss=cross_entropy")).loss, ignore_index=255)) is CrossEntropy
+    optimizer = build.optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
+    assert build.lr_schedule(config.optim, optimizer, total_steps=10).power == 2
+
+
+def test_data_keys_reach_the_loader():
+    overrides = (
+        "data.crop_size=24",
+        "data.scale=[0.8,0.9]",
+        "data.flip=0.25",
+        "data.mean=[0.1,0.2,0.4]",
+        "data.std=[1,2,4]",
+    )
+    config = cfg.typed(composed(*overrides, "data.crops_per_minibatch=5", "seed=3", "data.workers=0"))
+    dataset = build.dataset(config.data, "train")
+    loader = build.training_loader(config, dataset, total_steps=9, start_step=2, device=torch.device("cpu"))
+    transform = loader.dataset.transform
+    assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
+    assert (transform.fill, transform.ignore_index, loader.dataset.seed) == ((26, 51, 102), 255, 3)
+    assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
+    image_input = build.image_input(config, torch.device("cpu"))
+    assert image_input.mean.flatten().tolist() == pytest.approx([25.5, 51, 102])
+    assert image_input.std.flatten().tolist() == pytest.approx([255, 510, 1020])
+    assert image_input.memory_format == torch.channels_last
+    assert len(build.evaluation_loader(dataset, 0, torch.device("cpu"), images=3)) == 3
 
 
 @pytest.mark.parametrize(
@@ -85,6 +128,13 @@ def test_an_option_of_another_alternative_is_an_error():
         (["+surprise=1"], "surprise is not a key"),
         (["+optim.surprise=1"], "optim.surprise is not a key"),
         (["trainer.epochs=null"], "trainer.epochs and trainer.steps are both null"),
+        (["norm.name=std"], "norm.name=std does not change the norm: give norm=std"),
+        (["body.name=resnet"], "body.name=resnet: expected one of resnext, wider_resnet"),
+        (["body.groups=0"], "body.groups=0: expected a number above 0"),
+        (["head.dilations=[1,0]"], "head.dilations=.1, 0.: expected a number above 0"),
+        (["norm.eps=-1"], "norm.eps=-1.0: expected a number above 0"),
+        (["norm.momentum=5"], "norm.momentum=5.0.*at most 1"),
+        (["optim.lr=nan"], "optim.lr=nan: expected a number above 0"),
         (["trainer.steps=0"], "trainer.steps=0: expected a number above 0"),
         (["trainer.accumulation_steps=3"], "data.crops_per_minibatch=8 cannot be divided.*=3"),
         (["trainer.accumulation_steps=8"], "one crop at a time.*at least 16"),

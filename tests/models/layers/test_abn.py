@@ -179,6 +179,39 @@ def test_overwriting_writes_over_the_input():
     assert torch.equal(x, z) and z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
+STRIDED = {
+    "transposed": lambda: torch.randn(4, CHANNELS, 7, 5).transpose(2, 3) * 1,
+    "channels sliced": lambda: torch.randn(4, 2 * CHANNELS, 5, 7)[:, :CHANNELS],
+    "columns skipped": lambda: torch.randn(4, CHANNELS, 5, 14)[..., ::2],
+    "channels last, cropped": lambda: torch.randn(4, CHANNELS, 9, 9).to(memory_format=torch.channels_last)[
+        ..., 2:7, 1:8
+    ],
+    "matrix, transposed": lambda: torch.randn(CHANNELS, 40).t(),
+    "volume, channels last": lambda: torch.randn(2, CHANNELS, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+@pytest.mark.parametrize("overwrite_input", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_every_memory_layout(layout, overwrite_input, training):
+    torch.manual_seed(0)
+    x = STRIDED[layout]().double()
+    layer = randomise(InPlaceABN(CHANNELS, overwrite_input=overwrite_input)).train(training)
+    source = x.clone().requires_grad_()
+    expected = reference(layer, source, layer.weight, layer.bias)
+    dz = torch.randn_like(expected)
+    leaf = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x).add_(leaf)
+    assert given.stride() == x.stride()
+    z = layer(given)
+    torch.testing.assert_close(z, expected, rtol=0, atol=1e-10)
+    assert (z.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()) == overwrite_input
+    (sum_of_dx,) = torch.autograd.grad(z, leaf, dz)
+    (dx,) = torch.autograd.grad(expected, source, dz)
+    torch.testing.assert_close(sum_of_dx, dx.sum(), rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("first", [torch.relu, lambda x: InPlaceABN(CHANNELS)(x)], ids=["relu", "inplace"])
 def test_overwriting_what_an_earlier_operation_kept_raises(first):
     x = torch.randn(2, CHANNELS, 4, 4, requires_grad=True)
