@@ -44,6 +44,8 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert set(results["environment"]) == {"hardware", "versions", "commit"}
     state = checkpoint.load(tmp_path / "checkpoints" / "last.pt")
     assert state["step"] == 4 and state["config"] == results["config"]
+    kernel = state["network"]["body.mod2.block1.convs.conv2.weight"]
+    assert kernel.is_contiguous(memory_format=torch.channels_last) and not kernel.is_contiguous()
     assert checkpoint.load(tmp_path / "checkpoints" / "best.pt")["step"] in (2, 4)
 
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -7,6 +7,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import build
 from engine import config as cfg
@@ -31,15 +32,24 @@ ALL = [f"{group}={name}" for group in ("norm", "body", "head", "data", "loss", "
 
 
 @pytest.mark.parametrize("choice", ALL)
-def test_every_choice_composes_builds_and_survives_a_checkpoint(choice):
+def test_every_choice_composes_builds_and_steps(choice):
+    """On fake tensors: shapes and dtypes of a whole training step, without its arithmetic."""
     config = cfg.typed(composed(choice))
-    with torch.device("meta"):
-        network = build.network(config, classes=19)
-        logits = network.eval()(torch.empty(1, 3, 64, 96))
-    assert logits.shape == (1, 19, 64, 96)
-    build.loss(config.loss, ignore_index=255)
-    build.schedule(config, images=100)
     assert cfg.from_plain(cfg.plain(config)) == config
+    schedule = build.schedule(config, images=100)
+    with FakeTensorMode():
+        network = build.network(config, classes=19)
+        optimizer = build.optimizer(config.optim, network.parameters())
+        scheduler = build.lr_schedule(config.optim, optimizer, schedule.total_steps)
+        image_input = build.image_input(config, torch.device("cpu"))
+        with build.autocast(config.trainer.precision, torch.device("cpu"))():
+            logits = network(image_input(torch.zeros(2, 3, 64, 96, dtype=torch.uint8)))
+        loss = build.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, 64, 96, dtype=torch.uint8))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    assert logits.shape == (2, 19, 64, 96) and loss.dtype == torch.float32
+    assert all(p.grad.shape == p.shape for p in network.parameters())
 
 
 def test_groups_reach_what_they_build():
