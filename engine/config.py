@@ -1,16 +1,27 @@
 """The typed schema of a segmentation run. Hydra validates every file and override against it.
 
 A group with alternatives (norm, body, …) has one dataclass per alternative, found by its `name`, so that an option
-which an alternative does not have is an error and not silently ignored. `check` holds the rules across keys.
+which an alternative does not have is an error and not silently ignored. A key's bounds stand beside it; `check` holds
+the rules across keys.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, is_dataclass
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+DATASETS = ("camvid", "cityscapes", "synthetic")
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("float32", "bfloat16")
+
+
+def key(default, *, above: float | None = None, least: float | None = None, one_of: tuple | None = None):
+    """A key with a default and bounds, which hold for every number of a list; None (null) is always allowed."""
+    bounds = {"above": above, "least": least, "one_of": one_of}
+    return field(default_factory=lambda: deepcopy(default), metadata=bounds)
 
 
 @dataclass
@@ -20,8 +31,8 @@ class Norm:
     name: str = MISSING
     activation: str = "leaky_relu"
     activation_param: float = 0.01  # slope of leaky_relu for negative inputs, alpha of elu
-    momentum: float = 0.1
-    eps: float = 1e-5
+    momentum: float = key(0.1, above=0)
+    eps: float = key(1e-5, above=0)
     learn_scale: bool = True  # false: gamma is 1
 
 
@@ -33,7 +44,7 @@ class StandardNorm(Norm):
 @dataclass
 class InPlaceNorm(Norm):
     name: str = "inplace"  # variant II
-    gamma_floor: float = 1e-5  # smallest |gamma| in training
+    gamma_floor: float = key(1e-5, above=0)  # smallest |gamma| in training
 
 
 @dataclass
@@ -44,27 +55,27 @@ class InPlaceNorm1(InPlaceNorm):
 @dataclass
 class Body:
     name: str = MISSING
-    output_stride: int = 8  # 8, 16 or 32 pixels per feature cell
+    output_stride: int = key(8, one_of=(8, 16, 32))  # pixels per feature cell
 
 
 @dataclass
 class ResNeXtBody(Body):
     name: str = "resnext"
-    structure: list[int] = field(default_factory=lambda: [3, 4, 23, 3])  # blocks per module
-    base_channels: list[int] = field(default_factory=lambda: [128, 128, 256])  # of the first module's bottleneck
-    groups: int = 64
-    stem_channels: int = 64
+    structure: list[int] = key([3, 4, 23, 3], above=0)  # blocks per module
+    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first module's bottleneck
+    groups: int = key(64, above=0)
+    stem_channels: int = key(64, above=0)
     stem: str = "3x3"  # three 3x3 convolutions (the released networks), or one 7x7
 
 
 @dataclass
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
-    structure: list[int] = field(default_factory=lambda: [3, 3, 6, 3, 1, 1])  # blocks in mod2 … mod7
-    channels: list[list[int]] = MISSING  # of the convolutions of a block, in mod2 … mod7
-    stem_channels: int = 64
+    structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0)  # blocks in mod2 … mod7
+    channels: list[list[int]] = key(MISSING, above=0)  # of the convolutions of a block, in mod2 … mod7
+    stem_channels: int = key(64, above=0)
     downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)
-    dropout: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0, 0.0, 0.3, 0.5])  # in mod2 … mod7
+    dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0)  # in mod2 … mod7
 
 
 @dataclass
@@ -75,25 +86,27 @@ class Head:
 @dataclass
 class DeepLabV3Head(Head):
     name: str = "deeplabv3"
-    hidden_channels: int = 256
-    out_channels: int = 256
-    dilations: list[int] = field(default_factory=lambda: [12, 24, 36])
-    pooling_size: list[int] | None = None  # sliding pooling window at test time, (height, width) in feature cells
+    hidden_channels: int = key(256, above=0)
+    out_channels: int = key(256, above=0)
+    dilations: list[int] = key([12, 24, 36], above=0)
+    # Sliding pooling window at test time, (height, width) in feature cells.
+    pooling_size: list[int] | None = key(None, above=0)
 
 
 @dataclass
 class Data:
-    name: str = MISSING  # camvid, cityscapes or synthetic
+    name: str = key(MISSING, one_of=DATASETS)
     root: str | None = None  # the dataset's folder; synthetic writes one into the cache folder where it is null
     train_split: str = "train"
     val_split: str = "val"
-    crop_size: int = MISSING  # pixels, square
-    crops_per_minibatch: int = MISSING  # the paper's number: global, before it is divided over accumulation steps
-    scale: list[float] = field(default_factory=lambda: [0.7, 2.0])
-    flip: float = 0.5
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])  # RGB in 0-1, as is std
-    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    workers: int = 2  # processes that read and augment
+    crop_size: int = key(MISSING, above=0)  # pixels, square
+    # The paper's number: global, before it is divided over accumulation steps.
+    crops_per_minibatch: int = key(MISSING, above=0)
+    scale: list[float] = key([0.7, 2.0], above=0)
+    flip: float = key(0.5, least=0)
+    mean: list[float] = key([0.485, 0.456, 0.406], least=0)  # RGB in 0-1, as is std
+    std: list[float] = key([0.229, 0.224, 0.225], above=0)
+    workers: int = key(2, least=0)  # processes that read and augment
     verify: bool = True  # check every file before the first step; remembered until the files change
 
 
@@ -110,34 +123,35 @@ class CrossEntropyLoss(Loss):
 @dataclass
 class BootstrappedLoss(Loss):
     name: str = "bootstrapped"
-    fraction: float = 0.25  # share of a crop's pixels that counts: the paper's m
+    fraction: float = key(0.25, above=0)  # share of a crop's pixels that counts: the paper's m
 
 
 @dataclass
 class Optim:
     """SGD with the poly schedule."""
 
-    lr: float = MISSING  # at the first step
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
+    lr: float = key(MISSING, above=0)  # at the first step
+    momentum: float = key(0.9, least=0)
+    weight_decay: float = key(1e-4, least=0)
     nesterov: bool = False
-    power: float = 0.9  # of the poly schedule (1 - step / steps)^power
+    power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power
 
 
 @dataclass
 class Trainer:
-    epochs: int | None = None  # length of the run; where steps is given too, the shorter of both
-    steps: int | None = None
-    evaluate_every_epochs: int | None = None  # the shorter of both; the end of the run is always evaluated
-    evaluate_every_steps: int | None = None
-    evaluate_images: int | None = None  # evaluate on the first so many images only, also at the end; null: all
-    checkpoint_every_steps: int = 500
-    log_every_steps: int = 20
-    pictures: int = 4  # validation images shown in TensorBoard
-    device: str = "auto"  # auto, cpu or cuda
-    precision: str = "float32"  # float32 or bfloat16 (autocast)
+    # Durations are given in epochs or steps; where both are given, the shorter one counts.
+    epochs: int | None = key(None, above=0)
+    steps: int | None = key(None, above=0)
+    evaluate_every_epochs: int | None = key(None, above=0)  # the end of the run is always evaluated
+    evaluate_every_steps: int | None = key(None, above=0)
+    evaluate_images: int | None = key(None, above=0)  # evaluate on the first so many only, also at the end; null: all
+    checkpoint_every_steps: int = key(500, above=0)
+    log_every_steps: int = key(20, above=0)
+    pictures: int = key(4, least=0)  # validation images shown in TensorBoard
+    device: str = key("auto", one_of=DEVICES)
+    precision: str = key("float32", one_of=PRECISIONS)  # bfloat16: by autocast
     channels_last: bool = True
-    accumulation_steps: int = 1  # parts in which a minibatch passes through the network
+    accumulation_steps: int = key(1, above=0)  # parts in which a minibatch passes through the network
 
 
 @dataclass
@@ -146,7 +160,7 @@ class SegmentationRun:
 
     run_dir: str | None = None  # null: runs/DATASET-NORM/DATE
     resume: str | None = None  # auto: continue the run in run_dir where there is one, else start it
-    seed: int = 0
+    seed: int = key(0, least=0)
     norm: Norm = MISSING
     body: Body = MISSING
     head: Head = MISSING
@@ -164,7 +178,7 @@ class EvaluationData:
 
 @dataclass
 class EvaluationHead:
-    pooling_size: list[int] | None = None  # null: as in training
+    pooling_size: list[int] | None = key(None, above=0)  # null: as in training
 
 
 @dataclass
@@ -176,16 +190,12 @@ class Evaluation:
     head: EvaluationHead = field(default_factory=EvaluationHead)
     predictions: str | None = None  # folder for predictions in the dataset's official encoding
     overlays: str | None = None  # folder for pictures: image | ground truth | prediction
-    overlay_images: int | None = None  # how many of them; null: all
+    overlay_images: int | None = key(None, above=0)  # how many of them; null: all
     results: str | None = None  # JSON file; null: in the run's folder
-    workers: int = 2
-    device: str = "auto"
-    precision: str | None = None  # null: as in training
+    workers: int = key(2, least=0)
+    device: str = key("auto", one_of=DEVICES)
+    precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
 
-
-DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("float32", "bfloat16")
-DATASETS = ("camvid", "cityscapes", "synthetic")
 
 ALTERNATIVES = {
     "norm": {"std": StandardNorm, "inplace_1": InPlaceNorm1, "inplace": InPlaceNorm},
@@ -218,10 +228,9 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
     unknown = flat(OmegaConf.to_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a key of the configuration; --cfg job prints those that are")
+    _check_bounds(config)
     if isinstance(config, SegmentationRun):
         check(config)
-    else:
-        check_evaluation(config)
     return config
 
 
@@ -259,48 +268,16 @@ def check(config: SegmentationRun) -> None:
     Raises:
         ValueError: names the key, its value, what is expected and how to get it.
     """
-    data, trainer, optim, norm = config.data, config.trainer, config.optim, config.norm
     for group, alternatives in ALTERNATIVES.items():
         chosen = getattr(config, group)
-        _one_of(f"{group}.name", chosen and chosen.name, alternatives)
-        if type(chosen) is not alternatives[chosen.name]:
-            raise ValueError(f"{group}.name={chosen.name} does not change the {group}: give {group}={chosen.name}")
-    _one_of("data.name", data.name, DATASETS)
-    _one_of("trainer.device", trainer.device, DEVICES)
-    _one_of("trainer.precision", trainer.precision, PRECISIONS)
-    _one_of("body.output_stride", config.body.output_stride, (8, 16, 32))
-    _above_zero(
-        {
-            "data.crop_size": data.crop_size,
-            "data.crops_per_minibatch": data.crops_per_minibatch,
-            "trainer.accumulation_steps": trainer.accumulation_steps,
-            "trainer.checkpoint_every_steps": trainer.checkpoint_every_steps,
-            "trainer.log_every_steps": trainer.log_every_steps,
-            "trainer.epochs": trainer.epochs,
-            "trainer.steps": trainer.steps,
-            "trainer.evaluate_every_epochs": trainer.evaluate_every_epochs,
-            "trainer.evaluate_every_steps": trainer.evaluate_every_steps,
-            "trainer.evaluate_images": trainer.evaluate_images,
-            "optim.lr": optim.lr,
-            "norm.eps": norm.eps,
-            "norm.momentum": norm.momentum,
-        }
-    )
-    for group in ("body", "head"):  # structures, channels, groups, dilations
-        integers = {f"{group}.{key}": value for key, value in vars(getattr(config, group)).items() if key != "dropout"}
-        _above_zero({key: value for key, value in integers.items() if not isinstance(value, str)})
-    _at_least_zero(
-        {
-            "data.workers": data.workers,
-            "trainer.pictures": trainer.pictures,
-            "optim.momentum": optim.momentum,
-            "optim.weight_decay": optim.weight_decay,
-            "optim.power": optim.power,
-            "seed": config.seed,
-        }
-    )
-    if norm.momentum > 1:
-        raise ValueError(f"norm.momentum={norm.momentum}: expected the weight of the new minibatch, at most 1")
+        name = chosen and chosen.name
+        if name not in alternatives:
+            raise ValueError(f"{group}.name={name}: expected one of {', '.join(alternatives)}")
+        if type(chosen) is not alternatives[name]:
+            raise ValueError(f"{group}.name={name} does not change the {group}: give {group}={name}")
+    data, trainer = config.data, config.trainer
+    if config.norm.momentum > 1:
+        raise ValueError(f"norm.momentum={config.norm.momentum}: expected the weight of the new minibatch, at most 1")
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
     crops, parts = data.crops_per_minibatch, trainer.accumulation_steps
@@ -314,42 +291,31 @@ def check(config: SegmentationRun) -> None:
             f"data.crops_per_minibatch={crops} over trainer.accumulation_steps={parts} gives one crop at a time, and "
             f"the pooled branch of the head cannot normalise a single value per channel: use at least {2 * parts} crops"
         )
-    for key, values in (("data.mean", data.mean), ("data.std", data.std)):
-        if len(values) != 3:
-            raise ValueError(f"{key}={values}: expected three numbers, for red, green and blue")
-    _above_zero({"data.std": data.std, "data.scale": data.scale})
-    if len(data.scale) != 2:
-        raise ValueError(f"data.scale={data.scale}: expected two numbers, the lowest and the highest factor")
+    for name, values, count in (("mean", data.mean, 3), ("std", data.std, 3), ("scale", data.scale, 2)):
+        if len(values) != count:
+            meaning = "red, green and blue" if count == 3 else "the lowest and the highest factor"
+            raise ValueError(f"data.{name}={values}: expected {count} numbers, {meaning}")
 
 
-def check_evaluation(config: Evaluation) -> None:
-    """As `check`, for an evaluation."""
-    _one_of("device", config.device, DEVICES)
-    if config.precision is not None:
-        _one_of("precision", config.precision, PRECISIONS)
-    _above_zero({"overlay_images": config.overlay_images, "head.pooling_size": config.head.pooling_size})
-    _at_least_zero({"workers": config.workers})
+def _check_bounds(config, prefix: str = "") -> None:
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if is_dataclass(value):
+            _check_bounds(value, f"{prefix}{entry.name}.")
+            continue
+        above, least, one_of = (entry.metadata.get(bound) for bound in ("above", "least", "one_of"))
+        if value is None:
+            continue
+        if one_of is not None and value not in one_of:
+            raise ValueError(f"{prefix}{entry.name}={value}: expected one of {', '.join(map(str, one_of))}")
+        # Written so that NaN fails; an empty list does not express anything either.
+        if above is not None and not all(above < number < math.inf for number in _numbers(value) or [above]):
+            raise ValueError(f"{prefix}{entry.name}={value}: expected a number above {above}")
+        if least is not None and not all(least <= number < math.inf for number in _numbers(value) or [math.nan]):
+            raise ValueError(f"{prefix}{entry.name}={value}: expected {least} or more")
 
 
-def _one_of(key: str, value, allowed) -> None:
-    if value not in allowed:
-        raise ValueError(f"{key}={value}: expected one of {', '.join(map(str, allowed))}")
-
-
-def _above_zero(values: dict) -> None:
-    """For numbers and (nested) lists of them; None passes, NaN and empty lists do not."""
-    for key, value in values.items():
-        if value is not None and not _all(lambda number: number > 0, value):
-            raise ValueError(f"{key}={value}: expected a number above 0")
-
-
-def _at_least_zero(values: dict) -> None:
-    for key, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{key}={value}: expected 0 or more")
-
-
-def _all(holds: Callable[[float], bool], value) -> bool:
+def _numbers(value) -> list[float]:
     if isinstance(value, list):
-        return len(value) > 0 and all(_all(holds, entry) for entry in value)
-    return holds(value) and math.isfinite(value)
+        return [number for entry in value for number in _numbers(entry)]
+    return [value]
