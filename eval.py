@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from engine import build, checkpoint, reporting
 from engine import config as configuration
 from engine.evaluation import PredictionWriter, evaluate_dataset
+from engine.schema import Evaluation, SegmentationRun
 
 configuration.register()
 
@@ -88,7 +89,7 @@ def evaluate(values: DictConfig) -> dict:
     )
 
 
-def default_results_file(options: configuration.Evaluation, config: configuration.SegmentationRun) -> Path:
+def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
     """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names tell what differs."""
     path = Path(options.checkpoint)
     words = [path.stem] if path.stem != "last" else []

@@ -20,7 +20,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     """Train as configured, evaluate the last checkpoint, and leave a run directory.
 
     Args:
-        values: a composed `engine.config.SegmentationRun`.
+        values: a composed `engine.schema.SegmentationRun`.
         command: how the run was started, kept in config.yaml.
 
     Returns:

@@ -19,10 +19,22 @@ from datasets import (
     synthetic,
     worker_init,
 )
-from engine import config as cfg
 from engine.loop import Autocast, ImageInput
 from engine.losses import BootstrappedCrossEntropy, CrossEntropy
 from engine.schedule import Schedule, in_steps
+from engine.schema import (
+    Body,
+    BootstrappedLoss,
+    Data,
+    InPlaceNorm,
+    InPlaceNorm1,
+    Loss,
+    Norm,
+    Optim,
+    ResNeXtBody,
+    SegmentationRun,
+    WiderResNetBody,
+)
 from models.bodies.resnext import ResNeXt
 from models.bodies.wider_resnet import WiderResNet
 from models.heads import DeepLabV3
@@ -43,13 +55,13 @@ def device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def dataset(config: cfg.Data, split: str) -> SegmentationDataset:
+def dataset(config: Data, split: str) -> SegmentationDataset:
     """One split of the dataset, its files paired and counted but not yet read. Raises ValueError for missing files."""
     builders = {"camvid": camvid, "cityscapes": cityscapes, "synthetic": synthetic}
     return builders[config.name](config.root, split)
 
 
-def labelled_dataset(config: cfg.Data, key: str, split: str) -> SegmentationDataset:
+def labelled_dataset(config: Data, key: str, split: str) -> SegmentationDataset:
     """As `dataset`; a split whose labels are withheld raises ValueError too. `key` is the config key of `split`."""
     built = dataset(config, split)
     if not built.has_labels:
@@ -57,7 +69,7 @@ def labelled_dataset(config: cfg.Data, key: str, split: str) -> SegmentationData
     return built
 
 
-def norm_act(config: cfg.Norm) -> Callable[[int], nn.Module]:
+def norm_act(config: Norm) -> Callable[[int], nn.Module]:
     """number of channels -> norm followed by an activation."""
     options = dict(
         eps=config.eps,
@@ -66,14 +78,14 @@ def norm_act(config: cfg.Norm) -> Callable[[int], nn.Module]:
         activation_param=config.activation_param,
         learn_scale=config.learn_scale,
     )
-    if isinstance(config, cfg.InPlaceNorm):
-        variant = "I" if isinstance(config, cfg.InPlaceNorm1) else "II"
+    if isinstance(config, InPlaceNorm):
+        variant = "I" if isinstance(config, InPlaceNorm1) else "II"
         return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)
     return partial(ABN, **options)
 
 
-def body(config: cfg.Body, norm: Callable[[int], nn.Module]) -> nn.Module:
-    if isinstance(config, cfg.ResNeXtBody):
+def body(config: Body, norm: Callable[[int], nn.Module]) -> nn.Module:
+    if isinstance(config, ResNeXtBody):
         return ResNeXt(
             config.structure,
             norm,
@@ -83,7 +95,7 @@ def body(config: cfg.Body, norm: Callable[[int], nn.Module]) -> nn.Module:
             stem_channels=config.stem_channels,
             stem=config.stem,
         )
-    assert isinstance(config, cfg.WiderResNetBody), config
+    assert isinstance(config, WiderResNetBody), config
     return WiderResNet(
         config.structure,
         config.channels,
@@ -95,7 +107,7 @@ def body(config: cfg.Body, norm: Callable[[int], nn.Module]) -> nn.Module:
     )
 
 
-def network(config: cfg.SegmentationRun, classes: int) -> SegmentationNetwork:
+def network(config: SegmentationRun, classes: int) -> SegmentationNetwork:
     """Body, head and classifier, initialised from torch's global generator, on the current default device."""
     norm = norm_act(config.norm)
     features = body(config.body, norm)
@@ -110,13 +122,13 @@ def network(config: cfg.SegmentationRun, classes: int) -> SegmentationNetwork:
     return SegmentationNetwork(features, head, classes)
 
 
-def loss(config: cfg.Loss, ignore_index: int) -> nn.Module:
-    if isinstance(config, cfg.BootstrappedLoss):
+def loss(config: Loss, ignore_index: int) -> nn.Module:
+    if isinstance(config, BootstrappedLoss):
         return BootstrappedCrossEntropy(config.fraction, ignore_index)
     return CrossEntropy(ignore_index)
 
 
-def optimizer(config: cfg.Optim, parameters) -> torch.optim.SGD:
+def optimizer(config: Optim, parameters) -> torch.optim.SGD:
     """SGD with weight decay on every parameter, the norms' included, as in the paper's recipe."""
     return torch.optim.SGD(
         parameters,
@@ -128,12 +140,12 @@ def optimizer(config: cfg.Optim, parameters) -> torch.optim.SGD:
     )
 
 
-def lr_schedule(config: cfg.Optim, optimizer: torch.optim.Optimizer, total_steps: int):
+def lr_schedule(config: Optim, optimizer: torch.optim.Optimizer, total_steps: int):
     """lr * (1 - step / total_steps)^power (paper, section 4.2), advanced after every optimiser step."""
     return torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=total_steps, power=config.power)
 
 
-def schedule(config: cfg.SegmentationRun, images: int) -> Schedule:
+def schedule(config: SegmentationRun, images: int) -> Schedule:
     """The run's durations in steps; `images` is the size of the training split."""
     trainer = config.trainer
     steps_per_epoch = minibatches_per_epoch(images, config.data.crops_per_minibatch)
@@ -149,7 +161,11 @@ def schedule(config: cfg.SegmentationRun, images: int) -> Schedule:
 
 
 def training_loader(
-    config: cfg.SegmentationRun, dataset: SegmentationDataset, total_steps: int, start_step: int, device: torch.device
+    config: SegmentationRun,
+    dataset: SegmentationDataset,
+    total_steps: int,
+    start_step: int,
+    device: torch.device,
 ) -> DataLoader:
     """One minibatch of crops for each step from `start_step` to `total_steps`."""
     data = config.data
@@ -184,7 +200,7 @@ def _loader(source: Dataset, workers: int, device: torch.device, **batching) -> 
     )
 
 
-def image_input(config: cfg.SegmentationRun, device: torch.device) -> ImageInput:
+def image_input(config: SegmentationRun, device: torch.device) -> ImageInput:
     return ImageInput(config.data.mean, config.data.std, device, config.trainer.channels_last)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import build
-from engine import config as cfg
+from engine import build, schema
 from engine.loop import ImageInput, train_step
 from engine.losses import BootstrappedCrossEntropy
 from engine.schedule import Schedule, in_steps
@@ -81,7 +80,7 @@ def test_images_are_normalised_in_the_memory_format_of_the_network():
 
 def test_learning_rate_follows_the_paper():
     """lr_0 (1 - iter / max_iter)^0.9, section 4.2."""
-    config = cfg.Optim(lr=2.5e-3)
+    config = schema.Optim(lr=2.5e-3)
     optimizer = build.optimizer(config, [nn.Parameter(torch.zeros(1))])
     scheduler = build.lr_schedule(config, optimizer, total_steps=200)
     for iteration in range(200):

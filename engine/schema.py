@@ -1,0 +1,201 @@
+"""Every key that a segmentation run or an evaluation may be given, with its type, default and bounds.
+
+A group with alternatives (norm, body, …) has one dataclass per alternative, found by its `name`, so that an option
+which an alternative does not have is an error and not silently ignored.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+DATASETS = ("camvid", "cityscapes", "synthetic")
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("float32", "bfloat16")
+
+
+def key(default, *, above: float | None = None, least: float | None = None, one_of: tuple | None = None):
+    """A key with a default and bounds, which hold for every number of a list; None (null) is always allowed."""
+    bounds = {"above": above, "least": least, "one_of": one_of}
+    return field(default_factory=lambda: deepcopy(default), metadata=bounds)
+
+
+@dataclass
+class Norm:
+    """Batch normalisation and activation."""
+
+    name: str = MISSING
+    activation: str = "leaky_relu"
+    activation_param: float = 0.01  # slope of leaky_relu for negative inputs, alpha of elu
+    momentum: float = key(0.1, above=0)
+    eps: float = key(1e-5, above=0)
+    learn_scale: bool = True  # false: gamma is 1
+
+
+@dataclass
+class StandardNorm(Norm):
+    name: str = "std"
+
+
+@dataclass
+class InPlaceNorm(Norm):
+    name: str = "inplace"  # variant II
+    gamma_floor: float = key(1e-5, above=0)  # smallest |gamma| in training
+
+
+@dataclass
+class InPlaceNorm1(InPlaceNorm):
+    name: str = "inplace_1"  # variant I
+
+
+@dataclass
+class Body:
+    name: str = MISSING
+    output_stride: int = key(8, one_of=(8, 16, 32))  # pixels per feature cell
+
+
+@dataclass
+class ResNeXtBody(Body):
+    name: str = "resnext"
+    structure: list[int] = key([3, 4, 23, 3], above=0)  # blocks per module
+    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first module's bottleneck
+    groups: int = key(64, above=0)
+    stem_channels: int = key(64, above=0)
+    stem: str = "3x3"  # three 3x3 convolutions (the released networks), or one 7x7
+
+
+@dataclass
+class WiderResNetBody(Body):
+    name: str = "wider_resnet"
+    structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0)  # blocks in mod2 … mod7
+    channels: list[list[int]] = key(MISSING, above=0)  # of the convolutions of a block, in mod2 … mod7
+    stem_channels: int = key(64, above=0)
+    downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)
+    dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0)  # in mod2 … mod7
+
+
+@dataclass
+class Head:
+    name: str = MISSING
+
+
+@dataclass
+class DeepLabV3Head(Head):
+    name: str = "deeplabv3"
+    hidden_channels: int = key(256, above=0)
+    out_channels: int = key(256, above=0)
+    dilations: list[int] = key([12, 24, 36], above=0)
+    # Sliding pooling window at test time, (height, width) in feature cells.
+    pooling_size: list[int] | None = key(None, above=0)
+
+
+@dataclass
+class Data:
+    name: str = key(MISSING, one_of=DATASETS)
+    root: str | None = None  # the dataset's folder; synthetic writes one into the cache folder where it is null
+    train_split: str = "train"
+    val_split: str = "val"
+    crop_size: int = key(MISSING, above=0)  # pixels, square
+    # The paper's number: global, before it is divided over accumulation steps.
+    crops_per_minibatch: int = key(MISSING, above=0)
+    scale: list[float] = key([0.7, 2.0], above=0)
+    flip: float = key(0.5, least=0)
+    mean: list[float] = key([0.485, 0.456, 0.406], least=0)  # RGB in 0-1, as is std
+    std: list[float] = key([0.229, 0.224, 0.225], above=0)
+    workers: int = key(2, least=0)  # processes that read and augment
+    verify: bool = True  # check every file before the first step; remembered until the files change
+
+
+@dataclass
+class Loss:
+    name: str = MISSING
+
+
+@dataclass
+class CrossEntropyLoss(Loss):
+    name: str = "cross_entropy"
+
+
+@dataclass
+class BootstrappedLoss(Loss):
+    name: str = "bootstrapped"
+    fraction: float = key(0.25, above=0)  # share of a crop's pixels that counts: the paper's m
+
+
+@dataclass
+class Optim:
+    """SGD with the poly schedule."""
+
+    lr: float = key(MISSING, above=0)  # at the first step
+    momentum: float = key(0.9, least=0)
+    weight_decay: float = key(1e-4, least=0)
+    nesterov: bool = False
+    power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power
+
+
+@dataclass
+class Trainer:
+    # Durations are given in epochs or steps; where both are given, the shorter one counts.
+    epochs: int | None = key(None, above=0)
+    steps: int | None = key(None, above=0)
+    evaluate_every_epochs: int | None = key(None, above=0)  # the end of the run is always evaluated
+    evaluate_every_steps: int | None = key(None, above=0)
+    evaluate_images: int | None = key(None, above=0)  # evaluate on the first so many only, also at the end; null: all
+    checkpoint_every_steps: int = key(500, above=0)
+    log_every_steps: int = key(20, above=0)
+    pictures: int = key(4, least=0)  # validation images shown in TensorBoard
+    device: str = key("auto", one_of=DEVICES)
+    precision: str = key("float32", one_of=PRECISIONS)  # bfloat16: by autocast
+    channels_last: bool = True
+    accumulation_steps: int = key(1, above=0)  # parts in which a minibatch passes through the network
+
+
+@dataclass
+class SegmentationRun:
+    """Everything that defines one run of train_seg.py."""
+
+    run_dir: str | None = None  # null: runs/DATASET-NORM/DATE
+    resume: str | None = None  # auto: continue the run in run_dir where there is one, else start it
+    seed: int = key(0, least=0)
+    norm: Norm = MISSING
+    body: Body = MISSING
+    head: Head = MISSING
+    loss: Loss = MISSING
+    data: Data = field(default_factory=Data)
+    optim: Optim = field(default_factory=Optim)
+    trainer: Trainer = field(default_factory=Trainer)
+
+
+@dataclass
+class EvaluationData:
+    root: str | None = None  # null: where the network was trained
+    split: str | None = None  # null: the validation split of the training
+
+
+@dataclass
+class EvaluationHead:
+    pooling_size: list[int] | None = key(None, above=0)  # null: as in training
+
+
+@dataclass
+class Evaluation:
+    """Everything that defines one run of eval.py; what it does not name comes from the checkpoint."""
+
+    checkpoint: str = MISSING
+    data: EvaluationData = field(default_factory=EvaluationData)
+    head: EvaluationHead = field(default_factory=EvaluationHead)
+    predictions: str | None = None  # folder for predictions in the dataset's official encoding
+    overlays: str | None = None  # folder for pictures: image | ground truth | prediction
+    overlay_images: int | None = key(None, above=0)  # how many of them; null: all
+    results: str | None = None  # JSON file; null: in the run's folder
+    workers: int = key(2, least=0)
+    device: str = key("auto", one_of=DEVICES)
+    precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
+
+
+ALTERNATIVES = {
+    "norm": {"std": StandardNorm, "inplace_1": InPlaceNorm1, "inplace": InPlaceNorm},
+    "body": {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody},
+    "head": {"deeplabv3": DeepLabV3Head},
+    "loss": {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss},
+}
