@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sized
@@ -116,7 +115,8 @@ class RunReport:
         self.metrics_file = run_dir / "metrics.jsonl"
         self._drop_records_beyond(start_step, total_steps)
         if start_step == 0:  # what an attempt without a checkpoint left
-            shutil.rmtree(run_dir / "tensorboard", ignore_errors=True)
+            for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+                events.unlink()
         self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))

@@ -1,0 +1,43 @@
+"""Numbers in the documentation are those of the files beside them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from scripts.compare_runs import Comparison, compare
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = REPOSITORY / "docs" / "results"
+PAGES = sorted(path for path in RESULTS.glob("*.md") if path.name != "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_are_what_the_script_makes_of_their_files(page, tmp_path):
+    columns = re.search(r"\n\| *\|(.*)\|\n", page.read_text()).group(1)
+    runs = [str(RESULTS / page.stem / name.strip()) for name in columns.split("|")]
+    title = page.read_text().splitlines()[0].removeprefix("# ")
+    again = compare(OmegaConf.structured(Comparison(runs=runs, out=str(tmp_path / page.stem), title=title)))
+    assert again.read_text() == page.read_text()
+
+
+def test_scores_in_the_readme_are_those_of_the_runs():
+    """Rows end in a link to the results, docs/results/PAGE/RUN/results.json, and hold its mIoU in percent."""
+    rows = re.findall(r"\|([^\n]*)\]\((docs/results/\S+/results\.json)\) \|", (REPOSITORY / "README.md").read_text())
+    assert len(rows) >= 3
+    for row, file in rows:
+        miou = json.loads((REPOSITORY / file).read_text())["miou"]
+        assert f"{100 * miou:.2f}" in row, file
+
+
+def test_links_in_the_documentation_lead_somewhere():
+    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 150
