@@ -10,7 +10,7 @@ DEMO := runs/demo
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
-demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (6 minutes on two cores)
+demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (2 minutes on two cores)
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 

@@ -20,7 +20,7 @@ def evaluate(values: DictConfig) -> dict:
     What the command does not name (network, data, precision) is as in the training.
 
     Returns:
-        The results, as written to the JSON file.
+        The results, as written to the JSON file; nothing for a split without labels.
 
     Raises:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
@@ -67,26 +67,29 @@ def evaluate(values: DictConfig) -> dict:
             on_prediction=writer,
         )
 
-    for what, folder in (("predictions", options.predictions), ("overlays", options.overlays)):
-        if folder is not None:
-            console.print(f"{what}: {folder}", soft_wrap=True)
-    if not dataset.has_labels:
+    results = {}
+    if dataset.has_labels:
+        console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
+        results = reporting.write_results(
+            results_file,
+            dataset=dataset,
+            scores=scores,
+            confusion=confusion,
+            images=len(loader),
+            checkpoint=path,
+            config=configuration.plain(config),
+        )
+    else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
-        return {}
-    console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
-    results_file = (
-        Path(options.results) if options.results else default_results_file(path, split, config.data.val_split)
-    )
-    console.print(f"results: {results_file}", soft_wrap=True)
-    return reporting.write_results(
-        results_file,
-        dataset=dataset,
-        scores=scores,
-        confusion=confusion,
-        images=len(loader),
-        checkpoint=path,
-        config=configuration.plain(config),
-    )
+    written = {
+        "results": results_file if results else None,
+        "predictions": options.predictions,
+        "overlays": options.overlays,
+    }
+    for what, where in written.items():
+        if where is not None:
+            console.print(f"{what}: {where}", soft_wrap=True)
+    return results
 
 
 def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:

@@ -19,7 +19,6 @@ from rich.progress import (
     ProgressColumn,
     SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -55,15 +54,13 @@ def log_to(console: Console, file: Path | None) -> None:
 
 
 def progress_bar(console: Console, *extra: ProgressColumn) -> Progress:
-    """A progress bar with count, times and the `extra` columns; nothing where the console is not a terminal."""
+    """A progress bar with count, the `extra` columns and the time left; nothing where the console is not a terminal."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         *extra,
-        TimeElapsedColumn(),
-        TextColumn("left"),
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
@@ -157,7 +154,8 @@ class RunReport:
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
         for name, value in values.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
-        status = f"loss {loss:.3f}  lr {lr:.2e}  {speed:.1f} img/s  {peak_memory_mib:,.0f} MiB"
+        # Short enough for a bar on a terminal of 80 columns.
+        status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
         # On a terminal the progress bar says the same.
         logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
