@@ -9,6 +9,7 @@ from PIL import Image, UnidentifiedImageError
 
 RESTORE = "Restore the file from the dataset's archive."
 _PNG, _JPEG = b"\x89PNG", b"\xff\xd8"  # how the files begin
+_PALETTE = 3  # a PNG's colour type
 _TRAILER_BYTES = 4096  # the end mark of an image is looked for here: some cameras write padding behind it
 
 
@@ -26,11 +27,12 @@ def decode_image(path: Path) -> np.ndarray:
 def decode_label(path: Path) -> np.ndarray:
     """The values of a label file, uint8 (H, W); of a palette PNG the indices. ValueError where they are not that."""
     data = _read_complete(path)
-    if data.startswith(_PNG) and data[25:26] == b"\x03":  # colour type palette: OpenCV would give its colours
+    depth, colour_type = data[24:26] if data.startswith(_PNG) and len(data) > 25 else (8, None)
+    if colour_type == _PALETTE:  # OpenCV would give its colours
         raw = _decode_palette(data)
-    elif data.startswith(_PNG) and data[24] < 8:
+    elif depth < 8:
         raise ValueError(
-            f"{path}: has {data[24]} bits per pixel; expected a label with one 8-bit class id per pixel (decoders "
+            f"{path}: has {depth} bits per pixel; expected a label with one 8-bit class id per pixel (decoders "
             f"stretch smaller values). {RESTORE}"
         )
     else:

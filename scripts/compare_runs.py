@@ -53,6 +53,13 @@ class Run:
         speeds = sorted(self.curve("train", "images_per_second")[1])
         return speeds[len(speeds) // 2]
 
+    def minutes(self) -> float:
+        """Training time, without evaluations and checkpoints: images over images per second, summed."""
+        steps, speeds = self.curve("train", "images_per_second")
+        crops = self.results["config"]["data"]["crops_per_minibatch"]
+        done = [0, *steps[:-1]]
+        return sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True)) / 60
+
     def peak_memory(self) -> float:
         return max(self.curve("train", "peak_memory_mib")[1])
 
@@ -78,6 +85,7 @@ def report(runs: list[Run], title: str, picture: str) -> str:
     rows.append(
         ["peak memory of the process, MiB", *(f"{max(run.curve('train', 'peak_memory_mib')[1]):,.0f}" for run in runs)]
     )
+    rows.append(["training, minutes", *(f"{run.minutes():.1f}" for run in runs)])
     lines = [f"# {title}", "", "```"]
     lines += [run.command.removeprefix("# ") for run in runs]
     lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]

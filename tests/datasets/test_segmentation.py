@@ -1,4 +1,6 @@
 import ast
+import struct
+import zlib
 from pathlib import Path
 
 import cv2
@@ -85,6 +87,27 @@ def test_palette_png_gives_indices(camvid_folders):
     palette.save(label_path(camvid_folders))
     assert Image.open(label_path(camvid_folders)).mode == "P"
     assert np.array_equal(camvid(camvid_folders, "train")[0].label, expected)
+
+
+def test_label_of_four_bits_is_refused(camvid_folders):
+    """Decoders stretch 0 … 15 to 0 … 255, and some of those are other classes."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 40, 24, 4, 0, 0, 0, 0)  # width, height, bits, grayscale
+    rows = (b"\0" + bytes(20)) * 24
+    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    label_path(camvid_folders).write_bytes(b"\x89PNG\r\n\x1a\n" + chunks)
+    with pytest.raises(ValueError, match="has 4 bits per pixel; expected .* 8-bit"):
+        camvid(camvid_folders, "train")[0]
+
+
+def test_one_name_with_two_files_is_refused(camvid_folders):
+    path = image_path(camvid_folders)
+    path.with_suffix(".JPEG").write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="holds both .*Remove one"):
+        camvid(camvid_folders, "train")
 
 
 def test_grayscale_image_becomes_rgb(camvid_folders):
