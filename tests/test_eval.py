@@ -26,7 +26,9 @@ def run_dir(tmp_path_factory) -> Path:
 
 
 def evaluate_run(run_dir: Path, *overrides: str) -> dict:
-    return evaluate(composed("eval", f"checkpoint={run_dir / 'checkpoints' / 'last.pt'}", "workers=0", *overrides))
+    return evaluate(
+        composed("eval", f"checkpoint={run_dir / 'checkpoints' / 'last.pt'}", "workers=0", "device=cpu", *overrides)
+    )
 
 
 def test_gives_the_numbers_of_the_training(run_dir, tmp_path):

@@ -178,8 +178,8 @@ def test_splits_without_labels_neither_train_nor_validate(tmp_path):
 def test_a_run_is_not_continued_on_other_data(tmp_path):
     root = tmp_path / "streets"
     files = synthetic(root, "train").files
-    options = ("data=cityscapes", f"data.root={root}", "data.crop_size=16", "data.workers=0", "trainer.epochs=1")
-    overrides = (f"run_dir={tmp_path / 'run'}", *options, "data.crops_per_minibatch=50", "trainer.evaluate_images=1")
+    crops = ("data.crop_size=16", "data.crops_per_minibatch=50", "trainer.epochs=1")
+    overrides = (f"run_dir={tmp_path / 'run'}", "data=cityscapes", f"data.root={root}", *SHORT, *crops)
     train(composed("train_seg", *overrides))
     for entry in files[:100]:
         entry.image.unlink()
@@ -219,3 +219,11 @@ def test_our_datasets_win_over_an_installed_package_of_that_name(tmp_path):
     (decoy / "__init__.py").write_text("raise ImportError('the decoy was imported')")
     done = run("train_seg", "--cfg", "job", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and "crops_per_minibatch" in done.stdout, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_trains_on_a_gpu(tmp_path, precision):
+    results = train_short(tmp_path, "trainer.steps=3", "trainer.device=cuda", f"trainer.precision={precision}")
+    assert results["images"] == 2 and "NVIDIA" in results["environment"]["hardware"]

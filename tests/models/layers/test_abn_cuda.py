@@ -1,0 +1,44 @@
+"""The layers on a CUDA device against float64 on the CPU; `make test PYTEST="-m gpu"`."""
+
+import pytest
+import torch
+
+from models.layers import ABN, InPlaceABN
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device"),
+]
+
+LAYERS = [(ABN, {}), (InPlaceABN, {"variant": "I"}), (InPlaceABN, {"variant": "II"})]
+
+
+def gradients(layer, x, dz) -> list[torch.Tensor]:
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    z = layer(x * 1)
+    return [z, *torch.autograd.grad(z, [x, *layer.parameters()], dz)]
+
+
+@pytest.mark.parametrize("cls, options", LAYERS)
+@pytest.mark.parametrize("overwrite_input", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_cpu_in_float64(cls, options, overwrite_input, training, memory_format, dtype):
+    if overwrite_input and cls is InPlaceABN:
+        options = {**options, "overwrite_input": True}
+    torch.manual_seed(0)
+    reference = ABN(32).double().train(training)
+    with torch.no_grad():
+        reference.weight.uniform_(0.5, 1.5).mul_(torch.randn(32).sign())
+        reference.bias.uniform_(-0.5, 0.5)
+    layer = cls(32, **options).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
+    layer.load_state_dict(reference.state_dict())
+    x, dz = torch.randn(2, 4, 32, 16, 16, dtype=torch.float64).unbind()
+    x, dz = (tensor.to(memory_format=memory_format) for tensor in (x, dz))
+    expected = gradients(reference, x, dz)
+    results = gradients(layer, x.to("cuda", dtype), dz.to("cuda", dtype))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    for result, wanted in zip(results, expected, strict=True):
+        assert (result.double().cpu() - wanted).norm() <= tolerance * wanted.norm()
+    assert results[0].is_contiguous(memory_format=memory_format)
