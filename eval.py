@@ -32,11 +32,12 @@ def evaluate(values: DictConfig) -> dict:
     state = checkpoint.load(path)
     config = configuration.from_plain(state["config"])
     results_file = Path(options.results or default_results_file(options, config))
-    if options.data.root is not None and not Path(options.data.root).is_dir():
+    if options.data.root is not None and not _folder(options.data.root).is_dir():
         raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
     config.data.root = options.data.root or config.data.root
     config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
     config.trainer.precision = options.precision or config.trainer.precision
+    config.trainer.evaluate_images = None
     split = options.data.split or config.data.val_split
 
     device = build.device(options.device)
@@ -48,6 +49,7 @@ def evaluate(values: DictConfig) -> dict:
     network = network.to(device)
     if config.trainer.channels_last:
         network = network.to(memory_format=torch.channels_last)
+    results_file.parent.mkdir(parents=True, exist_ok=True)
     writer = PredictionWriter(
         dataset,
         predictions=_folder(options.predictions),
@@ -88,7 +90,7 @@ def evaluate(values: DictConfig) -> dict:
     }
     for what, where in written.items():
         if where is not None:
-            console.print(f"{what}: {where}", soft_wrap=True)
+            console.print(f"{what}: {where}", soft_wrap=True, markup=False)
     return results
 
 
@@ -98,6 +100,8 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
     words = [path.stem] if path.stem != "last" else []
     if options.data.split not in (None, config.data.val_split):
         words.append(options.data.split)
+    if options.data.root is not None and _folder(options.data.root) != _folder(config.data.root):
+        words.append(_folder(options.data.root).name)
     if options.head.pooling_size not in (None, config.head.pooling_size):
         words.append("pooling{}x{}".format(*options.head.pooling_size))
     if options.precision not in (None, config.trainer.precision):
@@ -107,7 +111,7 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
 
 
 def _folder(path: str | None) -> Path | None:
-    return None if path is None else Path(path)
+    return None if path is None else Path(path).expanduser().resolve()
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")

@@ -105,7 +105,8 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         scores, confusion = evaluate(schedule.total_steps)
 
     console.print(reporting.iou_table(scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
-    console.print(f"evaluate again with: python eval.py checkpoint={run.last}", soft_wrap=True)
+    again = shlex.join(["python", "eval.py", f"checkpoint={run.last}"])
+    console.print(f"evaluate again with: {again}", soft_wrap=True, markup=False)
     return reporting.write_results(
         run.results,
         dataset=val_set,

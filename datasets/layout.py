@@ -19,7 +19,7 @@ class Layout:
     def check(self, root: str | os.PathLike | None, split: str) -> Path:
         """The existing root folder as a Path; ValueError for a missing root or an unknown split."""
         if split not in self.splits:
-            raise ValueError(f"split={split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}")
+            raise ValueError(f"split {split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}")
         if root is None or str(root) == "":
             raise self.error(f"data.root is not set; {self.name} needs the folder that holds its files", None)
         root = Path(root).expanduser()

@@ -28,7 +28,7 @@ def synthetic(
     Raises ValueError for another split, or a root that holds something else.
     """
     if split not in _CITIES:
-        raise ValueError(f"split={split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
+        raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
     settings = {"version": _VERSION, "train": images[0], "val": images[1], "seed": seed}
     folder = Path(root).expanduser() if root else _cache_folder(settings)
     if not (folder / _MARKER).is_file():

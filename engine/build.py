@@ -63,7 +63,10 @@ def dataset(config: Data, split: str) -> SegmentationDataset:
 
 def labelled_dataset(config: Data, key: str, split: str) -> SegmentationDataset:
     """As `dataset`; a split whose labels are withheld raises ValueError too. `key` is the config key of `split`."""
-    built = dataset(config, split)
+    try:
+        built = dataset(config, split)
+    except ValueError as error:
+        raise ValueError(f"{key}={split}: {error}") from error
     if not built.has_labels:
         raise ValueError(f"{key}={split}: {config.name} has no labels in this split; choose one that has, such as val")
     return built

@@ -36,7 +36,10 @@ def load(path: Path) -> dict:
     if not path.is_file():
         raise ValueError(f"checkpoint {path} does not exist: expected a file such as RUN_DIR/checkpoints/last.pt")
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is not a checkpoint, or is damaged: expected a file that train_seg.py wrote")
+        raise ValueError(
+            f"{path} is not a checkpoint, or is damaged: expected a file that train_seg.py wrote; use another, such as "
+            f"best.pt of the run"
+        )
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -82,7 +85,10 @@ def run_state(
     """
     broken = [name for name, tensor in network.state_dict().items() if not tensor.isfinite().all()]
     if broken:
-        raise FloatingPointError(f"after step {step}, {len(broken)} tensors are not finite, {broken[0]} among them")
+        raise FloatingPointError(
+            f"after step {step}, {len(broken)} tensors are not finite, {broken[0]} among them; "
+            f"checkpoints, if any, are of earlier steps: try a lower optim.lr, or trainer.precision=float32"
+        )
     return {
         "step": step,
         "network": network.state_dict(),

@@ -34,8 +34,13 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a key of the configuration; --cfg job prints those that are")
     _check_bounds(config)
+    pooling_size = config.head and config.head.pooling_size
+    if pooling_size is not None and len(pooling_size) != 2:
+        raise ValueError(f"head.pooling_size={pooling_size}: expected (height, width) in feature cells")
     if isinstance(config, SegmentationRun):
         check(config)
+    elif config.overlay_images is not None and config.overlays is None:
+        raise ValueError(f"overlay_images={config.overlay_images} needs overlays=DIR, the folder to write them to")
     return config
 
 
@@ -81,8 +86,6 @@ def check(config: SegmentationRun) -> None:
         if type(chosen) is not alternatives[name]:
             raise ValueError(f"{group}.name={name} does not change the {group}: give {group}={name}")
     data, trainer = config.data, config.trainer
-    if config.norm.momentum > 1:
-        raise ValueError(f"norm.momentum={config.norm.momentum}: expected the weight of the new minibatch, at most 1")
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
     crops, parts = data.crops_per_minibatch, trainer.accumulation_steps
@@ -100,6 +103,10 @@ def check(config: SegmentationRun) -> None:
         if len(values) != count:
             meaning = "red, green and blue" if count == 3 else "the lowest and the highest factor"
             raise ValueError(f"data.{name}={values}: expected {count} numbers, {meaning}")
+    if data.scale[0] > data.scale[1]:
+        raise ValueError(f"data.scale={data.scale}: expected the lowest factor first")
+    if config.resume is not None and config.run_dir is None:
+        raise ValueError(f"resume={config.resume} needs run_dir=…, the folder of the run to continue")
 
 
 def _check_bounds(config, prefix: str = "") -> None:
@@ -108,16 +115,24 @@ def _check_bounds(config, prefix: str = "") -> None:
         if is_dataclass(value):
             _check_bounds(value, f"{prefix}{entry.name}.")
             continue
-        above, least, one_of = (entry.metadata.get(bound) for bound in ("above", "least", "one_of"))
+        above, least, most, one_of = (entry.metadata.get(bound) for bound in ("above", "least", "most", "one_of"))
         if value is None:
             continue
         if one_of is not None and value not in one_of:
             raise ValueError(f"{prefix}{entry.name}={value}: expected one of {', '.join(map(str, one_of))}")
+        if above is None and least is None:
+            continue
+        numbers = _numbers(value)
         # Written so that NaN fails; an empty list does not express anything either.
-        if above is not None and not all(above < number < math.inf for number in _numbers(value) or [above]):
-            raise ValueError(f"{prefix}{entry.name}={value}: expected a number above {above}")
-        if least is not None and not all(least <= number < math.inf for number in _numbers(value) or [math.nan]):
-            raise ValueError(f"{prefix}{entry.name}={value}: expected {least} or more")
+        low_enough = bool(numbers) and all(number <= (math.inf if most is None else most) for number in numbers)
+        if above is not None and not (low_enough and all(above < number < math.inf for number in numbers)):
+            raise ValueError(f"{prefix}{entry.name}={value}: expected a number above {above}{_at_most(most)}")
+        if least is not None and not (low_enough and all(least <= number < math.inf for number in numbers)):
+            raise ValueError(f"{prefix}{entry.name}={value}: expected {least} or more{_at_most(most)}")
+
+
+def _at_most(most: float | None) -> str:
+    return "" if most is None else f", at most {most}"
 
 
 def _numbers(value) -> list[float]:

@@ -45,7 +45,7 @@ def train(
     autocast: Autocast,
     accumulation_steps: int,
     report: RunReport,
-    evaluate: Callable[[int], None],
+    evaluate: Callable[[int], object],
     save: Callable[[int], None],
 ) -> None:
     """Train to the end of `minibatches`, one optimiser step each; `start_step` steps are already done.
@@ -71,8 +71,8 @@ def train(
             )
         except FloatingPointError as error:
             raise FloatingPointError(
-                f"step {step}: {error} (images {', '.join(minibatch['name'])}); the last checkpoint is of an earlier "
-                f"step: try a lower optim.lr, or trainer.precision=float32"
+                f"step {step}: {error} (images {', '.join(minibatch['name'])}); checkpoints, if any, are of earlier "
+                f"steps: try a lower optim.lr, or trainer.precision=float32"
             ) from error
         report.step(loss, images=len(minibatch["name"]))
         if schedule.logs(step):

@@ -91,7 +91,9 @@ def errors_for_users() -> Iterator[None]:
     """Turn errors that the user can mend into one message and exit status 1; others keep their traceback."""
     try:
         yield
-    except (ValueError, FloatingPointError) as error:
+    except KeyboardInterrupt:
+        sys.exit("interrupted; resume=auto with the same run_dir continues a training from its last checkpoint")
+    except (ValueError, FloatingPointError, OSError) as error:
         logger.debug("", exc_info=True)  # the traceback, in log.txt where there is one
         # A DataLoader's worker wraps the message of an error into a traceback of its own.
         message = str(error).rsplit(f"\n{type(error).__name__}: ", 1)[-1]

@@ -14,9 +14,16 @@ DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16")
 
 
-def key(default, *, above: float | None = None, least: float | None = None, one_of: tuple | None = None):
+def key(
+    default,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    one_of: tuple | None = None,
+):
     """A key with a default and bounds, which hold for every number of a list; None (null) is always allowed."""
-    bounds = {"above": above, "least": least, "one_of": one_of}
+    bounds = {"above": above, "least": least, "most": most, "one_of": one_of}
     return field(default_factory=lambda: deepcopy(default), metadata=bounds)
 
 
@@ -27,7 +34,7 @@ class Norm:
     name: str = MISSING
     activation: str = "leaky_relu"
     activation_param: float = 0.01  # slope of leaky_relu for negative inputs, alpha of elu
-    momentum: float = key(0.1, above=0)
+    momentum: float = key(0.1, above=0, most=1)
     eps: float = key(1e-5, above=0)
     learn_scale: bool = True  # false: gamma is 1
 
@@ -71,7 +78,7 @@ class WiderResNetBody(Body):
     channels: list[list[int]] = key(MISSING, above=0)  # of the convolutions of a block, in mod2 … mod7
     stem_channels: int = key(64, above=0)
     downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)
-    dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0)  # in mod2 … mod7
+    dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0, most=1)  # in mod2 … mod7
 
 
 @dataclass
@@ -99,9 +106,9 @@ class Data:
     # The paper's number: global, before it is divided over accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
     scale: list[float] = key([0.7, 2.0], above=0)
-    flip: float = key(0.5, least=0)
-    mean: list[float] = key([0.485, 0.456, 0.406], least=0)  # RGB in 0-1, as is std
-    std: list[float] = key([0.229, 0.224, 0.225], above=0)
+    flip: float = key(0.5, least=0, most=1)
+    mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1)  # RGB in 0-1, as is std
+    std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1)
     workers: int = key(2, least=0)  # processes that read and augment
     verify: bool = True  # check every file before the first step; remembered until the files change
 
@@ -119,7 +126,7 @@ class CrossEntropyLoss(Loss):
 @dataclass
 class BootstrappedLoss(Loss):
     name: str = "bootstrapped"
-    fraction: float = key(0.25, above=0)  # share of a crop's pixels that counts: the paper's m
+    fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts: the paper's m
 
 
 @dataclass
@@ -127,7 +134,7 @@ class Optim:
     """SGD with the poly schedule."""
 
     lr: float = key(MISSING, above=0)  # at the first step
-    momentum: float = key(0.9, least=0)
+    momentum: float = key(0.9, least=0, most=1)
     weight_decay: float = key(1e-4, least=0)
     nesterov: bool = False
     power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power

@@ -7,6 +7,7 @@ that both are made from. Given those folders instead of run directories it makes
 import json
 import os
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +36,18 @@ class Run:
         self.name = folder.resolve().name
         self.results = json.loads((folder / "results.json").read_text())
         header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
-        self.command = re.sub(r"(data\.root)=\S+", r"\1=DIR", re.sub(r" (run_dir|resume)=\S+", "", header))
+        self.command = _without_folders(header.removeprefix("# "))
         self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)
         self.results["config"]["run_dir"] = "DIR"
         self.results["config"]["data"]["root"] = self.results["config"]["data"]["root"] and "DIR"
         self.results["checkpoint"] = f"DIR/checkpoints/{Path(self.results['checkpoint']).name}"
         self.metrics = (folder / "metrics.jsonl").read_text()
         self.records = [json.loads(line) for line in self.metrics.splitlines()]
+        if self.records[-1].get("miou") != self.results["miou"]:
+            raise ValueError(
+                f"runs: the last record of {folder} is not the evaluation in its results.json: expected the directory "
+                f"of a run that has ended"
+            )
 
     def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one quantity in the "train" or "val" records."""
@@ -66,8 +72,14 @@ class Run:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "results.json").write_text(json.dumps(self.results) + "\n")
-        (folder / "config.yaml").write_text(f"{self.command}\n{self.config}")
+        (folder / "config.yaml").write_text(f"# {self.command}\n{self.config}")
         (folder / "metrics.jsonl").write_text(self.metrics)
+
+
+def _without_folders(command: str) -> str:
+    """A command line with data.root=DIR, and without the arguments that only say where and how it ran."""
+    words = [word for word in shlex.split(command) if not word.startswith(("run_dir=", "resume="))]
+    return shlex.join("data.root=DIR" if word.startswith("data.root=") else word for word in words)
 
 
 def report(runs: list[Run], title: str, picture: str) -> str:
@@ -82,12 +94,10 @@ def report(runs: list[Run], title: str, picture: str) -> str:
         rows.append([name, *("–" if iou is None else f"{100 * iou:.2f}" for iou in ious)])
     rows.append(["images evaluated", *(str(run.results["images"]) for run in runs)])
     rows.append(["training images / s, median", *(f"{run.speed():.1f}" for run in runs)])
-    rows.append(
-        ["peak memory of the process, MiB", *(f"{max(run.curve('train', 'peak_memory_mib')[1]):,.0f}" for run in runs)]
-    )
+    rows.append(["peak memory of the process, MiB", *(f"{run.peak_memory():,.0f}" for run in runs)])
     rows.append(["training, minutes", *(f"{run.minutes():.1f}" for run in runs)])
     lines = [f"# {title}", "", "```"]
-    lines += [run.command.removeprefix("# ") for run in runs]
+    lines += [run.command for run in runs]
     lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", f"![training loss and validation mIoU over steps]({picture})", ""]
@@ -115,8 +125,8 @@ def compare(values: DictConfig) -> Path:
     config = OmegaConf.to_object(values)
     runs = [Run(Path(folder)) for folder in config.runs]
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"runs={config.runs}: expected folders with different names, they are the columns' heads")
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"runs={config.runs}: expected folders of different names, which head the columns")
     out = Path(config.out)
     for run in runs:
         run.write(out / run.name)

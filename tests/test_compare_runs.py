@@ -1,6 +1,7 @@
 """The report of finished runs: the numbers of their files, no paths of the machine they ran on."""
 
 import json
+import shlex
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,19 +13,21 @@ from train_seg import train
 
 
 def test_report_is_made_from_the_runs_and_can_be_made_again(tmp_path):
-    root = tmp_path / "streets"
+    root = tmp_path / "my streets"
     synthetic(root, "train")
     results = {}
     for name in ("std", "inplace"):
         overrides = (f"run_dir={tmp_path / name}", f"data.root={root}", *SHORT, "trainer.steps=2", f"norm={name}")
-        results[name] = train(composed("train_seg", *overrides), command=" ".join(["python train_seg.py", *overrides]))
+        results[name] = train(
+            composed("train_seg", *overrides), command=shlex.join(["python", "train_seg.py", *overrides])
+        )
     pages = []
     for folder in (tmp_path, tmp_path / "report"):
         runs = [str(folder / name) for name in results]
         values = OmegaConf.structured(Comparison(runs=runs, out=str(tmp_path / "report")))
         pages.append(compare(values).read_text())
     assert pages[0] == pages[1]
-    assert str(tmp_path) not in pages[0] and "data.root=DIR" in pages[0] and "run_dir" not in pages[0]
+    assert str(tmp_path) not in pages[0] and " data.root=DIR " in pages[0] and "run_dir" not in pages[0]
     expected = " | ".join(f"**{100 * result['miou']:.2f}**" for result in results.values())
     assert f"| **mIoU %, last checkpoint** | {expected} |" in pages[0]
     assert (tmp_path / "report.png").stat().st_size > 10_000
@@ -37,4 +40,13 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(tmp_path):
 def test_a_folder_without_results_is_named(tmp_path):
     values = OmegaConf.structured(Comparison(runs=[str(tmp_path)], out=str(tmp_path / "report")))
     with pytest.raises(ValueError, match="has no results.json"):
+        compare(values)
+
+
+def test_a_run_that_was_cut_off_is_refused(tmp_path):
+    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *SHORT, "trainer.steps=2"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    values = OmegaConf.structured(Comparison(runs=[str(tmp_path / "run")], out=str(tmp_path / "report")))
+    with pytest.raises(ValueError, match="a run that has ended"):
         compare(values)

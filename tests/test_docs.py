@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ PAGES = sorted(path for path in RESULTS.glob("*.md") if path.name != "README.md"
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_are_what_the_script_makes_of_their_files(page, tmp_path):
-    columns = re.search(r"\n\| *\|(.*)\|\n", page.read_text()).group(1)
-    runs = [str(RESULTS / page.stem / name.strip()) for name in columns.split("|")]
-    title = page.read_text().splitlines()[0].removeprefix("# ")
-    again = compare(OmegaConf.structured(Comparison(runs=runs, out=str(tmp_path / page.stem), title=title)))
+    """With the command that docs/results/README.md gives for the page."""
+    row = next(line for line in (RESULTS / "README.md").read_text().splitlines() if f"({page.name})" in line)
+    command = re.search(r"`(python -m scripts.compare_runs [^`]*)`", row).group(1)
+    runs, out, title = (word.partition("=")[2] for word in shlex.split(command)[3:])
+    assert REPOSITORY / f"{out}.md" == page
+    folders = [str(REPOSITORY / folder) for folder in runs.strip("[]").split(",")]
+    again = compare(OmegaConf.structured(Comparison(runs=folders, out=str(tmp_path / page.stem), title=title)))
     assert again.read_text() == page.read_text()
 
 

@@ -49,6 +49,7 @@ def test_other_evaluations_have_results_of_their_own():
     assert file() == file("run/checkpoints/last.pt", "data.split=val", "precision=float32") == "run/results.json"
     assert file("run/checkpoints/best.pt") == "run/results_best.json"
     assert file("run/checkpoints/last.pt", "data.split=test") == "run/results_test.json"
+    assert file("run/checkpoints/last.pt", "data.root=elsewhere/streets") == "run/results_streets.json"
     assert file("somewhere/net.pt", "precision=bfloat16") == "somewhere/results_net_bfloat16.json"
     assert file("run/checkpoints/last.pt", "head.pooling_size=[3,5]") == "run/results_pooling3x5.json"
 
@@ -69,6 +70,8 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
         ("device=tpu", "device=tpu: expected one of auto, cpu, cuda"),
         ("overlay_images=-2", "overlay_images=-2: expected a number above 0"),
         ("head.pooling_size=[]", "head.pooling_size"),
+        ("head.pooling_size=[30]", "head.pooling_size=[30]: expected (height, width)"),
+        ("overlay_images=2", "overlay_images=2 needs overlays=DIR"),
         ("data.root=/nowhere/at/all", "data.root=/nowhere/at/all is not a folder"),
         ("data.split=nights", "nights"),
     ],

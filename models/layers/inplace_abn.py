@@ -30,7 +30,9 @@ class InPlaceABN(ABN):
         gamma_floor: smallest |gamma| in training.
         overwrite_input: write z over x, which saves one transient buffer in the forward pass. For a block that owns x,
             directly after a convolution: like every in-place operation of PyTorch it changes x for all later readers,
-            and the backward pass raises if an earlier operation had kept x.
+            and the backward pass raises if an earlier operation had kept x. Of an x whose memory is neither contiguous
+            nor channels_last the buffer is made all the same. PyTorch refuses a leaf that requires a gradient, or a
+            view made by `chunk` or `split`, after it was overwritten.
     """
 
     invertible_activation = True

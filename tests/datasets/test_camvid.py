@@ -45,7 +45,7 @@ def test_missing_root_names_the_key_the_layout_and_the_fix(root):
 
 
 def test_unknown_split_names_the_known_ones(camvid_folders):
-    with pytest.raises(ValueError, match="split='validation'.*train, val, test"):
+    with pytest.raises(ValueError, match="split 'validation'.*train, val, test"):
         camvid(camvid_folders, "validation")
 
 

@@ -130,5 +130,5 @@ def test_unwritable_place_is_named(tmp_path):
 
 
 def test_unknown_split():
-    with pytest.raises(ValueError, match="split='test'.*train, val"):
+    with pytest.raises(ValueError, match="split 'test'.*train, val"):
         synthetic(None, "test", images=SMALL)

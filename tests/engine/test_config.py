@@ -95,7 +95,7 @@ def test_data_keys_reach_the_loader():
         "data.scale=[0.8,0.9]",
         "data.flip=0.25",
         "data.mean=[0.1,0.2,0.4]",
-        "data.std=[1,2,4]",
+        "data.std=[0.25,0.5,1]",
     )
     config = cfg.typed(composed(*overrides, "data.crops_per_minibatch=5", "seed=3", "data.workers=0"))
     dataset = build.dataset(config.data, "train")
@@ -106,7 +106,7 @@ def test_data_keys_reach_the_loader():
     assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
     image_input = build.image_input(config, torch.device("cpu"))
     assert image_input.mean.flatten().tolist() == pytest.approx([25.5, 51, 102])
-    assert image_input.std.flatten().tolist() == pytest.approx([255, 510, 1020])
+    assert image_input.std.flatten().tolist() == pytest.approx([63.75, 127.5, 255])
     assert image_input.memory_format == torch.channels_last
     assert len(build.evaluation_loader(dataset, 0, torch.device("cpu"), images=3)) == 3
 
@@ -144,6 +144,12 @@ def test_an_option_of_another_alternative_is_an_error():
         (["head.dilations=[1,0]"], "head.dilations=.1, 0.: expected a number above 0"),
         (["norm.eps=-1"], "norm.eps=-1.0: expected a number above 0"),
         (["norm.momentum=5"], "norm.momentum=5.0.*at most 1"),
+        (["data.mean=[124,116,104]"], "data.mean.*at most 1"),
+        (["data.flip=2"], "data.flip=2.0: expected 0 or more, at most 1"),
+        (["data.scale=[2,0.7]"], "data.scale.*lowest factor first"),
+        (["loss.fraction=3"], "loss.fraction=3.0.*at most 1"),
+        (["run_dir=null", "resume=auto"], "resume=auto needs run_dir"),
+        (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected .height, width"),
         (["optim.lr=nan"], "optim.lr=nan: expected a number above 0"),
         (["trainer.steps=0"], "trainer.steps=0: expected a number above 0"),
         (["trainer.accumulation_steps=3"], "data.crops_per_minibatch=8 cannot be divided.*=3"),

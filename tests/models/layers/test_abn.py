@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.layers import ABN, InPlaceABN
 from models.layers.inplace_abn import floored
@@ -177,6 +179,35 @@ def test_overwriting_writes_over_the_input():
     x = torch.randn(2, CHANNELS, 4, 4)
     z = InPlaceABN(CHANNELS, overwrite_input=True)(x)
     assert torch.equal(x, z) and z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the buffers of at least `nbytes` that operations return, beyond those they were given."""
+
+    def __init__(self, nbytes: int):
+        super().__init__()
+        self.nbytes = nbytes
+        self.kept, self.addresses = [], set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {t.untyped_storage().data_ptr() for t in filter(torch.is_tensor, tree_leaves((args, kwargs)))}
+        results = function(*args, **(kwargs or {}))
+        for tensor in filter(torch.is_tensor, tree_leaves(results)):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= self.nbytes and storage.data_ptr() not in given:
+                self.kept.append(tensor)
+                self.addresses.add(storage.data_ptr())
+        return results
+
+
+@pytest.mark.parametrize("overwrite_input, buffers", [(False, 1), (True, 0)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_overwriting_saves_the_one_buffer_of_the_forward_pass(overwrite_input, buffers, memory_format):
+    layer = InPlaceABN(CHANNELS, overwrite_input=overwrite_input)
+    x = torch.randn(4, CHANNELS, 8, 8).to(memory_format=memory_format)
+    with Allocations(x.untyped_storage().nbytes()) as allocations:
+        layer(x)
+    assert len(allocations.addresses) == buffers
 
 
 STRIDED = {
