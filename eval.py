@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import hydra
-import torch
 from omegaconf import DictConfig
 
 from engine import build, checkpoint, reporting
@@ -32,23 +31,15 @@ def evaluate(values: DictConfig) -> dict:
     state = checkpoint.load(path)
     config = configuration.from_plain(state["config"])
     results_file = Path(options.results or default_results_file(options, config))
-    if options.data.root is not None and not _folder(options.data.root).is_dir():
-        raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
-    config.data.root = options.data.root or config.data.root
-    config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
-    config.trainer.precision = options.precision or config.trainer.precision
-    config.trainer.evaluate_images = None
+    override(config, options)
     split = options.data.split or config.data.val_split
 
     device = build.device(options.device)
     dataset = build.dataset(config.data, split)
     if config.data.verify:
         reporting.verify_with_progress(dataset, console)
-    network = build.network(config, classes=len(state["classes"]))
+    network = build.network_on(config, len(state["classes"]), device)
     checkpoint.load_network(network, state, dataset.classes, path)
-    network = network.to(device)
-    if config.trainer.channels_last:
-        network = network.to(memory_format=torch.channels_last)
     results_file.parent.mkdir(parents=True, exist_ok=True)
     writer = PredictionWriter(
         dataset,
@@ -92,6 +83,16 @@ def evaluate(values: DictConfig) -> dict:
         if where is not None:
             console.print(f"{what}: {where}", soft_wrap=True, markup=False)
     return results
+
+
+def override(config: SegmentationRun, options: Evaluation) -> None:
+    """Put what the command names in place of what the training had. ValueError for a data folder that is not there."""
+    if options.data.root is not None and not _folder(options.data.root).is_dir():
+        raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
+    config.data.root = options.data.root or config.data.root
+    config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
+    config.trainer.precision = options.precision or config.trainer.precision
+    config.trainer.evaluate_images = None
 
 
 def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:

@@ -47,12 +47,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         reporting.verify_with_progress(train_set, console)
         reporting.verify_with_progress(val_set, console)
 
-    torch.manual_seed(config.seed)
-    network = build.network(config, classes=len(train_set.classes)).to(device)
-    if config.trainer.channels_last:
-        network = network.to(memory_format=torch.channels_last)
-    optimizer = build.optimizer(config.optim, network.parameters())
-    scheduler = build.lr_schedule(config.optim, optimizer, schedule.total_steps)
+    network, optimizer, scheduler = build.trainable(config, len(train_set.classes), schedule.total_steps, device)
     start_step, best_miou = 0, -1.0
     if resumed is not None:
         start_step = checkpoint.restore_run(resumed, network, optimizer, scheduler)

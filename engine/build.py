@@ -87,7 +87,24 @@ def norm_act(config: Norm) -> Callable[[int], nn.Module]:
     return partial(ABN, **options)
 
 
+def trainable(
+    config: SegmentationRun, classes: int, total_steps: int, device: torch.device
+) -> tuple[SegmentationNetwork, torch.optim.SGD, torch.optim.lr_scheduler.PolynomialLR]:
+    """The network as `config.seed` initialises it, on its device, with its optimiser and learning rate schedule."""
+    torch.manual_seed(config.seed)
+    built = network_on(config, classes, device)
+    sgd = optimizer(config.optim, built.parameters())
+    return built, sgd, lr_schedule(config.optim, sgd, total_steps)
+
+
+def network_on(config: SegmentationRun, classes: int, device: torch.device) -> SegmentationNetwork:
+    """`network` on a device, in the memory format of the run."""
+    memory_format = torch.channels_last if config.trainer.channels_last else torch.contiguous_format
+    return network(config, classes).to(device, memory_format=memory_format)
+
+
 def body(config: Body, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """Features of images, without a classifier."""
     if isinstance(config, ResNeXtBody):
         return ResNeXt(
             config.structure,

@@ -91,6 +91,7 @@ class ABN(nn.Module):
         return activate_(self.activation, self.activation_param, y)
 
     def check_input(self, x: Tensor) -> None:
+        """Raise the ValueErrors of `forward`."""
         name = type(self).__name__
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"{name} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)")
