@@ -65,10 +65,14 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     report = reporting.RunReport(run.path, console, schedule.total_steps, start_step)
 
     def save(step: int, path: Path = run.last) -> None:
-        state = checkpoint.run_state(network, optimizer, scheduler, step)
-        identity = {"config": plain_config, "classes": list(train_set.classes)}
-        progress = {"total_steps": schedule.total_steps, "best_miou": best_miou}
-        checkpoint.save(path, {**state, **identity, **progress})
+        state = {
+            **checkpoint.run_state(network, optimizer, scheduler, step),
+            "total_steps": schedule.total_steps,
+            "best_miou": best_miou,
+            "config": plain_config,
+            "classes": list(train_set.classes),
+        }
+        checkpoint.save(path, state)
 
     def evaluate(step: int) -> tuple[dict, torch.Tensor]:
         nonlocal best_miou
