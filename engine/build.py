@@ -25,12 +25,16 @@ from engine.schedule import Schedule, in_steps
 from engine.schema import (
     Body,
     BootstrappedLoss,
+    CheckpointNorm,
+    CheckpointXHatNorm,
     Data,
     InPlaceNorm,
     InPlaceNorm1,
     Loss,
     Norm,
     Optim,
+    OurNorm,
+    PackageNorm,
     ResNeXtBody,
     SegmentationRun,
     WiderResNetBody,
@@ -38,7 +42,8 @@ from engine.schema import (
 from models.bodies.resnext import ResNeXt
 from models.bodies.wider_resnet import WiderResNet
 from models.heads import DeepLabV3
-from models.layers import ABN, InPlaceABN
+from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.package import package_abn
 from models.segmentation import SegmentationNetwork
 
 
@@ -73,17 +78,26 @@ def labelled_dataset(config: Data, key: str, split: str) -> SegmentationDataset:
 
 
 def norm_act(config: Norm) -> Callable[[int], nn.Module]:
-    """number of channels -> norm followed by an activation."""
+    """number of channels -> norm followed by an activation.
+
+    Raises:
+        ValueError: the released package is not installed, where it is chosen.
+    """
     options = dict(
         eps=config.eps,
         momentum=config.momentum,
         activation=config.activation,
         activation_param=config.activation_param,
-        learn_scale=config.learn_scale,
     )
+    if isinstance(config, PackageNorm):
+        return partial(package_abn(), **options)
+    assert isinstance(config, OurNorm), config
+    options.update(learn_scale=config.learn_scale, sync=config.sync, backend=config.backend)
     if isinstance(config, InPlaceNorm):
         variant = "I" if isinstance(config, InPlaceNorm1) else "II"
         return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)
+    if isinstance(config, (CheckpointNorm, CheckpointXHatNorm)):
+        return partial(CheckpointedABN, **options, store="x" if isinstance(config, CheckpointNorm) else "x_hat")
     return partial(ABN, **options)
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from models.layers.backends import BACKENDS
+
 DATASETS = ("camvid", "cityscapes", "synthetic")
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16")
@@ -36,16 +38,34 @@ class Norm:
     activation_param: float = 0.01  # slope of leaky_relu for negative inputs, alpha of elu
     momentum: float = key(0.1, above=0, most=1)
     eps: float = key(1e-5, above=0)
-    learn_scale: bool = True  # false: gamma is 1
 
 
 @dataclass
-class StandardNorm(Norm):
+class OurNorm(Norm):
+    """What all layers of models.layers have."""
+
+    learn_scale: bool = True  # false: gamma is 1
+    sync: bool = False  # statistics of the minibatches of all processes together
+    backend: str = key("auto", one_of=BACKENDS)
+
+
+@dataclass
+class StandardNorm(OurNorm):
     name: str = "std"
 
 
 @dataclass
-class InPlaceNorm(Norm):
+class CheckpointNorm(OurNorm):
+    name: str = "checkpoint"  # keeps x
+
+
+@dataclass
+class CheckpointXHatNorm(OurNorm):
+    name: str = "checkpoint_xhat"  # keeps x_hat
+
+
+@dataclass
+class InPlaceNorm(OurNorm):
     name: str = "inplace"  # variant II
     gamma_floor: float = key(1e-5, above=0)  # smallest |gamma| in training
 
@@ -53,6 +73,11 @@ class InPlaceNorm(Norm):
 @dataclass
 class InPlaceNorm1(InPlaceNorm):
     name: str = "inplace_1"  # variant I
+
+
+@dataclass
+class PackageNorm(Norm):
+    name: str = "package"  # the released inplace_abn
 
 
 @dataclass
@@ -201,7 +226,14 @@ class Evaluation:
 
 
 ALTERNATIVES = {
-    "norm": {"std": StandardNorm, "inplace_1": InPlaceNorm1, "inplace": InPlaceNorm},
+    "norm": {
+        "std": StandardNorm,
+        "checkpoint": CheckpointNorm,
+        "checkpoint_xhat": CheckpointXHatNorm,
+        "inplace_1": InPlaceNorm1,
+        "inplace": InPlaceNorm,
+        "package": PackageNorm,
+    },
     "body": {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody},
     "head": {"deeplabv3": DeepLabV3Head},
     "loss": {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss},

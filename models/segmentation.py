@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.initialisation import initialise
+from models.layers import recompute_activations
 
 
 class SegmentationNetwork(nn.Module):
@@ -29,6 +30,7 @@ class SegmentationNetwork(nn.Module):
         self.cls = nn.Conv2d(head.out_channels, classes, 1)
         self.classes = classes
         initialise(self.cls)
+        recompute_activations(self)
 
     def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Logits of every pixel, before any softmax.

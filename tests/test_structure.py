@@ -31,7 +31,8 @@ def test_imports_point_down(path):
     assert {name.split(".")[0] for name in ours} <= MAY_IMPORT[room]
     if "models/layers" in path.as_posix():
         assert all(name.startswith("models.layers") for name in ours)
-        assert {name.split(".")[0] for name in imported(path)} <= {"torch", "triton", "models", "collections", "math"}
+        standard_library = {"collections", "functools", "math", "typing"}
+        assert {name.split(".")[0] for name in imported(path)} <= {"torch", "triton", "models", *standard_library}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(REPOSITORY)))

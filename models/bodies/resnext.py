@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from models.blocks import NormAct, dilate_strides, identity_stage, pooled_classifier
 from models.initialisation import initialise
-from models.layers import InPlaceABN
+from models.layers import InPlaceABN, recompute_activations
 
 
 class ResNeXt(nn.Module):
@@ -68,6 +68,7 @@ class ResNeXt(nn.Module):
         self.output_stride = output_stride
         self.classes = classes
         initialise(self)
+        recompute_activations(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from models.blocks import NormAct, dilate_strides, identity_stage, pooled_classifier
 from models.initialisation import initialise
-from models.layers import InPlaceABN
+from models.layers import InPlaceABN, recompute_activations
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
 WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
@@ -85,6 +85,7 @@ class WiderResNet(nn.Module):
         self.output_stride = output_stride
         self.classes = classes
         initialise(self)
+        recompute_activations(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""

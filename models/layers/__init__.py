@@ -1,6 +1,10 @@
-"""Activated batch normalisation, standard and in place. Imports torch alone and can be lifted into another project."""
+"""Activated batch normalisation, in every strategy of the in-place ABN paper's Figure 2.
+
+Imports torch, and triton where it exists, alone: the folder can be lifted into another project.
+"""
 
 from .abn import ABN
-from .inplace_abn import InPlaceABN
+from .checkpointed_abn import CheckpointedABN, recompute_activations
+from .inplace_abn import InPlaceABN, InPlaceABNSync
 
-__all__ = ["ABN", "InPlaceABN"]
+__all__ = ["ABN", "CheckpointedABN", "InPlaceABN", "InPlaceABNSync", "recompute_activations"]

@@ -1,10 +1,14 @@
 """Batch normalisation followed by an activation, the standard way: strategy (a) of the paper's Figure 2."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .activations import activate_, check_activation
+from .activations import Activation, activate_, check_activation
+from .backends import check_backend
+from .bn_act import BatchNormActivation, Strategy
+from .synchronisation import refuse_jointly, synchronised_group
 
 
 class ABN(nn.Module):
@@ -20,9 +24,16 @@ class ABN(nn.Module):
         momentum: weight of the new minibatch in the running statistics; None averages over all minibatches.
         affine: learn gamma (`weight`) and beta (`bias`).
         track_running_stats: keep running statistics and use them in eval mode; otherwise always use the minibatch's.
-        activation: leaky_relu, elu, identity or relu.
+        activation: leaky_relu, elu, identity, sigmoid, tanh or relu.
         activation_param: slope of leaky_relu for negative inputs, alpha of elu.
         learn_scale: False fixes gamma to 1 and learns beta only (section 3.3: a following convolution absorbs gamma).
+        sync: use the statistics of the minibatches of all processes of `group` together. Without an initialised
+            `torch.distributed` the process is alone, and there is nothing to exchange.
+        group: a process group; None is the default group.
+        backend: "eager" (PyTorch's operators), "compiled" (TorchInductor), "triton" (fused CUDA kernels), or "auto".
+            Here "auto" is "eager", so that this layer is the standard one that others are compared with; a fused
+            backend computes the activation's derivative from x, and leaves keeping z to the operation that needs it.
+            Inside `torch.compile` every backend is traced as formulas, for the compiler to fuse.
     """
 
     _version = 2  # as torch.nn.BatchNorm2d: state dicts below 2 have no num_batches_tracked
@@ -39,11 +50,15 @@ class ABN(nn.Module):
         activation_param: float = 0.01,
         *,
         learn_scale: bool = True,
+        sync: bool = False,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
     ):
         super().__init__()
         if num_features < 1:
             raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
-        check_activation(activation, activation_param, invertible=self.invertible_activation)
+        check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
+        check_backend(backend)
         self.num_features = num_features
         self.eps = eps
         self.momentum = momentum
@@ -52,6 +67,9 @@ class ABN(nn.Module):
         self.activation = activation
         self.activation_param = activation_param
         self.learn_scale = learn_scale
+        self.sync = sync
+        self.group = group
+        self.backend = backend
         self.register_parameter("weight", nn.Parameter(torch.empty(num_features)) if affine and learn_scale else None)
         self.register_parameter("bias", nn.Parameter(torch.empty(num_features)) if affine else None)
         self.register_buffer("running_mean", torch.empty(num_features) if track_running_stats else None)
@@ -81,17 +99,65 @@ class ABN(nn.Module):
 
         Raises:
             ValueError: x is not (N, num_features, *spatial), has a dtype that the parameters do not fit, or has a
-                single value per channel where minibatch statistics are needed.
+                single value per channel where minibatch statistics are needed; of a synchronised layer, on every rank.
         """
-        self.check_input(x)
-        running_mean, running_var, momentum = self.update_plan()
-        y = F.batch_norm(
-            x, running_mean, running_var, self.weight, self.bias, self.uses_batch_statistics, momentum, self.eps
-        )
-        return activate_(self.activation, self.activation_param, y)
+        group = synchronised_group(self.group) if self.sync and self.uses_batch_statistics else None
+        try:
+            self.check_input(x, alone=group is None)
+        except ValueError:
+            if group is not None:
+                refuse_jointly(self.num_features, x.device, group)
+            raise
+        if not self.uses_batch_statistics:
+            return self._bn_act(x, self.running_mean, self.running_var, 0.0, None)
+        if not self.training or not self.track_running_stats or _is_recomputation():
+            return self._bn_act(x, None, None, 0.0, group)
+        self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return self._bn_act(x, self.running_mean, self.running_var, self.momentum, group)
+        # The average of all minibatches: 1 / count is the weight of the new one, a tensor that nobody waits for.
+        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        z = self._bn_act(x, mean, var, 1.0, group)
+        weight = self.num_batches_tracked.to(mean.dtype).reciprocal()
+        self.running_mean.lerp_(mean, weight)
+        self.running_var.lerp_(var, weight)
+        return z
 
-    def check_input(self, x: Tensor) -> None:
-        """Raise the ValueErrors of `forward`."""
+    def _bn_act(
+        self,
+        x: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        """z; updates the given running statistics, or uses them where the layer does not use the minibatch's."""
+        strategy = self.strategy()
+        activation = Activation(self.activation, self.activation_param)
+        use_batch = self.uses_batch_statistics
+        if strategy is None and group is None:
+            y = F.batch_norm(x, running_mean, running_var, self.weight, self.bias, use_batch, momentum, self.eps)
+            return activate_(activation, y)
+        return BatchNormActivation.apply(
+            x,
+            self.weight,
+            self.bias,
+            running_mean,
+            running_var,
+            use_batch,
+            momentum,
+            self.eps,
+            activation,
+            strategy or Strategy(keep="x"),
+            group,
+        )
+
+    def strategy(self) -> Strategy | None:
+        """How the layer computes; None: by PyTorch's batch normalisation and activation, two nodes of the graph."""
+        return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
+
+    def check_input(self, x: Tensor, alone: bool = True) -> None:
+        """Raise the ValueErrors of `forward`; not `alone`, the number of values is for all ranks to judge."""
         name = type(self).__name__
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"{name} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)")
@@ -102,23 +168,12 @@ class ABN(nn.Module):
                 f"float64 inputs and float32 parameters otherwise; convert the network with .double() or .float(), "
                 f"and use torch.autocast for training in half precision"
             )
-        if self.uses_batch_statistics and x.numel() <= self.num_features:
+        if alone and self.uses_batch_statistics and x.numel() <= self.num_features:
             raise ValueError(
                 f"{name} got an input of shape {tuple(x.shape)}, one value per channel, whose variance is not defined "
                 f"(the pooled branch of a head sees this with one crop per device): train with at least two crops "
                 f"per device, or call .eval() on this layer to use its running statistics"
             )
-
-    def update_plan(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """Count the minibatch; return the running mean and variance to read or update, and the momentum to use."""
-        if not self.track_running_stats:
-            return None, None, 0.0
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / max(int(self.num_batches_tracked), 1)
-        return self.running_mean, self.running_var, momentum
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args) -> None:
         # Checkpoints of the released package's first version carry no num_batches_tracked: keep our own count.
@@ -137,4 +192,13 @@ class ABN(nn.Module):
         parts += [
             f"{flag}=False" for flag in ("affine", "track_running_stats", "learn_scale") if not getattr(self, flag)
         ]
+        if self.sync:
+            parts.append("sync=True")
+        if self.backend != "auto":
+            parts.append(f"backend={self.backend}")
         return ", ".join(parts)
+
+
+def _is_recomputation() -> bool:
+    """Whether a backward pass is running: a forward pass then repeats one that has counted (torch.utils.checkpoint)."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

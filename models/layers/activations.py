@@ -1,25 +1,43 @@
 """Activation functions as an in-place layer needs them (paper, section 3.3).
 
 Each activation phi is three maps: z = phi(y), written over y; dL/dy from dL/dz and the *output* z; and y = phi^-1(z).
-`param` is the slope of leaky_relu for negative inputs and the alpha of elu; the others ignore it.
+
+Three of them saturate: elu towards -alpha, sigmoid towards 0 and 1, tanh towards -1 and 1. Where rounding has carried z
+to such an asymptote, y is lost; the inverse then returns that of the nearest value which the dtype still tells apart,
+so it is finite (`invertible_range` gives the range). dL/dy there is zero to rounding, so y need only be finite.
 """
+
+import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity")
+INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity", "sigmoid", "tanh")
 ACTIVATIONS = (*INVERTIBLE_ACTIVATIONS, "relu")
 
 
-def check_activation(name: str, param: float, invertible: bool) -> None:
+class Activation(NamedTuple):
+    """An activation function by its name in ACTIVATIONS.
+
+    `param` is the slope of leaky_relu for negative inputs and the alpha of elu; the others ignore it.
+    """
+
+    name: str
+    param: float = 0.01
+
+
+def check_activation(activation: Activation, invertible: bool) -> None:
     """Raise ValueError for an activation that does not exist or, with `invertible`, cannot be inverted."""
+    name, param = activation
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
     if invertible and name not in INVERTIBLE_ACTIVATIONS:
         raise ValueError(
             f"activation={name!r} maps all negative inputs to one value, so an in-place layer cannot recover them; "
-            f"use activation='leaky_relu' (slope 0.01 stands in for relu in the paper) or the standard ABN layer"
+            f"use activation='leaky_relu' (slope 0.01 stands in for relu in the paper), or a standard or checkpointed "
+            f"layer"
         )
     if name == "elu" and param <= 0:
         raise ValueError(f"activation_param={param} is not a valid alpha for elu: expected a number above 0")
@@ -27,37 +45,64 @@ def check_activation(name: str, param: float, invertible: bool) -> None:
         raise ValueError(f"activation_param={param} makes leaky_relu not invertible: expected a slope above 0")
 
 
-def activate_(name: str, param: float, y: Tensor) -> Tensor:
+def activate_(activation: Activation, y: Tensor) -> Tensor:
     """z = phi(y), in the memory of y. Any shape and floating dtype."""
+    name, param = activation
     if name == "leaky_relu":
         return F.leaky_relu(y, negative_slope=param, inplace=True)
     if name == "elu":
         return F.elu(y, alpha=param, inplace=True)
     if name == "relu":
         return F.relu(y, inplace=True)
+    if name == "sigmoid":
+        return y.sigmoid_()
+    if name == "tanh":
+        return y.tanh_()
     assert name == "identity", name
     return y
 
 
-def activation_backward(name: str, param: float, z: Tensor, dz: Tensor) -> Tensor:
+def activation_backward(activation: Activation, z: Tensor, dz: Tensor) -> Tensor:
     """dL/dy from dL/dz and z = phi(y) (Algorithm 2, line 2). Same shape and dtype as z; `dz` itself for identity."""
+    name, param = activation
+    aten = torch.ops.aten
     if name == "leaky_relu":
-        return torch.ops.aten.leaky_relu_backward(dz, z, param, True)  # True: z is phi's result
+        return aten.leaky_relu_backward(dz, z, param, True)  # True: z is phi's result
     if name == "elu":
-        return torch.ops.aten.elu_backward(dz, param, 1.0, 1.0, True, z)
+        return aten.elu_backward(dz, param, 1.0, 1.0, True, z)
+    if name == "relu":
+        return aten.threshold_backward(dz, z, 0)
+    if name == "sigmoid":
+        return aten.sigmoid_backward(dz, z)
+    if name == "tanh":
+        return aten.tanh_backward(dz, z)
     assert name == "identity", name
     return dz
 
 
-def invert_activation(name: str, param: float, z: Tensor) -> Tensor:
-    """y = phi^-1(z) (Algorithm 2, line 3). Same shape and dtype as z; `z` itself for identity.
-
-    elu saturates at -alpha: where rounding has reached it, y is the smallest value that the dtype still tells apart,
-    log(eps) (-15.9 in float32), instead of -infinity. The gradient there is zero to rounding, so y need only be finite.
-    """
+def invert_activation(activation: Activation, z: Tensor) -> Tensor:
+    """y = phi^-1(z) (Algorithm 2, line 3). Same shape and dtype as z; `z` itself for identity."""
+    name, param = activation
+    gap = torch.finfo(z.dtype).eps / 2  # between 1 and the value below it
     if name == "leaky_relu":
         return F.leaky_relu(z, negative_slope=1.0 / param)  # the inverse of a leaky ReLU is one with the inverse slope
     if name == "elu":
-        return torch.where(z > 0, z, torch.log1p((z / param).clamp(min=torch.finfo(z.dtype).eps - 1)))
+        return torch.where(z > 0, z, torch.log1p((z / param).clamp(min=gap - 1)))
+    if name == "sigmoid":
+        return torch.logit(z.clamp(gap, 1 - gap))
+    if name == "tanh":
+        return torch.atanh(z.clamp(gap - 1, 1 - gap))
     assert name == "identity", name
     return z
+
+
+def invertible_range(activation: Activation, dtype: torch.dtype) -> tuple[float, float]:
+    """The smallest and largest y that `invert_activation` returns for z of a dtype: beyond them y is lost."""
+    gap = torch.finfo(dtype).eps / 2
+    if activation.name == "elu":
+        return math.log(gap), math.inf
+    if activation.name == "sigmoid":
+        return math.log(gap), -math.log(gap)
+    if activation.name == "tanh":
+        return -math.atanh(1 - gap), math.atanh(1 - gap)
+    return -math.inf, math.inf

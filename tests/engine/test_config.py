@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine import build
 from engine import config as cfg
 from engine.losses import CrossEntropy
-from models.layers import ABN, InPlaceABN
+from models.layers import ABN, CheckpointedABN, InPlaceABN
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -28,7 +28,8 @@ def choices(group: str) -> list[str]:
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
-ALL = [f"{group}={name}" for group in ("norm", "body", "head", "data", "loss", "experiment") for name in choices(group)]
+GROUPS = ("norm", "body", "head", "data", "loss", "experiment")
+ALL = [f"{group}={name}" for group in GROUPS for name in choices(group) if name != "package"]
 
 
 @pytest.mark.parametrize("choice", ALL)
@@ -71,11 +72,35 @@ def test_groups_reach_what_they_build():
 
 
 @pytest.mark.parametrize(
-    "norm, cls, variant", [("std", ABN, None), ("inplace_1", InPlaceABN, "I"), ("inplace", InPlaceABN, "II")]
+    "norm, cls, option",
+    [
+        ("std", ABN, {}),
+        ("checkpoint", CheckpointedABN, {"store": "x"}),
+        ("checkpoint_xhat", CheckpointedABN, {"store": "x_hat"}),
+        ("inplace_1", InPlaceABN, {"variant": "I"}),
+        ("inplace", InPlaceABN, {"variant": "II"}),
+    ],
 )
-def test_norm_choices_are_the_layers_of_figure_2(norm, cls, variant):
-    layer = build.norm_act(cfg.typed(composed(f"norm={norm}")).norm)(4)
-    assert type(layer) is cls and getattr(layer, "variant", None) == variant
+def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
+    config = cfg.typed(composed(f"norm={norm}", "norm.sync=true", "norm.backend=eager"))
+    layer = build.norm_act(config.norm)(4)
+    assert type(layer) is cls and option.items() <= vars(layer).items()
+    assert layer.sync and layer.backend == "eager"
+
+
+def test_the_released_package_is_a_norm_choice():
+    """Where it is not installed, the message says how to; where it is, a residual network trains a step in it."""
+    config = cfg.typed(composed("norm=package", "norm.activation=elu"))
+    try:
+        import inplace_abn  # noqa: F401
+    except ImportError:
+        with pytest.raises(ValueError, match="pip install --no-build-isolation inplace-abn"):
+            build.network(config, classes=3)
+        return
+    network = build.network(config, classes=3)
+    network(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    assert network.head.red_bn.activation == "elu"
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
 
 
 def test_loss_and_optimizer_keys_reach_their_objects():

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.layers import ABN, InPlaceABN
-from models.layers.inplace_abn import floored
+from models.layers.bn_act import floored
 
 CHANNELS = 6
 ACTIVATIONS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0}

@@ -1,0 +1,117 @@
+"""What a backend computes: the forward and backward pass of BN + ACT, in pieces between which ranks can exchange sums.
+
+Tensors with a value per pixel (x, z, dz, dx and what is kept) are (N, C, *spatial), of one dtype and one packed memory
+format: contiguous or channels_last. Vectors are (C,), float32 (float64 for float64 tensors), as is all arithmetic.
+No function here records a graph or changes its arguments, except where `out` and running statistics are given.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation
+
+
+class Kept(NamedTuple):
+    """What the forward pass kept for the backward pass, and how x_hat and y come from it.
+
+    values v | x_hat = (u - offset) * factor             | y
+    x        | u = v, offset = mean, factor = invstd     | gamma * x_hat + beta
+    x_hat    | u = v, offset = 0, factor = 1             | gamma * x_hat + beta
+    z        | u = phi^-1(v), offset = beta, factor = 1 / gamma | u
+    """
+
+    values: Tensor  # (N, C, *spatial)
+    is_output: bool  # whether values are z
+    offset: Tensor  # (C,), as are all below
+    factor: Tensor
+    gamma: Tensor
+    beta: Tensor
+    invstd: Tensor
+    activation: Activation
+    recover_x_hat: bool = False  # variant I: form x_hat as a tensor. Backends that never form it may ignore this.
+    output: Tensor | None = None  # z, where values are not z and it was recomputed already. May be ignored.
+
+
+class Backend:
+    """The pieces. `forward` and `backward` put them together for statistics of this process alone."""
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and biased variance of every channel, without the cancellation of E[x^2] - E[x]^2."""
+        raise NotImplementedError
+
+    def normalise(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (it may be x)."""
+        raise NotImplementedError
+
+    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+        """sum dL/dy and sum dL/dy * x_hat, which are dL/dbeta and dL/dgamma."""
+        raise NotImplementedError
+
+    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+        """dL/dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat)  (section 3.3)."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z, mean and invstd of the minibatch; updates the running statistics (with the unbiased variance)."""
+        mean, var = self.moments(x)
+        if running_mean is not None:
+            count = x.numel() // x.shape[1]
+            update_running_statistics(running_mean, running_var, momentum, mean, var, count)
+        invstd = torch.rsqrt(var + eps)
+        return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
+
+    def forward_frozen(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        running_mean: Tensor,
+        running_var: Tensor,
+        eps: float,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """z, mean and invstd with the running statistics. The mean is a copy: the running one may move on."""
+        mean, invstd = running_mean.clone(), torch.rsqrt(running_var + eps)
+        return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
+
+    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dL/dx, dL/dgamma, dL/dbeta where the statistics were those of this minibatch."""
+        count = dz.numel() // dz.shape[1]
+        dbeta, dgamma = self.sums(kept, dz)
+        return self.input_gradient(kept, dz, dbeta / count, dgamma / count), dgamma, dbeta
+
+
+def update_running_statistics(
+    running_mean: Tensor, running_var: Tensor, momentum: float, mean: Tensor, var: Tensor, count: int | Tensor
+) -> None:
+    """running <- (1 - momentum) * running + momentum * new, with the unbiased variance of `count` values."""
+    running_mean.lerp_(mean, momentum)
+    running_var.lerp_(var * (count / (count - 1)), momentum)
+
+
+def per_channel(vector: Tensor, like: Tensor) -> Tensor:
+    """(C,) -> (1, C, 1, …), to broadcast over `like` (N, C, *spatial)."""
+    return vector.view(1, -1, *(1,) * (like.dim() - 2))

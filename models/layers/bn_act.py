@@ -1,0 +1,157 @@
+"""BN + ACT as one node of the autograd graph; the strategies differ in what it keeps for the backward pass."""
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .activations import Activation
+from .backends import Kept, backend_for, update_running_statistics
+from .synchronisation import joint_moments, joint_sums
+
+
+class Strategy(NamedTuple):
+    """How a layer computes and what it keeps."""
+
+    keep: Literal["x", "x_hat", "z"]
+    recover_x_hat: bool = False  # of variant I: x_hat is formed for every value
+    recompute_output: bool = False  # later operations of the network need not keep z, see `recompute_activations`
+    gamma_floor: float = 0.0  # smallest |gamma| while minibatch statistics are used
+    overwrite_input: bool = False
+    backend: str = "auto"
+
+
+class BatchNormActivation(torch.autograd.Function):
+    """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta)."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,  # (N, C, *spatial)
+        weight: Tensor | None,  # (C,), as are the other vectors
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        use_batch_statistics: bool,
+        momentum: float,
+        eps: float,
+        activation: Activation,
+        strategy: Strategy,
+        group: dist.ProcessGroup | None,  # exchange minibatch statistics with its ranks
+    ) -> Tensor:
+        """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
+        backend = backend_for(strategy.backend, x)
+        statistics_dtype = torch.promote_types(x.dtype, torch.float32)
+        gamma = weight if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype)
+        beta = bias if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype)
+        if use_batch_statistics and strategy.gamma_floor:
+            gamma = floored(gamma, strategy.gamma_floor)
+        values = x if is_packed(x) else x.contiguous()
+        out = values if strategy.overwrite_input and values is x else None
+        # For x_hat to be kept, it is computed first, as a batch normalisation without scale, shift and activation.
+        first = (gamma, beta, activation)
+        if strategy.keep == "x_hat":
+            first = (torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
+
+        ctx.count = None  # of the values of each channel on all ranks, where the sums need them
+        if not use_batch_statistics:
+            z, mean, invstd = backend.forward_frozen(values, *first[:2], running_mean, running_var, eps, first[2], out)
+        elif group is None:
+            z, mean, invstd = backend.forward(
+                values, *first[:2], running_mean, running_var, momentum, eps, first[2], out
+            )
+        else:
+            local = backend.moments(values)
+            mean, var, ctx.count = joint_moments(*local, values.numel() // values.shape[1], group)
+            if running_mean is not None:
+                update_running_statistics(running_mean, running_var, momentum, mean, var, ctx.count)
+            invstd = torch.rsqrt(var + eps)
+            z = backend.normalise(values, mean, invstd, *first, out)
+
+        if strategy.keep == "x_hat":
+            x_hat, zeros, ones = z, first[1], first[0]
+            z = backend.normalise(x_hat, zeros, ones, gamma, beta, activation)
+            ctx.save_for_backward(x_hat, gamma, beta, invstd)
+        elif strategy.keep == "x":
+            ctx.save_for_backward(values, gamma, beta, invstd, mean)
+        else:
+            if strategy.overwrite_input:
+                z = z if out is not None else x.copy_(z)
+                ctx.mark_dirty(z)
+            ctx.save_for_backward(z, gamma, beta, invstd)
+        ctx.use_batch_statistics = use_batch_statistics
+        ctx.activation = activation
+        ctx.strategy = strategy
+        ctx.group = group
+        ctx.recomputed = None  # z, between its recomputation and this node's backward pass
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz: Tensor):
+        """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
+        kept = kept_by(ctx)
+        ctx.recomputed = None
+        backend = backend_for(ctx.strategy.backend, kept.values)
+        if ctx.use_batch_statistics and ctx.group is None:
+            dx, dgamma, dbeta = backend.backward(kept, dz)
+        else:
+            dbeta, dgamma = backend.sums(kept, dz)
+            if ctx.use_batch_statistics:
+                sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.group)
+                dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
+            else:
+                zeros = torch.zeros_like(dbeta)
+                dx = backend.input_gradient(kept, dz, zeros, zeros)
+        wanted = ctx.needs_input_grad
+        return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, *(None,) * 8
+
+
+def kept_by(node) -> Kept:
+    """What a BatchNormActivation node keeps, in the terms of the backends."""
+    values, gamma, beta, invstd, *rest = node.saved_tensors
+    strategy = node.strategy
+    if strategy.keep == "x":
+        (offset,), factor = rest, invstd
+    elif strategy.keep == "x_hat":
+        offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
+    else:
+        # With running statistics the raw weight is used, which may be too small to divide by.
+        scale = gamma if node.use_batch_statistics else floored(gamma, strategy.gamma_floor)
+        offset, factor = beta, scale.reciprocal()
+    return Kept(
+        values,
+        strategy.keep == "z",
+        offset,
+        factor,
+        gamma,
+        beta,
+        invstd,
+        node.activation,
+        strategy.recover_x_hat,
+        node.recomputed,
+    )
+
+
+def recompute_output(node) -> Tensor:
+    """z of a BatchNormActivation node that kept x or x_hat, once for all operations that need it."""
+    if node.recomputed is None:
+        kept = kept_by(node)
+        backend = backend_for(node.strategy.backend, kept.values)
+        node.recomputed = backend.normalise(
+            kept.values, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation
+        )
+    return node.recomputed
+
+
+def floored(weight: Tensor, gamma_floor: float) -> Tensor:
+    """copysign(max(|weight|, gamma_floor), weight), (C,): a scale that can be inverted."""
+    return torch.copysign(weight.abs().clamp(min=gamma_floor), weight)
+
+
+def is_packed(x: Tensor) -> bool:
+    """Whether x is contiguous or channels_last, without gaps: the layouts that the backends read and write."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))

@@ -1,0 +1,73 @@
+"""Minibatch statistics of all processes of a group together (paper: INPLACE-ABN sync)."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The group to exchange with, the default group for None; None where this process is alone.
+
+    Raises:
+        ValueError: this process is not a member of the group.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group of a synchronised layer: give each rank a group that "
+            f"contains it"
+        )
+    return group if dist.get_world_size(group) > 1 else None
+
+
+def joint_moments(
+    mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Mean and biased variance (C,) of all ranks' values together, and their number, from those of each rank.
+
+    var = sum_r count_r * (var_r + (mean_r - mean)^2) / count, the parallel variance formula, in float64.
+
+    Raises:
+        ValueError: a rank has fewer than two values per channel; the same error on every rank of the group.
+    """
+    ranks = dist.get_world_size(group)
+    own = torch.cat([mean.double(), var.double(), mean.new_full((1,), count, dtype=torch.float64)])
+    gathered = own.new_empty(ranks * len(own))
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    means, variances, counts = gathered.view(ranks, -1).split([len(mean), len(var), 1], dim=1)  # (ranks, C or 1)
+    total = counts.sum()
+    if not torch.compiler.is_compiling():  # a compiled graph cannot raise
+        total = _check_counts(counts.flatten().tolist())
+    joint_mean = (counts * means).sum(0) / total
+    joint_var = (counts * (variances + (means - joint_mean).square())).sum(0) / total
+    return joint_mean.to(mean.dtype), joint_var.to(var.dtype), total
+
+
+def refuse_jointly(channels: int, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Let the ranks that wait in `joint_moments` raise, before this rank raises an error of its own."""
+    nothing = torch.zeros(channels, device=device)
+    try:
+        joint_moments(nothing, nothing, 0, group)
+    except ValueError:
+        pass
+
+
+def joint_sums(sums: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The sums (C,) over all ranks of a group; the given ones are left as they were."""
+    joint = torch.stack(sums)
+    dist.all_reduce(joint, group=group)
+    return joint.unbind()
+
+
+def _check_counts(counts: list[float]) -> int:
+    short = {rank: int(count) for rank, count in enumerate(counts) if count < 2}
+    if short:
+        listed = ", ".join(f"rank {rank} has {count}" for rank, count in short.items())
+        raise ValueError(
+            f"a synchronised norm needs at least two values per channel on every rank of its group, but {listed}: "
+            f"give every device at least two crops (the pooled branch of a head has one value for each), or call "
+            f".eval() on this layer to use its running statistics"
+        )
+    return int(sum(counts))
