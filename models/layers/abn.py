@@ -1,5 +1,7 @@
 """Batch normalisation followed by an activation, the standard way: strategy (a) of the paper's Figure 2."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -112,12 +114,14 @@ class ABN(nn.Module):
             return self._bn_act(x, self.running_mean, self.running_var, 0.0, None)
         if not self.training or not self.track_running_stats or _is_recomputation():
             return self._bn_act(x, None, None, 0.0, group)
-        self.num_batches_tracked.add_(1)
         if self.momentum is not None:
-            return self._bn_act(x, self.running_mean, self.running_var, self.momentum, group)
+            z = self._bn_act(x, self.running_mean, self.running_var, self.momentum, group)
+            self.num_batches_tracked.add_(1)
+            return z
         # The average of all minibatches: 1 / count is the weight of the new one, a tensor that nobody waits for.
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         z = self._bn_act(x, mean, var, 1.0, group)
+        self.num_batches_tracked.add_(1)
         weight = self.num_batches_tracked.to(mean.dtype).reciprocal()
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(var, weight)
@@ -184,6 +188,14 @@ class ABN(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if added:
             del state_dict[key]
+
+    def __deepcopy__(self, memo: dict) -> "ABN":
+        if self.group is not None:
+            memo[id(self.group)] = self.group  # the copy exchanges with the same processes
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     def extra_repr(self) -> str:
         parts = [f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, activation={self.activation}"]

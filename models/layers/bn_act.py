@@ -63,8 +63,9 @@ class BatchNormActivation(torch.autograd.Function):
                 values, *first[:2], running_mean, running_var, momentum, eps, first[2], out
             )
         else:
-            local = backend.moments(values)
-            mean, var, ctx.count = joint_moments(*local, values.numel() // values.shape[1], group)
+            count = values.numel() // values.shape[1]
+            local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
+            mean, var, ctx.count = joint_moments(*local, count, group)
             if running_mean is not None:
                 update_running_statistics(running_mean, running_var, momentum, mean, var, ctx.count)
             invstd = torch.rsqrt(var + eps)

@@ -1,0 +1,179 @@
+"""Synchronised layers: several processes with a part of the minibatch each against one process with all of it."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
+from tests.ranks import Ranks
+
+WORLD_SIZE = 3
+CHANNELS = 5
+LAYERS = {
+    "std": (ABN, {}),
+    "checkpoint": (CheckpointedABN, {"store": "x"}),
+    "checkpoint_xhat": (CheckpointedABN, {"store": "x_hat"}),
+    "inplace_1": (InPlaceABN, {"variant": "I"}),
+    "inplace": (InPlaceABN, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(WORLD_SIZE, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+def layer_of(strategy: str, **options) -> ABN:
+    cls, own = LAYERS[strategy]
+    layer = cls(CHANNELS, **own, **options).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1.5, 1.4, CHANNELS))
+        layer.bias.copy_(torch.linspace(-0.5, 0.5, CHANNELS))
+    return layer
+
+
+def minibatch(crops: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(crops)
+    x, dz = torch.randn(2, crops, CHANNELS, 3, 4, generator=generator, dtype=torch.float64).unbind()
+    return 2 * x + 30, dz
+
+
+def forward_and_backward(layer: ABN, x: torch.Tensor, dz: torch.Tensor) -> list[torch.Tensor]:
+    """z, dx, dweight, dbias and the running statistics."""
+    x = x.clone().requires_grad_()
+    z = layer(x)
+    gradients = torch.autograd.grad(z, [x, layer.weight, layer.bias], dz)
+    return [z.detach(), *gradients, layer.running_mean, layer.running_var]
+
+
+def share(rank: int, strategy: str, activation: str, crops: list[int], group_of: list[list[int]]):
+    """One rank's part of the minibatch of its group."""
+    group = None
+    for members in group_of:
+        made = dist.new_group(members)
+        group = made if rank in members else group
+    mine = next((members for members in group_of if rank in members), list(range(len(crops))))
+    x, dz = minibatch(sum(crops[r] for r in mine))
+    own = mine.index(rank)
+    x, dz = (t.split([crops[r] for r in mine])[own] for t in (x, dz))
+    layer = layer_of(strategy, activation=activation, sync=True, group=group)
+    return [t.numpy() for t in forward_and_backward(layer, x, dz)]
+
+
+@pytest.mark.parametrize("strategy", LAYERS)
+@pytest.mark.parametrize("activation", ["leaky_relu", "tanh"])
+@pytest.mark.parametrize("group_of", [[], [[0, 2], [1]]], ids=["all", "a given group"])
+def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, group_of):
+    crops = [2, 1, 3]
+    results = [[torch.from_numpy(t) for t in r] for r in ranks.run(share, strategy, activation, crops, group_of)]
+    for members in group_of or [[0, 1, 2]]:
+        x, dz = minibatch(sum(crops[r] for r in members))
+        expected = forward_and_backward(layer_of(strategy, activation=activation), x, dz)
+        z, dx, dweight, dbias, running_mean, running_var = zip(*(results[r] for r in members), strict=True)
+        joint = [torch.cat(z), torch.cat(dx), sum(dweight), sum(dbias)]
+        for ours, theirs in zip(joint, expected[:4], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+        for statistics, theirs in zip((running_mean, running_var), expected[4:], strict=True):
+            for ours in statistics:
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def with_shapes(rank: int, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+    """A layer given another shape on every rank; then, if that raised, the group still works."""
+    layer = layer_of("inplace", sync=True)
+    try:
+        return layer(torch.randn(shapes[rank], dtype=torch.float64)).sum()
+    finally:
+        x, dz = minibatch(2)
+        forward_and_backward(layer, x, dz)
+        assert layer.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("values", [0, 1])
+def test_a_rank_with_too_few_values_raises_the_same_error_on_every_rank(ranks, values):
+    shapes = [(2, CHANNELS, 3, 3), (values, CHANNELS, 1, 1), (2, CHANNELS, 3, 3)]
+    errors = ranks.run(with_shapes, shapes)
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert len({str(error) for error in errors}) == 1
+    assert f"at least two values per channel on every rank of its group, but rank 1 has {values}" in str(errors[0])
+
+
+def test_a_rank_that_refuses_its_input_does_not_leave_the_others_waiting(ranks):
+    errors = ranks.run(with_shapes, [(2, CHANNELS, 3, 3), (2, CHANNELS + 1, 3, 3), (2, CHANNELS, 3, 3)])
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert f"expected (N, {CHANNELS}" in str(errors[1])
+    assert "rank 1 has 0" in str(errors[0]) and str(errors[0]) == str(errors[2])
+
+
+def frozen_on_one_rank(rank: int) -> bool:
+    layer = layer_of("inplace", sync=True).eval()
+    if rank == 1:
+        x, dz = minibatch(2)
+        forward_and_backward(layer, x, dz)
+    return True
+
+
+def test_running_statistics_need_no_other_rank(ranks):
+    assert ranks.run(frozen_on_one_rank) == [True] * WORLD_SIZE
+
+
+def copies(rank: int) -> list[bool]:
+    layer = InPlaceABN(CHANNELS, sync=True, group=dist.new_group([0, 1, 2]))
+    return [
+        copy.deepcopy(layer).group is layer.group,
+        AveragedModel(nn.Sequential(layer)).module[0].group is layer.group,
+    ]
+
+
+def test_copies_share_the_group(ranks):
+    assert ranks.run(copies) == [[True, True]] * WORLD_SIZE
+
+
+def small_network(strategy: str, **options) -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, 4, 3)
+    network = nn.Sequential(convolutions[0], layer_of(strategy, **options), convolutions[1])
+    return recompute_activations(network).double()
+
+
+def parallel_step(rank: int, strategy: str) -> list:
+    network = DistributedDataParallel(small_network(strategy, sync=True))
+    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    network(images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
+    return [p.grad.numpy() for p in network.parameters()]
+
+
+@pytest.mark.parametrize("strategy", LAYERS)
+def test_distributed_data_parallel_equals_one_process(ranks, strategy):
+    network = small_network(strategy)
+    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    network(images).square().mean().backward()
+    for gradients in ranks.run(parallel_step, strategy):
+        for ours, parameter in zip(gradients, network.parameters(), strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours), parameter.grad, rtol=0, atol=1e-10)
+
+
+def outside_its_group(rank: int) -> None:
+    group = dist.new_group([0])
+    layer_of("inplace", sync=True, group=group)(minibatch(2)[0])
+
+
+def test_a_rank_outside_the_given_group_is_told(ranks):
+    first, *others = ranks.run(outside_its_group)
+    assert first is None
+    assert all(isinstance(error, ValueError) and "not in the process group" in str(error) for error in others), others
+
+
+def test_without_processes_a_synchronised_layer_is_alone():
+    x, dz = minibatch(3)
+    ours = forward_and_backward(layer_of("inplace", sync=True), x, dz)
+    for result, expected in zip(ours, forward_and_backward(layer_of("inplace"), x, dz), strict=True):
+        assert torch.equal(result, expected)
+    assert isinstance(InPlaceABNSync(CHANNELS), InPlaceABN) and InPlaceABNSync(CHANNELS).sync
