@@ -1,8 +1,27 @@
-"""Peak memory of training."""
+"""Memory of training: what autograd keeps, and the peak."""
 
 import resource
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+T = TypeVar("T")
+
+
+def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
+    """Run a forward pass. Its result, and what autograd keeps for the backward pass: a tensor for every storage."""
+    kept: dict[int, Tensor] = {}  # by the address of the storage; the tensor keeps it alive, so none is used twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return result, list(kept.values())
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -112,19 +112,20 @@ class ABN(nn.Module):
             raise
         if not self.uses_batch_statistics:
             return self._bn_act(x, self.running_mean, self.running_var, 0.0, None)
-        if not self.training or not self.track_running_stats or _is_recomputation():
+        if not self.track_running_stats or not self.training:
             return self._bn_act(x, None, None, 0.0, group)
-        if self.momentum is not None:
+        if self.momentum is not None and not _is_recomputation():
             z = self._bn_act(x, self.running_mean, self.running_var, self.momentum, group)
             self.num_batches_tracked.add_(1)
             return z
-        # The average of all minibatches: 1 / count is the weight of the new one, a tensor that nobody waits for.
         mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         z = self._bn_act(x, mean, var, 1.0, group)
-        self.num_batches_tracked.add_(1)
-        weight = self.num_batches_tracked.to(mean.dtype).reciprocal()
-        self.running_mean.lerp_(mean, weight)
-        self.running_var.lerp_(var, weight)
+        if not _is_recomputation():
+            # The average of all minibatches: 1 / count is the weight of the new one, a tensor that nobody waits for.
+            self.num_batches_tracked.add_(1)
+            weight = self.num_batches_tracked.to(mean.dtype).reciprocal()
+            self.running_mean.lerp_(mean, weight)
+            self.running_var.lerp_(var, weight)
         return z
 
     def _bn_act(

@@ -1,0 +1,27 @@
+"""The comparison of the strategies in docs/memory.md is the one that the layers show."""
+
+from pathlib import Path
+
+from scripts.strategy_table import CHANNELS, STRATEGIES, measure, table
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+
+# The slides' "Strategies Comparisons", with x_hat for the misprinted x of the proposed checkpointing (section 3.2).
+SLIDES = {
+    "std": (["x", "z"], ["mean", "sigma"], []),
+    "checkpoint": (["x"], ["mean", "sigma"], ["BN", "phi"]),
+    "checkpoint_xhat": (["x_hat"], ["sigma"], ["pi", "phi"]),
+    "inplace_1": (["z"], ["sigma"], ["phi^-1", "pi^-1"]),
+    "inplace": (["z"], ["sigma"], ["phi^-1"]),
+}
+
+
+def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
+    rows = [measure(norm) for norm in STRATEGIES]
+    assert {row.norm: (row.buffers, row.statistics, sorted(row.recomputed)) for row in rows} == {
+        norm: (buffers, statistics, sorted(recomputed)) for norm, (buffers, statistics, recomputed) in SLIDES.items()
+    }
+    standard = rows[0].activation_bytes
+    assert [row.activation_bytes / standard for row in rows] == [1, 0.5, 0.5, 0.5, 0.5]
+    assert all(row.channel_bytes <= 5 * CHANNELS * 4 for row in rows)
+    assert table(rows) in PAGE.read_text()
