@@ -1,4 +1,4 @@
-"""ABN and in-place ABN against PyTorch's batch normalisation, activation and autograd."""
+"""Every strategy against PyTorch's batch normalisation, activation and autograd."""
 
 import pytest
 import torch
@@ -9,17 +9,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from models.layers import ABN, InPlaceABN
+from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.layers.bn_act import floored
 
 CHANNELS = 6
-ACTIVATIONS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0}
+ACTIVATIONS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0, "sigmoid": 0.0, "tanh": 0.0}
 
 
 def activate(name: str, param: float, y: torch.Tensor) -> torch.Tensor:
     if name == "leaky_relu":
         return F.leaky_relu(y, param)
-    return F.elu(y, param) if name == "elu" else {"identity": torch.Tensor.clone, "relu": F.relu}[name](y)
+    if name == "elu":
+        return F.elu(y, param)
+    return {"identity": torch.clone, "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh}[name](y)
 
 
 def randomise(layer: ABN) -> ABN:
@@ -51,6 +53,8 @@ def reference(layer: ABN, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tens
 
 def layers():
     yield "std", ABN, {}
+    for store in ("x", "x_hat"):
+        yield f"checkpoint-{store}", CheckpointedABN, {"store": store}
     for variant in ("I", "II"):
         yield f"inplace-{variant}", InPlaceABN, {"variant": variant}
         yield f"inplace-{variant}-overwrite", InPlaceABN, {"variant": variant, "overwrite_input": True}
@@ -65,14 +69,19 @@ SCALES = {
 }
 
 
-@pytest.mark.parametrize("cls, options", LAYERS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+ACTIVATED_LAYERS = [
+    pytest.param(cls, options, activation, id=f"{name}-{activation}")
+    for name, cls, options in layers()
+    for activation in [*ACTIVATIONS, *(["relu"] if cls is not InPlaceABN else [])]
+]
+
+
+@pytest.mark.parametrize("cls, options, activation", ACTIVATED_LAYERS)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("scale", SCALES)
 def test_equals_autograd_in_float64(cls, options, activation, training, scale):
-    layer = randomise(
-        cls(CHANNELS, activation=activation, activation_param=ACTIVATIONS[activation], **SCALES[scale], **options)
-    )
+    param = ACTIVATIONS.get(activation, 0.0)
+    layer = randomise(cls(CHANNELS, activation=activation, activation_param=param, **SCALES[scale], **options))
     layer.train(training)
     for memory_format in (torch.contiguous_format, torch.channels_last):
         x = torch.randn(4, CHANNELS, 5, 7, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()

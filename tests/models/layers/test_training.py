@@ -1,4 +1,4 @@
-"""The layers in real training code: whole networks, recomputation, copies, compilation, shortcuts, in-place operations."""
+"""The layers in real training code: whole networks, recomputation, copies, compilation, shortcuts."""
 
 import copy
 from functools import partial
