@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema import ALTERNATIVES, Evaluation, SegmentationRun
+from engine.schema import ALTERNATIVES, Evaluation, PackageNorm, SegmentationRun
 
 
 def register() -> None:
@@ -86,6 +86,11 @@ def check(config: SegmentationRun) -> None:
         if type(chosen) is not alternatives[name]:
             raise ValueError(f"{group}.name={name} does not change the {group}: give {group}={name}")
     data, trainer = config.data, config.trainer
+    if isinstance(config.norm, PackageNorm) and trainer.precision != "float32":
+        raise ValueError(
+            f"trainer.precision={trainer.precision} with norm=package: the released package computes in float32 only; "
+            f"give trainer.precision=float32, or norm=inplace"
+        )
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
     crops, parts = data.crops_per_minibatch, trainer.accumulation_steps

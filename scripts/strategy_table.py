@@ -2,8 +2,9 @@
 
     python -m scripts.strategy_table
 
-prints the table of docs/memory.md. Every cell but the first is observed: the buffers are recognised by their values
-among what autograd keeps, the recomputed operations among the operators that the backward pass calls.
+prints the tables of docs/memory.md: the same strategies in a block, and in the paper's whole networks. Every cell is
+observed: the buffers are recognised by their values among what autograd keeps, the recomputed operations among the
+operators that the backward pass calls. The networks are traced without numbers, in a second and in little memory.
 """
 
 from collections import Counter
@@ -11,11 +12,16 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.memory import saved_for_backward
+from models.bodies import resnext101, wider_resnet38_a2
+from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from models.segmentation import SegmentationNetwork
 
 STRATEGIES = {
     "std": ("a", "standard", ABN),
@@ -24,6 +30,7 @@ STRATEGIES = {
     "inplace_1": ("d", "in-place ABN I", partial(InPlaceABN, variant="I")),
     "inplace": ("e", "in-place ABN II", InPlaceABN),
 }
+BODIES = {"ResNeXt-101": resnext101, "WideResNet-38": wider_resnet38_a2}
 CHANNELS, SLOPE = 16, 0.01
 
 
@@ -46,8 +53,7 @@ def measure(norm: str) -> Row:
     block = recompute_activations(nn.Sequential(layer, nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False)))
     x = torch.randn(4, CHANNELS, 8, 8, requires_grad=True) * 2 + 1
     output, saved = saved_for_backward(lambda: block(x))
-    parameters = {p.untyped_storage()._cdata for p in block.parameters()}
-    saved = [tensor for tensor in saved if tensor.untyped_storage()._cdata not in parameters]
+    saved = _without_parameters(saved, block)
     names = [_name(tensor, x, layer) for tensor in saved]
     with _Operators(x.shape) as operators:
         output.sum().backward()
@@ -67,7 +73,7 @@ def table(rows: list[Row]) -> str:
     """The comparison as Markdown."""
     standard = rows[0].activation_bytes
     lines = [
-        "| Figure 2 | strategy | `norm=` | keeps | of it activations | recomputes in the backward pass |",
+        "| Figure 2 | strategy | `norm=` | keeps | of it activations | computes anew in the backward pass |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -76,6 +82,36 @@ def table(rows: list[Row]) -> str:
         share = f"{row.activation_bytes:,} bytes ({row.activation_bytes / standard:.2f})"
         lines.append(f"| {letter} | {title} | {row.norm} | {kept} | {share} | {', '.join(row.recomputed) or '–'} |")
     return "\n".join(lines)
+
+
+def bytes_per_pixel(norm: str, body: str, crop_size: int = 512) -> int:
+    """Kept for the backward pass by a whole network in float32, per pixel of its input.
+
+    Output stride 8, DeepLabV3 head, 19 classes, upsampled logits and cross-entropy; parameters do not count.
+    """
+    norm_act, crops = STRATEGIES[norm][2], 2
+    with FakeTensorMode():
+        features = BODIES[body](norm_act, output_stride=8)
+        network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+        images = torch.empty(crops, 3, crop_size, crop_size)
+        labels = torch.empty(crops, crop_size, crop_size, dtype=torch.long)
+        _, saved = saved_for_backward(lambda: F.cross_entropy(network(images), labels))
+        kept = sum(tensor.untyped_storage().nbytes() for tensor in _without_parameters(saved, network))
+    return round(kept / (crops * crop_size**2))
+
+
+def network_table(kept: dict[str, dict[str, int]]) -> str:
+    """{body: {norm: bytes per pixel}} as Markdown."""
+    lines = ["| strategy | `norm=` | " + " | ".join(kept) + " |", "|---|---|" + "---|" * len(kept)]
+    for norm, (_, title, _) in STRATEGIES.items():
+        cells = [f"{of_body[norm]:,} ({of_body['std'] / of_body[norm]:.2f}x less)" for of_body in kept.values()]
+        lines.append(f"| {title} | {norm} | " + " | ".join(cells) + " |")
+    return "\n".join(lines).replace(" (1.00x less)", "")
+
+
+def _without_parameters(saved: list[Tensor], module: nn.Module) -> list[Tensor]:
+    parameters = {p.untyped_storage()._cdata for p in module.parameters()}
+    return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in parameters]
 
 
 def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:
@@ -127,6 +163,8 @@ class _Operators(TorchDispatchMode):
 
 def main() -> None:
     print(table([measure(norm) for norm in STRATEGIES]))
+    print()
+    print(network_table({body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}))
 
 
 if __name__ == "__main__":

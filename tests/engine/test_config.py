@@ -163,6 +163,8 @@ def test_an_option_of_another_alternative_is_an_error():
         (["+surprise=1"], "surprise is not a key"),
         (["+optim.surprise=1"], "optim.surprise is not a key"),
         (["trainer.epochs=null"], "trainer.epochs and trainer.steps are both null"),
+        (["norm=package", "trainer.precision=bfloat16"], "norm=package.*trainer.precision=float32, or norm=inplace"),
+        (["norm.backend=cuda"], "norm.backend=cuda: expected one of auto, eager, compiled, triton"),
         (["norm.name=std"], "norm.name=std does not change the norm: give norm=std"),
         (["body.name=resnet"], "body.name=resnet: expected one of resnext, wider_resnet"),
         (["body.groups=0"], "body.groups=0: expected a number above 0"),
