@@ -2,11 +2,12 @@
 
     python -m scripts.strategy_table
 
-prints the tables of docs/memory.md: the same strategies in a block, and in the paper's whole networks. Every cell is
-observed: the buffers are recognised by their values among what autograd keeps, the recomputed operations among the
-operators that the backward pass calls. The networks are traced without numbers, in a second and in little memory.
+prints the tables of docs/memory.md: the strategies in a block and in the paper's whole networks, and the range in which
+activations can be inverted. Buffers are recognised by their values among what autograd keeps, recomputed operations
+among the operators that the backward pass calls. The networks are traced without numbers, in little time and memory.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from engine.memory import saved_for_backward
 from models.bodies import resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from models.segmentation import SegmentationNetwork
 
 STRATEGIES = {
@@ -109,6 +111,26 @@ def network_table(kept: dict[str, dict[str, int]]) -> str:
     return "\n".join(lines).replace(" (1.00x less)", "")
 
 
+def range_table() -> str:
+    """The y that the inverse of each activation can return, as Markdown."""
+    lines = [
+        "| activation | float64 gradients exact to 1e-10 | y after the clamp: float32 | bfloat16 | float16 |",
+        "|---|---|---|---|---|",
+    ]
+    for name in INVERTIBLE_ACTIVATIONS:
+        activation = Activation(name, 1.0)
+        clamped = [invertible_range(activation, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        lines.append("| " + " | ".join([name, *map(_interval, [EXACT_RANGES[name], *clamped])]) + " |")
+    return "\n".join(lines)
+
+
+def _interval(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    if math.isinf(low):
+        return "everywhere"
+    return f"y >= {low:.4g}" if math.isinf(high) else f"{low:.4g} … {high:.4g}"
+
+
 def _without_parameters(saved: list[Tensor], module: nn.Module) -> list[Tensor]:
     parameters = {p.untyped_storage()._cdata for p in module.parameters()}
     return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in parameters]
@@ -165,6 +187,8 @@ def main() -> None:
     print(table([measure(norm) for norm in STRATEGIES]))
     print()
     print(network_table({body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}))
+    print()
+    print(range_table())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
-from scripts.strategy_table import BODIES, CHANNELS, STRATEGIES, bytes_per_pixel, measure, network_table, table
+from scripts.strategy_table import (
+    BODIES,
+    CHANNELS,
+    STRATEGIES,
+    bytes_per_pixel,
+    measure,
+    network_table,
+    range_table,
+    table,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 
@@ -34,3 +43,7 @@ def test_whole_networks_keep_about_half():
     for of_body, expected in zip(kept.values(), (1.96, 1.75), strict=True):
         for norm in STRATEGIES.keys() - {"std"}:
             assert abs(of_body["std"] / of_body[norm] - expected) < 0.005
+
+
+def test_the_page_states_the_ranges_of_inversion():
+    assert range_table() in PAGE.read_text()

@@ -17,6 +17,15 @@ from torch import Tensor
 INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity", "sigmoid", "tanh")
 ACTIVATIONS = (*INVERTIBLE_ACTIVATIONS, "relu")
 
+# The y between which gradients in float64 are those of autograd to 1e-10 of the largest.
+EXACT_RANGES = {
+    "leaky_relu": (-math.inf, math.inf),
+    "elu": (-15.0, math.inf),
+    "identity": (-math.inf, math.inf),
+    "sigmoid": (-20.0, 20.0),
+    "tanh": (-12.0, 12.0),
+}
+
 
 class Activation(NamedTuple):
     """An activation function by its name in ACTIVATIONS.
@@ -89,7 +98,7 @@ def invert_activation(activation: Activation, z: Tensor) -> Tensor:
     if name == "elu":
         return torch.where(z > 0, z, torch.log1p((z / param).clamp(min=gap - 1)))
     if name == "sigmoid":
-        return torch.logit(z.clamp(gap, 1 - gap))
+        return torch.logit(z.clamp(torch.finfo(z.dtype).tiny, 1 - gap))  # values near 0 keep their digits
     if name == "tanh":
         return torch.atanh(z.clamp(gap - 1, 1 - gap))
     assert name == "identity", name
@@ -102,7 +111,7 @@ def invertible_range(activation: Activation, dtype: torch.dtype) -> tuple[float,
     if activation.name == "elu":
         return math.log(gap), math.inf
     if activation.name == "sigmoid":
-        return math.log(gap), -math.log(gap)
+        return math.log(torch.finfo(dtype).tiny), -math.log(gap)
     if activation.name == "tanh":
         return -math.atanh(1 - gap), math.atanh(1 - gap)
     return -math.inf, math.inf

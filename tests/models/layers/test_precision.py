@@ -11,6 +11,7 @@ from torch import nn
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.layers.activations import (
+    EXACT_RANGES,
     INVERTIBLE_ACTIVATIONS,
     Activation,
     activate_,
@@ -23,15 +24,6 @@ HALF = [torch.bfloat16, torch.float16]
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
 ALL_DTYPES = [torch.float64, torch.float32, *HALF]
 
-# Where float64 gradients stay within 1e-10 of autograd's (relative to the largest); docs/memory.md states them.
-STATED_RANGES = {
-    "leaky_relu": (-math.inf, math.inf),
-    "identity": (-math.inf, math.inf),
-    "elu": (-15.0, math.inf),
-    "sigmoid": (-20.0, 20.0),
-    "tanh": (-12.0, 12.0),
-}
-
 
 def activation(name: str) -> Activation:
     return Activation(name, PARAMS.get(name, 0.0))
@@ -41,7 +33,7 @@ def activation(name: str) -> Activation:
 @pytest.mark.parametrize("variant", ["I", "II"])
 def test_gradients_are_exact_in_the_stated_range(name, variant):
     """Values over the whole range, to its ends."""
-    low, high = (max(-100.0, bound) if bound < 0 else min(100.0, bound) for bound in STATED_RANGES[name])
+    low, high = (max(-100.0, bound) if bound < 0 else min(100.0, bound) for bound in EXACT_RANGES[name])
     reach = min(-low, high) if name != "elu" else -low
     standard = ABN(1, activation=name, activation_param=PARAMS.get(name, 0.0)).double()
     inplace = InPlaceABN(1, activation=name, activation_param=PARAMS.get(name, 0.0), variant=variant).double()
