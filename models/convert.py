@@ -1,0 +1,341 @@
+"""Conversions of whole networks, standard to in-place and back, with the same Parameters under the same names.
+
+In eval mode every layer of ours is batch normalisation with the raw weight, so outputs stay what they were, for any
+sign of gamma. Both functions change the network itself and return it, as `nn.SyncBatchNorm.convert_sync_batchnorm`
+does. Parameters and buffers stay the same objects under the same names: optimizers go on, checkpoints fit both ways.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from models.layers.checkpointed_abn import _ForwardHooks
+
+logger = logging.getLogger(__name__)
+
+STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+OWN_LAYERS = (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync)
+PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
+SHOWN_NAMES = 4  # of the layers that are listed with one reason
+
+
+@dataclass
+class Report:
+    """What a conversion did. Names are those of `network.named_modules()`; "" is the converted module itself.
+
+    Attributes:
+        replaced: name of the layer -> "what it was -> what it is".
+        kept: name of the layer -> why it was not replaced.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, entries in (("replaced", self.replaced), ("not replaced", self.kept)):
+            lines.append(f"{title}: {len(entries)}")
+            for what in dict.fromkeys(entries.values()):
+                names = [name or "(the module itself)" for name, value in entries.items() if value == what]
+                more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+                lines += [f"  {len(names)} x {what}", f"      {', '.join(names[:SHOWN_NAMES])}{more}"]
+        return "\n".join(lines)
+
+
+def log_report(report: Report) -> None:
+    """Log a report: as a warning where layers were not replaced, otherwise as information."""
+    logger.log(logging.WARNING if report.kept else logging.INFO, "%s", report)
+
+
+def to_inplace(
+    module: nn.Module, *, relu_slope: float | None = None, report: Callable[[Report], object] = log_report
+) -> nn.Module:
+    """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
+
+    Of ours, `ABN` and `CheckpointedABN` are replaced wherever they are. Of PyTorch's, a BatchNorm1d, 2d, 3d or
+    SyncBatchNorm directly followed by a LeakyReLU, ELU, Sigmoid, Tanh or Identity in an `nn.Sequential`, or across the
+    ends of nested ones: the layer takes the name of the batch normalisation, and an Identity that of the activation, so
+    that indices and state dicts stay valid. In any other forward pass the modules do not tell the order of the calls.
+    Code that takes single modules out of a Sequential finds the activation at the place of the batch normalisation.
+
+    An in-place layer keeps its output. What writes over it, such as `x += shortcut` in a forward pass, makes the
+    backward pass raise PyTorch's error about a modified variable; write `x = x + shortcut`.
+
+    Args:
+        module: a network, which is changed, or a single layer, for which a new one is returned.
+        relu_slope: replace ReLU, which cannot be inverted, by a leaky ReLU with this slope (the paper's is 0.01). This
+            changes the function of the network; its weights are then a starting point for training.
+        report: what is called with the `Report`, for example `print` or the append method of a list.
+
+    Returns:
+        The module itself, or the new layer.
+
+    Raises:
+        ValueError: relu_slope is not above 0.
+    """
+    if relu_slope is not None and not relu_slope > 0:
+        raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0, such as the paper's 0.01, or None")
+
+    def planned(tree: _Tree, layer: nn.Module) -> "_Replacement | None":
+        if isinstance(layer, _BatchNorm):
+            return _batch_norm_to_inplace(tree, layer, relu_slope)
+        if isinstance(layer, ABN) and not isinstance(layer, InPlaceABN):
+            return _own_to_inplace(tree, layer, relu_slope)
+        return None
+
+    return _convert(module, planned, report)
+
+
+def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_report) -> nn.Module:
+    """Replace every in-place and checkpointed layer by the standard `ABN`, wherever it is.
+
+    `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
+
+    Args:
+        module: a network, which is changed, or a single layer, for which a new one is returned.
+        report: what is called with the `Report`, for example `print` or the append method of a list.
+
+    Returns:
+        The module itself, or the new layer.
+    """
+
+    def planned(tree: _Tree, layer: nn.Module) -> "_Replacement | None":
+        if not isinstance(layer, ABN) or type(layer) is ABN:
+            return None
+        _check_plain(layer, OWN_LAYERS)
+        return _Replacement(layer, _like(layer, ABN), f"{type(layer).__name__}({layer.activation})")
+
+    return _convert(module, planned, report)
+
+
+class _Place(NamedTuple):
+    """Where a module is registered."""
+
+    parent: nn.Module
+    name: str
+
+    @property
+    def module(self) -> nn.Module:
+        return self.parent._modules[self.name]
+
+
+class _Replacement(NamedTuple):
+    old: nn.Module
+    new: nn.Module
+    before: str  # for the report
+    emptied: _Place | None = None  # the activation that is part of the new layer
+
+
+class _Tree:
+    """All modules of a network, where they are registered, and in which order its Sequentials call them."""
+
+    def __init__(self, root: nn.Module):
+        self.names = {module: name for name, module in root.named_modules()}
+        self.places: dict[nn.Module, list[_Place]] = {module: [] for module in self.names}
+        for parent in self.names:
+            for name, child in parent._modules.items():
+                if child is not None:
+                    self.places[child].append(_Place(parent, name))
+        self.following: dict[_Place, list[_Place]] = {}  # the places called after a place, of those in Sequentials
+        for module in self.names:
+            if _calls_in_order(module) and not self._is_part_of_a_chain(module):
+                chain = list(self._chain(module))
+                self.following |= {place: chain[index + 1 :] for index, place in enumerate(chain)}
+
+    def _chain(self, sequential: nn.Sequential) -> Iterator[_Place]:
+        for name, child in sequential._modules.items():
+            if child is not None and self._is_part_of_a_chain(child):
+                yield from self._chain(child)
+            elif child is not None:
+                yield _Place(sequential, name)
+
+    def _is_part_of_a_chain(self, module: nn.Module) -> bool:
+        """Whether a module is a Sequential inside another, called by nobody else, with nobody to look at its output."""
+        places = self.places[module]
+        return (
+            _calls_in_order(module)
+            and not _is_customised(module)
+            and len(places) == 1
+            and _calls_in_order(places[0].parent)
+        )
+
+
+def _convert(
+    module: nn.Module, planned: Callable[[_Tree, nn.Module], _Replacement | None], report: Callable[[Report], object]
+) -> nn.Module:
+    """Plan all replacements on the network as it is, then make them."""
+    tree, result, plan = _Tree(module), Report(), []
+    for layer, name in tree.names.items():
+        try:
+            replacement = planned(tree, layer)
+        except ValueError as reason:
+            result.kept[name] = f"{type(layer).__name__}: {reason}"
+            continue
+        if replacement is not None:
+            plan.append(replacement)
+            new = replacement.new
+            result.replaced[name] = f"{replacement.before} -> {type(new).__name__}({new.activation})"
+    for old, new, _, emptied in plan:
+        for parent, name in tree.places[old]:
+            parent.add_module(name, new)
+        if emptied is not None:
+            emptied.parent.add_module(emptied.name, nn.Identity().train(emptied.module.training))
+        if old is module:
+            module = new
+    _stop_recomputation(module)
+    report(result)
+    return module
+
+
+# The planning functions raise ValueError with the reason why a layer is not replaced.
+
+
+def _own_to_inplace(tree: _Tree, layer: ABN, relu_slope: float | None) -> _Replacement:
+    _check_plain(layer, OWN_LAYERS)
+    for place in tree.places[layer]:
+        _check_output_is_left_alone(tree.following.get(place, []))
+    options = {}
+    if layer.activation == "relu":
+        options = {"activation": "leaky_relu", "activation_param": _slope_for_relu(relu_slope)}
+    return _Replacement(layer, _like(layer, InPlaceABN, **options), f"{type(layer).__name__}({layer.activation})")
+
+
+def _batch_norm_to_inplace(tree: _Tree, layer: _BatchNorm, relu_slope: float | None) -> _Replacement:
+    _check_batch_norm(layer)
+    places = tree.places[layer]
+    if len(places) > 1:
+        raise ValueError(f"it is registered at {len(places)} places, which may be followed by different activations")
+    if not places or places[0] not in tree.following:
+        parent = f", but in {type(places[0].parent).__name__}" if places else ""
+        raise ValueError(
+            f"it is not in a plain nn.Sequential{parent}: the order of calls is unknown; build it with InPlaceABN there"
+        )
+    behind = tree.following[places[0]]
+    if not behind:
+        raise ValueError("nothing follows it in its nn.Sequential; an nn.Identity there asks for no activation")
+    index = _activation_index(behind, relu_slope)
+    activation = behind[index].module
+    name, param = _inplace_activation(activation, relu_slope)
+    new = _like(
+        layer,
+        InPlaceABN,
+        activation=name,
+        activation_param=param,
+        sync=isinstance(layer, nn.SyncBatchNorm),
+        group=getattr(layer, "process_group", None),
+    )
+    _check_output_is_left_alone(behind[index + 1 :])
+    emptied = None if type(activation) is nn.Identity else behind[index]
+    return _Replacement(layer, new, f"{type(layer).__name__} + {type(activation).__name__}", emptied)
+
+
+def _check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+    """A layer must be what its class says and no more, for another class to take its place."""
+    if type(layer) not in classes:
+        raise ValueError("it is a subclass, whose forward pass may be another")
+    if _is_customised(layer):
+        raise ValueError("it has hooks, which would not run or would see another output; remove them first")
+    if {*layer._parameters, *layer._buffers, *layer._modules} != set(STATE):
+        raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
+
+
+def _check_batch_norm(layer: _BatchNorm) -> None:
+    if isinstance(layer, _LazyNormBase):
+        raise ValueError("its number of channels is not known before a first forward pass")
+    _check_plain(layer, BATCH_NORMS)
+    statistics = [getattr(layer, name) is not None for name in STATE[2:]]
+    if statistics != [layer.track_running_stats] * len(statistics):
+        raise ValueError("its track_running_stats was changed after it was made, and does not agree with its buffers")
+    dtypes = {values.dtype for name in STATE[:4] if (values := getattr(layer, name)) is not None}
+    if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
+        listed = ", ".join(sorted(map(str, dtypes)))
+        raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float(), and autocast")
+
+
+def _check_output_is_left_alone(behind: list[_Place]) -> None:
+    """The next module must not write over its input, which an in-place layer keeps for the backward pass."""
+    for place in behind:
+        if getattr(place.module, "inplace", False) or getattr(place.module, "overwrite_input", False):
+            raise ValueError(
+                f"the output is overwritten by the {type(place.module).__name__} that follows, but an in-place layer "
+                f"keeps it; use inplace=False there"
+            )
+        if not isinstance(place.module, PASSES_ON):
+            return
+
+
+def _activation_index(behind: list[_Place], relu_slope: float | None) -> int:
+    """The activation of a batch normalisation: behind an Identity (a dropout of 0, say) may come the real one."""
+    for index, place in enumerate(behind):
+        if type(place.module) is not nn.Identity or _is_customised(place.module):
+            try:
+                _inplace_activation(place.module, relu_slope)
+            except ValueError:
+                return 0
+            return index
+    return 0
+
+
+def _inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str, float]:
+    """The activation and activation_param of an InPlaceABN that stand for a module."""
+    if _is_customised(module):
+        raise ValueError(f"the {type(module).__name__} that follows has hooks; remove them first")
+    if type(module) is nn.LeakyReLU:
+        return "leaky_relu", module.negative_slope
+    if type(module) is nn.ELU:
+        return "elu", module.alpha
+    if type(module) is nn.ReLU:
+        return "leaky_relu", _slope_for_relu(relu_slope)
+    plain = {nn.Identity: "identity", nn.Sigmoid: "sigmoid", nn.Tanh: "tanh"}
+    if type(module) in plain:
+        return plain[type(module)], 0.01
+    raise ValueError(
+        f"followed by {type(module).__name__}, not by an activation that an in-place layer computes (LeakyReLU, ELU, "
+        f"Sigmoid, Tanh); an nn.Identity in between makes it one without activation"
+    )
+
+
+def _slope_for_relu(relu_slope: float | None) -> float:
+    if relu_slope is None:
+        raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
+    return relu_slope
+
+
+def _calls_in_order(module: nn.Module) -> bool:
+    """Whether a module is a Sequential with the forward pass of one."""
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+
+
+def _is_customised(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
+    return "forward" in vars(module) or any(value for key, value in vars(module).items() if key.endswith("_hooks"))
+
+
+def _like(layer: nn.Module, cls: type[ABN], **options) -> ABN:
+    """A layer of class `cls` with the options of another one, where not given, and its Parameters and buffers."""
+    given = {name: getattr(layer, name) for name in inspect.signature(cls).parameters if hasattr(layer, name)}
+    with torch.device("meta"):  # what the constructor allocates is replaced at once
+        new = cls(**(given | options))
+    for name in STATE:
+        setattr(new, name, getattr(layer, name))
+    return new.train(layer.training)
+
+
+def _stop_recomputation(network: nn.Module) -> None:
+    """Remove the hooks of `recompute_activations` from all modules without checkpointed layers."""
+    for module in network.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), _ForwardHooks) and not any(
+                    isinstance(child, CheckpointedABN) for child in module.modules()
+                ):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)

@@ -1,0 +1,567 @@
+"""Conversions: equal outputs and gradients, the same Parameters, every reason why a layer is left as it is."""
+
+import copy
+import logging
+import re
+from functools import partial
+
+import pytest
+import torch
+import torchvision
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from models.bodies import resnext101, wider_resnet38_a2
+from models.convert import Report, to_inplace, to_standard
+from models.heads import DeepLabV3
+from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from models.segmentation import SegmentationNetwork
+
+C = 4
+
+
+def small_resnext(norm_act) -> nn.Module:
+    return resnext101(norm_act, classes=5, structure=(1, 2, 1, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4)
+
+
+def small_wider(norm_act) -> nn.Module:
+    channels = ((4, 4), (6, 6), (8, 8), (8, 10), (6, 8, 12), (6, 8, 16))
+    return wider_resnet38_a2(norm_act, structure=(1,) * 6, channels=channels, stem_channels=4, dropout=(0.0,) * 6)
+
+
+def small_segmentation(norm_act) -> nn.Module:
+    body = resnext101(
+        norm_act, output_stride=8, structure=(1, 1, 1, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4
+    )
+    head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, dilations=(2, 3), norm_act=norm_act)
+    return SegmentationNetwork(body, head, 3)
+
+
+NETWORKS = [small_resnext, small_wider, small_segmentation]
+NORMS = {
+    "std": ABN,
+    "std-elu": partial(ABN, activation="elu", activation_param=1.0),
+    "std-scale-fixed": partial(ABN, learn_scale=False),
+    "inplace-1": partial(InPlaceABN, variant="I", gamma_floor=1e-3),
+    "inplace-2": InPlaceABN,
+    "inplace-sync": InPlaceABNSync,
+    "checkpoint": CheckpointedABN,
+    "checkpoint-x-hat": partial(CheckpointedABN, store="x_hat", activation="tanh"),
+}
+
+
+def trained(network: nn.Module, scales=(0.5, 1.5), seed: int = 0) -> nn.Module:
+    """Scales of both signs within `scales`, shifts, statistics."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in network.modules():
+        if isinstance(module, (ABN, nn.modules.batchnorm._BatchNorm)):
+            weight, bias = module.weight, module.bias
+            if weight is not None:
+                signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+                weight.data.uniform_(*scales, generator=generator).mul_(signs)
+            if bias is not None:
+                bias.data.uniform_(-0.5, 0.5, generator=generator)
+            if module.running_mean is not None:
+                module.running_mean.uniform_(-0.5, 0.5, generator=generator)
+                module.running_var.uniform_(0.5, 2.0, generator=generator)
+    return network
+
+
+def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, Report]:
+    reports = []
+    network = convert(network, report=reports.append, **options)
+    (report,) = reports
+    return network, report
+
+
+def state_of(network: nn.Module) -> tuple[dict[str, int], list]:
+    """What must outlive a conversion: {name in the state dict: the tensor itself}, and its order of names."""
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: id(tensor) for name, tensor in tensors.items()}, list(network.state_dict())
+
+
+def gradients(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Of a training step: the output, and the gradients of the input and of all parameters."""
+    x = x.clone().requires_grad_()
+    z = network(x * 1)
+    dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
+    return [z, *torch.autograd.grad(z, [x, *network.parameters()], dz)]
+
+
+@pytest.mark.parametrize("build", NETWORKS)
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("convert, expected", [(to_inplace, InPlaceABN), (to_standard, ABN)])
+def test_networks_of_ours_keep_their_outputs_and_gradients(build, norm, convert, expected):
+    torch.manual_seed(0)
+    network = trained(build(NORMS[norm]))
+    layers = [name for name, module in network.named_modules() if isinstance(module, ABN)]
+    x = torch.randn(2, 3, 33, 33)
+    before = network.eval()(x)
+    reference, state = copy.deepcopy(network), state_of(network)
+
+    result, report = converted(convert, network)
+    assert result is network and state_of(network) == state and not report.kept
+    for name in layers:
+        layer = network.get_submodule(name)
+        assert isinstance(layer, expected) and (convert is to_inplace or type(layer) is ABN)
+        assert not layer.training and layer.sync == (norm == "inplace-sync")
+        original = reference.get_submodule(name)
+        assert (name in report.replaced) == (type(layer) is not type(original))
+        assert layer.extra_repr().startswith(original.extra_repr().split(", variant")[0].split(", store")[0])
+    torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
+    x = x.double()
+    theirs, ours = gradients(reference.double().train(), x), gradients(network.double().train(), x)
+    for gradient, expected_gradient in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-7, atol=1e-8)
+    for buffer, expected_buffer in zip(network.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected_buffer)
+
+
+@pytest.mark.parametrize("build", NETWORKS)
+def test_eval_outputs_are_equal_for_zero_and_tiny_scales(build):
+    torch.manual_seed(0)
+    network = trained(build(ABN)).eval()
+    special = torch.tensor([0.0, -0.0, 1e-30, -1e-12, 1e-6, -1e-5, 1.0, -1.0])
+    for module in network.modules():
+        if isinstance(module, ABN):
+            module.weight.data.copy_(special[torch.randint(8, module.weight.shape)])
+    x = torch.randn(2, 3, 33, 33)
+    before = network(x)
+    for convert in (to_inplace, to_standard, to_inplace):
+        assert any(isinstance(module, InPlaceABN) for module in convert(network).modules()) == (convert is to_inplace)
+        torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
+    weights = torch.cat([module.weight for module in network.modules() if isinstance(module, ABN)])
+    assert torch.isin(weights, special).all()  # no weight was moved to the floor, nor lost its sign
+
+
+def test_in_place_layers_are_left_as_they_are():
+    network = nn.Sequential(InPlaceABN(C, overwrite_input=True, variant="I"), InPlaceABNSync(C))
+    layers = list(network)
+    _, report = converted(to_inplace, network)
+    assert list(network) == layers and not report.replaced and not report.kept
+
+
+def test_standard_layers_are_left_as_they_are():
+    network = nn.Sequential(ABN(C), nn.BatchNorm2d(C), nn.LeakyReLU(), InPlaceABN(C, overwrite_input=True))
+    layers = list(network)
+    _, report = converted(to_standard, network)
+    assert list(network)[:3] == layers[:3] and type(network[3]) is ABN
+    assert list(report.replaced) == ["3"] and not report.kept
+
+
+ACTIVATIONS = {
+    "leaky_relu": (nn.LeakyReLU(0.2), 0.2),
+    "leaky_relu, in place": (nn.LeakyReLU(0.2, inplace=True), 0.2),
+    "elu": (nn.ELU(0.7), 0.7),
+    "sigmoid": (nn.Sigmoid(), None),
+    "tanh": (nn.Tanh(), None),
+    "identity": (nn.Identity(), None),
+}
+
+
+def without_shift() -> nn.BatchNorm2d:
+    layer = nn.BatchNorm2d(C)
+    layer.bias = None
+    return layer
+
+
+BATCH_NORMS = {
+    "1d": (partial(nn.BatchNorm1d, C), nn.Conv1d, 1),
+    "2d": (partial(nn.BatchNorm2d, C), nn.Conv2d, 2),
+    "3d": (partial(nn.BatchNorm3d, C), nn.Conv3d, 3),
+    "sync": (partial(nn.SyncBatchNorm, C), nn.Conv2d, 2),
+    "not affine": (partial(nn.BatchNorm2d, C, affine=False), nn.Conv2d, 2),
+    "without shift": (without_shift, nn.Conv2d, 2),
+    "batch statistics always": (partial(nn.BatchNorm2d, C, track_running_stats=False), nn.Conv2d, 2),
+    "averages": (partial(nn.BatchNorm2d, C, momentum=None, eps=0.1), nn.Conv2d, 2),
+}
+
+
+@pytest.mark.parametrize("kind", BATCH_NORMS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_pytorch_layers_in_a_sequential(kind, activation):
+    torch.manual_seed(0)
+    build, conv, dims = BATCH_NORMS[kind]
+    module, param = ACTIVATIONS[activation]
+    network = nn.Sequential(conv(3, C, 3), build(), copy.deepcopy(module), conv(C, 2, 1))
+    trained(network).double()
+    reference, state = copy.deepcopy(network), state_of(network)
+    result, report = converted(to_inplace, network)
+    assert result is network and state_of(network) == state
+    assert list(report.replaced) == ["1"] and not report.kept
+    layer = network[1]
+    assert type(layer) is InPlaceABN and type(network[2]) is nn.Identity
+    assert (layer.activation, layer.sync) == (activation.split(",")[0], kind == "sync")
+    assert param is None or layer.activation_param == param
+    assert (layer.eps, layer.momentum) == (reference[1].eps, reference[1].momentum)
+
+    x = torch.randn(3, 3, *(7,) * dims, dtype=torch.float64)
+    if kind == "sync" and not torch.distributed.is_initialized():  # PyTorch's own needs CUDA in training mode
+        reference[1] = nn.BatchNorm2d(C).double()
+        reference.load_state_dict(network.state_dict())
+    for step in range(2):
+        theirs, ours = gradients(reference, x + step), gradients(network, x + step)
+        for gradient, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(network.eval()(x), reference.eval()(x), rtol=0, atol=1e-12)
+
+
+def test_the_process_group_goes_along():
+    group = object()  # nothing is exchanged here
+    network = nn.Sequential(nn.SyncBatchNorm(C, process_group=group), act())
+    for convert in (to_inplace, to_standard):
+        layer = convert(network)[0]
+        assert layer.sync and layer.group is group
+
+
+def test_training_goes_on_with_the_same_optimizer():
+    """Momentum buffers belong to Parameters: a conversion in between leaves no trace in the training."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)).double()
+    network[1].bias.requires_grad_(False)
+    plain = copy.deepcopy(network)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (network, plain)]
+    for step in range(4):
+        x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
+        for trainee, optimizer in zip((network, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            trainee(x).square().mean().backward()
+            optimizer.step()
+        if step == 1:
+            to_inplace(network)
+        elif step == 2:
+            to_standard(network)
+    assert type(network[1]) is ABN and not network[1].bias.requires_grad
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(network.state_dict()[name], value, rtol=0, atol=1e-10)
+
+
+def test_checkpoints_fit_both_ways():
+    def build():
+        return nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ELU(), nn.Sequential(nn.BatchNorm2d(C)))
+
+    before, network = trained(build(), seed=1), build()
+    to_inplace(network)
+    network.load_state_dict(before.state_dict())
+    after = build()
+    after.load_state_dict(network.state_dict())
+    x = torch.randn(2, 3, 5, 5)
+    assert torch.equal(after.eval()(x), before.eval()(x))
+
+
+def test_saves_the_input_of_every_batch_norm():
+    """The standard pair keeps x and z; the in-place layer z alone, which the convolution keeps as well."""
+
+    def kept_bytes(network):
+        storages = {}
+
+        def pack(tensor):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            network(torch.randn(2, C, 8, 8))
+        return sum(storage.nbytes() for storage in storages.values() if storage.nbytes() >= 2 * C * 64 * 4)
+
+    pair = [nn.BatchNorm2d(C), nn.LeakyReLU(inplace=True)]
+    network = nn.Sequential(nn.Conv2d(C, C, 1), *copy.deepcopy(pair), nn.Conv2d(C, C, 1), *pair, nn.Conv2d(C, C, 1))
+    before = kept_bytes(network)
+    assert before - kept_bytes(to_inplace(network)) == 2 * (2 * C * 64 * 4)
+
+
+def bn() -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(C)
+
+
+def act() -> nn.LeakyReLU:
+    return nn.LeakyReLU(0.1)
+
+
+def test_nested_sequentials_are_one_sequence():
+    network = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, C, 1), bn()),
+        act(),
+        nn.ModuleDict({"inner": nn.Sequential(bn(), nn.Sequential(), nn.Sequential(nn.Sequential(act())))}),
+        torchvision.ops.Conv2dNormActivation(C, C, activation_layer=nn.ELU),
+    )
+    shared = nn.Sequential(bn())  # followed by different activations
+    network.append(nn.Sequential(shared, act()))
+    network.append(nn.Sequential(shared, nn.Tanh()))
+    hooked = nn.Sequential(bn())
+    hooked.register_forward_hook(lambda module, args, output: None)
+    network.extend([hooked, act()])
+    keys = list(network.state_dict())
+    _, report = converted(to_inplace, network)
+    assert list(report.replaced) == ["0.1", "2.inner.0", "3.1"]
+    assert network[3][1].activation == "elu"
+    assert report.kept.keys() == {"4.0.0", "6.0"} and all("nothing follows" in why for why in report.kept.values())
+    assert list(network.state_dict()) == keys
+
+
+def test_an_activation_behind_an_identity():
+    network, report = converted(to_inplace, nn.Sequential(bn(), nn.Identity(), act(), nn.Conv2d(C, C, 1)))
+    assert network[0].activation == "leaky_relu" and type(network[2]) is nn.Identity and len(report.replaced) == 1
+    network, _ = converted(to_inplace, nn.Sequential(bn(), nn.Identity(), nn.SiLU()))
+    assert network[0].activation == "identity" and type(network[2]) is nn.SiLU
+
+
+def test_one_activation_module_in_many_places():
+    one = act()
+    network = nn.Sequential(bn(), one, nn.Conv2d(C, C, 1), bn(), one, nn.Conv2d(C, C, 1), one)
+    reference = copy.deepcopy(network)
+    _, report = converted(to_inplace, network)
+    assert list(report.replaced) == ["0", "3"] and network[6] is one
+    x = torch.randn(2, C, 3, 3)
+    torch.testing.assert_close(network(x), reference(x))
+
+
+def test_a_network_registered_twice_is_converted_in_both_places():
+    network = nn.Module()
+    network.features = nn.Sequential(bn(), act())
+    network.stages = nn.ModuleList([network.features])
+    _, report = converted(to_inplace, network)
+    assert network.stages[0][0] is network.features[0] and isinstance(network.features[0], InPlaceABN)
+    assert list(report.replaced) == ["features.0"]
+
+
+def test_a_layer_of_ours_in_two_places_stays_one_layer():
+    one = ABN(C)
+    network = nn.ModuleList([one, nn.Conv2d(C, C, 1), one])
+    to_inplace(network)
+    assert isinstance(network[0], InPlaceABN) and network[0] is network[2] and network[0].weight is one.weight
+
+
+def test_relu_becomes_leaky_only_when_asked():
+    def build():
+        return nn.Sequential(nn.BatchNorm2d(C), nn.ReLU(inplace=True), ABN(C, activation="relu"))
+
+    network, report = converted(to_inplace, build())
+    assert not report.replaced and all("relu_slope=0.01" in why for why in report.kept.values())
+    network, report = converted(to_inplace, build(), relu_slope=0.02)
+    assert not report.kept
+    for layer in (network[0], network[2]):
+        assert (type(layer), layer.activation, layer.activation_param) == (InPlaceABN, "leaky_relu", 0.02)
+    with pytest.raises(ValueError, match=r"relu_slope=0: expected a slope above 0"):
+        to_inplace(build(), relu_slope=0)
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: None)
+    return module
+
+
+class Reversed(nn.Sequential):
+    def forward(self, x):
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class DoubledABN(ABN):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def with_buffer() -> nn.BatchNorm2d:
+    layer = bn()
+    layer.register_buffer("mask", torch.ones(C))
+    return layer
+
+
+def frozen_by_flag() -> nn.BatchNorm2d:
+    layer = bn()
+    layer.track_running_stats = False  # PyTorch's layer still uses its buffers in eval mode
+    return layer
+
+
+def with_own_forward(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x
+    return module
+
+
+def parametrised() -> nn.Module:
+    return parametrizations.weight_norm(bn(), dim=None)
+
+
+def repeated(build) -> nn.Sequential:
+    one = build()
+    return nn.Sequential(one, act(), one, nn.Tanh())
+
+
+KEPT = {
+    "not in a sequential": (
+        lambda: nn.ModuleDict({"0": bn(), "1": act()}),
+        "ModuleDict: the order of calls is unknown",
+    ),
+    "sequential with its own forward": (lambda: Reversed(act(), bn()), "not in a plain nn.Sequential, but in Reversed"),
+    "sequential with another forward": (lambda: with_own_forward(nn.Sequential(bn(), act())), "not in a plain nn.Seq"),
+    "last": (lambda: nn.Sequential(bn()), "nothing follows"),
+    "before a convolution": (lambda: nn.Sequential(bn(), nn.Conv2d(C, C, 1)), "followed by Conv2d, not by"),
+    "before relu6": (lambda: nn.Sequential(bn(), nn.ReLU6()), "followed by ReLU6, not by"),
+    "before prelu": (lambda: nn.Sequential(bn(), nn.PReLU()), "followed by PReLU, not by"),
+    "slope of zero": (lambda: nn.Sequential(bn(), nn.LeakyReLU(0.0)), "expected a slope above 0"),
+    "negative slope": (lambda: nn.Sequential(bn(), nn.LeakyReLU(-0.1)), "expected a slope above 0"),
+    "negative alpha": (lambda: nn.Sequential(bn(), nn.ELU(-1.0)), "expected a number above 0"),
+    "two places": (lambda: repeated(bn), "registered at 2 places"),
+    "half precision": (lambda: nn.Sequential(bn(), act()).bfloat16(), r"torch.bfloat16: .*\.float\(\)"),
+    "mixed": (lambda: nn.Sequential(bn(), act()), "float32, torch.float64"),
+    "lazy": (lambda: nn.Sequential(nn.LazyBatchNorm2d(), act()), "number of channels is not known"),
+    "subclass": (lambda: nn.Sequential(Doubled(C), act()), "subclass, whose forward pass"),
+    "subclass of ours": (lambda: nn.Sequential(DoubledABN(C), act()), "subclass, whose forward pass"),
+    "parametrised": (lambda: nn.Sequential(parametrised(), act()), "subclass, whose forward pass"),
+    "hooks": (lambda: nn.Sequential(with_hook(bn()), act()), "it has hooks"),
+    "hooks of ours": (lambda: nn.Sequential(with_hook(ABN(C)), act()), "it has hooks"),
+    "hooks of the activation": (lambda: nn.Sequential(bn(), with_hook(act())), "the LeakyReLU that follows has hooks"),
+    "hooks in between": (lambda: nn.Sequential(bn(), with_hook(nn.Identity()), act()), "the Identity that follows has"),
+    "own forward": (lambda: nn.Sequential(with_own_forward(bn()), act()), "it has hooks"),
+    "own buffer": (lambda: nn.Sequential(with_buffer(), act()), "buffers or modules of its own"),
+    "flag": (lambda: nn.Sequential(frozen_by_flag(), act()), "track_running_stats was changed"),
+    "overwritten": (lambda: nn.Sequential(bn(), act(), nn.Dropout(inplace=True)), "overwritten by the Dropout"),
+    "overwritten view": (lambda: nn.Sequential(bn(), act(), nn.Flatten(), nn.ReLU(inplace=True)), "by the ReLU that"),
+    "overwritten identity": (lambda: nn.Sequential(bn(), nn.Identity(), nn.Hardtanh(inplace=True)), "by the Hardtanh"),
+    "overwritten output of ours": (lambda: nn.Sequential(ABN(C), nn.ReLU(inplace=True)), "overwritten by the ReLU"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_every_reason_for_leaving_a_layer(case):
+    build, reason = KEPT[case]
+    network = build()
+    if case == "mixed":
+        network[0].running_mean = network[0].running_mean.double()
+    modules, state = list(network.modules()), state_of(network)
+    result, report = converted(to_inplace, network)
+    assert result is network and list(network.modules()) == modules and state_of(network) == state
+    assert not report.replaced
+    ((name, why),) = report.kept.items()
+    assert type(network.get_submodule(name)).__name__ in why
+    assert re.search(reason, why), why
+
+
+def test_to_standard_reports_what_it_leaves():
+    class Doubled(InPlaceABN):
+        pass
+
+    network, report = converted(to_standard, nn.Sequential(with_hook(InPlaceABN(C)), Doubled(C), CheckpointedABN(C)))
+    assert type(network[2]) is ABN and list(report.replaced) == ["2"]
+    assert "hooks" in report.kept["0"] and "subclass" in report.kept["1"]
+
+
+def test_single_layers_are_returned():
+    layer = trained(ABN(C, activation="tanh")).eval()
+    inplace, report = converted(to_inplace, layer)
+    assert type(inplace) is InPlaceABN and inplace.weight is layer.weight and not inplace.training
+    assert report.replaced == {"": "ABN(tanh) -> InPlaceABN(tanh)"} and "(the module itself)" in str(report)
+    assert type(to_standard(inplace)) is ABN
+    batch_norm = bn()
+    result, report = converted(to_inplace, batch_norm)
+    assert result is batch_norm and "not in a plain nn.Sequential" in report.kept[""]
+
+
+def test_on_the_meta_device_and_in_float64():
+    network = nn.Sequential(nn.BatchNorm2d(C, device="meta", dtype=torch.float64), nn.ELU())
+    to_inplace(network)
+    assert {(t.device.type, t.dtype) for t in network[0].parameters()} == {("meta", torch.float64)}
+    assert network(torch.empty(2, C, 3, 3, device="meta", dtype=torch.float64)).shape == (2, C, 3, 3)
+
+
+def test_conversion_draws_no_random_numbers():
+    network = nn.Sequential(bn(), act(), ABN(C))
+    before = torch.get_rng_state()
+    to_standard(to_inplace(network))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("convert", [to_inplace, to_standard])
+def test_nothing_is_recomputed_after_the_last_checkpointed_layer(convert):
+    network = small_segmentation(CheckpointedABN)
+    assert network._forward_hooks and network.body._forward_pre_hooks
+    with_hook(network)
+    convert(network)
+    hooks = [hook for m in network.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    assert len(hooks) == 1  # the one that is not ours
+    assert not any(m._forward_hooks_always_called for m in network.modules())
+
+    network = small_segmentation(CheckpointedABN)
+    with_hook(network.body.bn_out)
+    convert(network)
+    assert network._forward_hooks and network.body._forward_hooks  # bn_out is still to be recomputed
+
+
+def test_a_torchvision_network_and_its_report(caplog):
+    with torch.device("meta"):
+        resnet, mobilenet = torchvision.models.resnet18(), torchvision.models.mobilenet_v2()
+        densenet = torchvision.models.densenet121()
+    _, report = converted(to_inplace, resnet, relu_slope=0.01)
+    assert not report.replaced and len(report.kept) == 20
+    assert "but in BasicBlock" in report.kept["layer1.0.bn1"] and "but in ResNet" in report.kept["bn1"]
+    assert "nothing follows" in report.kept["layer2.0.downsample.1"]  # an addition may be, or may write over it
+    _, report = converted(to_inplace, mobilenet)
+    assert len(report.kept) == 52 and "ReLU6" in report.kept["features.0.1"]
+    _, report = converted(to_inplace, densenet, relu_slope=0.01)
+    assert list(report.replaced) == ["features.norm0", *(f"features.transition{i}.norm" for i in (1, 2, 3))]
+    text = str(report)
+    assert "replaced: 4\n  4 x BatchNorm2d + ReLU -> InPlaceABN(leaky_relu)\n      features.norm0, " in text
+    assert "not replaced: 117" in text and "and 112 more" in text
+
+    with caplog.at_level(logging.INFO):
+        to_inplace(densenet)
+        to_inplace(nn.Sequential(bn(), act()))
+    warning, information = caplog.records
+    assert warning.levelno == logging.WARNING and "not replaced: 117" in warning.getMessage()
+    assert information.levelno == logging.INFO and "BatchNorm2d + LeakyReLU" in information.getMessage()
+
+
+PIECES = {
+    "conv": lambda: nn.Conv2d(C, C, 1),
+    "bn": bn,
+    "bn without state": lambda: nn.BatchNorm2d(C, affine=False, track_running_stats=False),
+    "ABN": lambda: ABN(C, activation="identity"),
+    "leaky": act,
+    "leaky in place": lambda: nn.LeakyReLU(0.3, inplace=True),
+    "elu": nn.ELU,
+    "tanh": nn.Tanh,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "identity": nn.Identity,
+    "dropout in place": lambda: nn.Dropout(0.0, inplace=True),
+    "view": lambda: nn.Unflatten(1, (C,)),
+}
+SEQUENCES = st.recursive(
+    st.sampled_from(sorted(PIECES)), lambda pieces: st.lists(pieces, max_size=6), max_leaves=12
+).filter(lambda pieces: isinstance(pieces, list))
+
+
+def sequential(pieces) -> nn.Module:
+    return nn.Sequential(*map(sequential, pieces)) if isinstance(pieces, list) else PIECES[pieces]()
+
+
+@settings(max_examples=150, deadline=None)
+@given(pieces=SEQUENCES)
+def test_any_sequential(pieces):
+    """What trains before a conversion trains after it, with the same gradients, and nothing goes unreported."""
+    torch.manual_seed(0)
+    network = trained(nn.Sequential(nn.Conv2d(C, C, 1), sequential(pieces), nn.Conv2d(C, C, 1))).double()
+    x = torch.randn(3, C, 4, 4, dtype=torch.float64)
+    reference, state = copy.deepcopy(network), state_of(network)
+    kinds = {name: type(module) for name, module in network.named_modules()}
+    _, report = converted(to_inplace, network)
+    assert state_of(network) == state
+    for name, kind in kinds.items():
+        if kind in (nn.BatchNorm2d, ABN):
+            assert (name in report.replaced) != (name in report.kept)
+            assert isinstance(network.get_submodule(name), InPlaceABN if name in report.replaced else kind)
+    try:
+        theirs = gradients(reference, x)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        assume(False)
+    for gradient, expected in zip(gradients(network, x), theirs, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(network.eval()(x), reference.eval()(x), rtol=1e-9, atol=1e-9)
