@@ -7,7 +7,7 @@ does. Parameters and buffers stay the same objects under the same names: optimiz
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
+from models.call_order import CallOrder, Place, is_customised
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
-from models.layers.checkpointed_abn import _ForwardHooks
+from models.layers.checkpointed_abn import stop_recomputing
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def to_inplace(
     if relu_slope is not None and not relu_slope > 0:
         raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0, such as the paper's 0.01, or None")
 
-    def planned(tree: _Tree, layer: nn.Module) -> "_Replacement | None":
+    def planned(tree: CallOrder, layer: nn.Module) -> "_Replacement | None":
         if isinstance(layer, _BatchNorm):
             return _batch_norm_to_inplace(tree, layer, relu_slope)
         if isinstance(layer, ABN) and not isinstance(layer, InPlaceABN):
@@ -107,7 +108,7 @@ def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_r
         The module itself, or the new layer.
     """
 
-    def planned(tree: _Tree, layer: nn.Module) -> "_Replacement | None":
+    def planned(tree: CallOrder, layer: nn.Module) -> "_Replacement | None":
         if not isinstance(layer, ABN) or type(layer) is ABN:
             return None
         _check_plain(layer, OWN_LAYERS)
@@ -116,63 +117,20 @@ def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_r
     return _convert(module, planned, report)
 
 
-class _Place(NamedTuple):
-    """Where a module is registered."""
-
-    parent: nn.Module
-    name: str
-
-    @property
-    def module(self) -> nn.Module:
-        return self.parent._modules[self.name]
-
-
 class _Replacement(NamedTuple):
     old: nn.Module
     new: nn.Module
     before: str  # for the report
-    emptied: _Place | None = None  # the activation that is part of the new layer
-
-
-class _Tree:
-    """All modules of a network, where they are registered, and in which order its Sequentials call them."""
-
-    def __init__(self, root: nn.Module):
-        self.names = {module: name for name, module in root.named_modules()}
-        self.places: dict[nn.Module, list[_Place]] = {module: [] for module in self.names}
-        for parent in self.names:
-            for name, child in parent._modules.items():
-                if child is not None:
-                    self.places[child].append(_Place(parent, name))
-        self.following: dict[_Place, list[_Place]] = {}  # the places called after a place, of those in Sequentials
-        for module in self.names:
-            if _calls_in_order(module) and not self._is_part_of_a_chain(module):
-                chain = list(self._chain(module))
-                self.following |= {place: chain[index + 1 :] for index, place in enumerate(chain)}
-
-    def _chain(self, sequential: nn.Sequential) -> Iterator[_Place]:
-        for name, child in sequential._modules.items():
-            if child is not None and self._is_part_of_a_chain(child):
-                yield from self._chain(child)
-            elif child is not None:
-                yield _Place(sequential, name)
-
-    def _is_part_of_a_chain(self, module: nn.Module) -> bool:
-        """Whether a module is a Sequential inside another, called by nobody else, with nobody to look at its output."""
-        places = self.places[module]
-        return (
-            _calls_in_order(module)
-            and not _is_customised(module)
-            and len(places) == 1
-            and _calls_in_order(places[0].parent)
-        )
+    emptied: Place | None = None  # the activation that is part of the new layer
 
 
 def _convert(
-    module: nn.Module, planned: Callable[[_Tree, nn.Module], _Replacement | None], report: Callable[[Report], object]
+    module: nn.Module,
+    planned: Callable[[CallOrder, nn.Module], _Replacement | None],
+    report: Callable[[Report], object],
 ) -> nn.Module:
     """Plan all replacements on the network as it is, then make them."""
-    tree, result, plan = _Tree(module), Report(), []
+    tree, result, plan = CallOrder(module), Report(), []
     for layer, name in tree.names.items():
         try:
             replacement = planned(tree, layer)
@@ -190,7 +148,7 @@ def _convert(
             emptied.parent.add_module(emptied.name, nn.Identity().train(emptied.module.training))
         if old is module:
             module = new
-    _stop_recomputation(module)
+    stop_recomputing(module)
     report(result)
     return module
 
@@ -198,7 +156,7 @@ def _convert(
 # The planning functions raise ValueError with the reason why a layer is not replaced.
 
 
-def _own_to_inplace(tree: _Tree, layer: ABN, relu_slope: float | None) -> _Replacement:
+def _own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> _Replacement:
     _check_plain(layer, OWN_LAYERS)
     for place in tree.places[layer]:
         _check_output_is_left_alone(tree.following.get(place, []))
@@ -208,7 +166,7 @@ def _own_to_inplace(tree: _Tree, layer: ABN, relu_slope: float | None) -> _Repla
     return _Replacement(layer, _like(layer, InPlaceABN, **options), f"{type(layer).__name__}({layer.activation})")
 
 
-def _batch_norm_to_inplace(tree: _Tree, layer: _BatchNorm, relu_slope: float | None) -> _Replacement:
+def _batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float | None) -> _Replacement:
     _check_batch_norm(layer)
     places = tree.places[layer]
     if len(places) > 1:
@@ -241,7 +199,7 @@ def _check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> None
     """A layer must be what its class says and no more, for another class to take its place."""
     if type(layer) not in classes:
         raise ValueError("it is a subclass, whose forward pass may be another")
-    if _is_customised(layer):
+    if is_customised(layer):
         raise ValueError("it has hooks, which would not run or would see another output; remove them first")
     if {*layer._parameters, *layer._buffers, *layer._modules} != set(STATE):
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
@@ -260,7 +218,7 @@ def _check_batch_norm(layer: _BatchNorm) -> None:
         raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float(), and autocast")
 
 
-def _check_output_is_left_alone(behind: list[_Place]) -> None:
+def _check_output_is_left_alone(behind: list[Place]) -> None:
     """The next module must not write over its input, which an in-place layer keeps for the backward pass."""
     for place in behind:
         if getattr(place.module, "inplace", False) or getattr(place.module, "overwrite_input", False):
@@ -272,10 +230,10 @@ def _check_output_is_left_alone(behind: list[_Place]) -> None:
             return
 
 
-def _activation_index(behind: list[_Place], relu_slope: float | None) -> int:
+def _activation_index(behind: list[Place], relu_slope: float | None) -> int:
     """The activation of a batch normalisation: behind an Identity (a dropout of 0, say) may come the real one."""
     for index, place in enumerate(behind):
-        if type(place.module) is not nn.Identity or _is_customised(place.module):
+        if type(place.module) is not nn.Identity or is_customised(place.module):
             try:
                 _inplace_activation(place.module, relu_slope)
             except ValueError:
@@ -286,7 +244,7 @@ def _activation_index(behind: list[_Place], relu_slope: float | None) -> int:
 
 def _inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str, float]:
     """The activation and activation_param of an InPlaceABN that stand for a module."""
-    if _is_customised(module):
+    if is_customised(module):
         raise ValueError(f"the {type(module).__name__} that follows has hooks; remove them first")
     if type(module) is nn.LeakyReLU:
         return "leaky_relu", module.negative_slope
@@ -309,16 +267,6 @@ def _slope_for_relu(relu_slope: float | None) -> float:
     return relu_slope
 
 
-def _calls_in_order(module: nn.Module) -> bool:
-    """Whether a module is a Sequential with the forward pass of one."""
-    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
-
-
-def _is_customised(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own."""
-    return "forward" in vars(module) or any(value for key, value in vars(module).items() if key.endswith("_hooks"))
-
-
 def _like(layer: nn.Module, cls: type[ABN], **options) -> ABN:
     """A layer of class `cls` with the options of another one, where not given, and its Parameters and buffers."""
     given = {name: getattr(layer, name) for name in inspect.signature(cls).parameters if hasattr(layer, name)}
@@ -327,15 +275,3 @@ def _like(layer: nn.Module, cls: type[ABN], **options) -> ABN:
     for name in STATE:
         setattr(new, name, getattr(layer, name))
     return new.train(layer.training)
-
-
-def _stop_recomputation(network: nn.Module) -> None:
-    """Remove the hooks of `recompute_activations` from all modules without checkpointed layers."""
-    for module in network.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(hook, "__self__", None), _ForwardHooks) and not any(
-                    isinstance(child, CheckpointedABN) for child in module.modules()
-                ):
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)

@@ -79,11 +79,30 @@ def recompute_activations(network: nn.Module) -> nn.Module:
     Returns:
         The network itself.
     """
-    if any(isinstance(module, CheckpointedABN) for module in network.modules()):
+    if _has_checkpointed_layers(network) and not _hooks(network._forward_pre_hooks):
         hooks = _ForwardHooks()
         network.register_forward_pre_hook(hooks.enter)
         network.register_forward_hook(hooks.leave, always_call=True)
     return network
+
+
+def stop_recomputing(network: nn.Module) -> None:
+    """Undo `recompute_activations` in every module of a network that has no checkpointed layers any more."""
+    for module in network.modules():
+        if not _has_checkpointed_layers(module):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in _hooks(hooks):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
+
+
+def _has_checkpointed_layers(network: nn.Module) -> bool:
+    return any(isinstance(module, CheckpointedABN) for module in network.modules())
+
+
+def _hooks(registered: dict) -> list[int]:
+    """The keys of our hooks among those of a module."""
+    return [key for key, hook in registered.items() if isinstance(getattr(hook, "__self__", None), _ForwardHooks)]
 
 
 class _ForwardHooks:

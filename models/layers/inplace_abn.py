@@ -1,6 +1,7 @@
 """In-place activated batch normalisation, variants I and II: strategies (d) and (e) of the paper's Figure 2."""
 
 import torch.distributed as dist
+from torch import nn
 
 from .abn import ABN
 from .bn_act import Strategy
@@ -123,3 +124,20 @@ class InPlaceABNSync(InPlaceABN):
             group=group,
             backend=backend,
         )
+
+    @classmethod
+    def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+        """Synchronise every `InPlaceABN` of a network over `group`, as `nn.SyncBatchNorm.convert_sync_batchnorm` does.
+
+        The layers stay the same objects with the same parameters. Layers that are synchronised already change to
+        `group`. For standard layers, ours or PyTorch's, use `models.convert.to_inplace` first.
+
+        Returns:
+            The module itself.
+        """
+        for layer in module.modules():
+            if isinstance(layer, InPlaceABN):
+                if type(layer) is InPlaceABN:  # a subclass keeps its own methods
+                    layer.__class__ = cls
+                layer.sync, layer.group = True, group
+        return module

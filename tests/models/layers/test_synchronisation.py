@@ -171,6 +171,28 @@ def test_a_rank_outside_the_given_group_is_told(ranks):
     assert all(isinstance(error, ValueError) and "not in the process group" in str(error) for error in others), others
 
 
+def converted_step(rank: int) -> list:
+    network = DistributedDataParallel(InPlaceABNSync.convert(small_network("inplace")))
+    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    network(images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
+    return [p.grad.numpy() for p in network.parameters()]
+
+
+def test_converted_networks_are_synchronised(ranks):
+    for ours, expected in zip(ranks.run(converted_step), ranks.run(parallel_step, "inplace"), strict=True):
+        assert all((a == b).all() for a, b in zip(ours, expected, strict=True))
+
+
+def test_conversion_keeps_the_layers_and_their_parameters():
+    network = small_network("inplace")
+    layer, parameters = network[1], list(network.parameters())
+    assert InPlaceABNSync.convert(network) is network and network[1] is layer
+    assert type(layer) is InPlaceABNSync and layer.sync
+    assert all(a is b for a, b in zip(network.parameters(), parameters, strict=True))
+    assert type(InPlaceABNSync.convert(InPlaceABN(3))) is InPlaceABNSync
+    assert not InPlaceABNSync.convert(ABN(3)).sync
+
+
 def test_without_processes_a_synchronised_layer_is_alone():
     x, dz = minibatch(3)
     ours = forward_and_backward(layer_of("inplace", sync=True), x, dz)

@@ -1,0 +1,61 @@
+"""Which modules of a network are called one after the other, as far as the modules themselves tell."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Place(NamedTuple):
+    """Where a module is registered."""
+
+    parent: nn.Module
+    name: str
+
+    @property
+    def module(self) -> nn.Module:
+        return self.parent._modules[self.name]
+
+
+class CallOrder:
+    """All modules of a network, where they are registered, and in which order its Sequentials call them."""
+
+    def __init__(self, root: nn.Module):
+        self.names = {module: name for name, module in root.named_modules()}
+        self.places: dict[nn.Module, list[Place]] = {module: [] for module in self.names}
+        for parent in self.names:
+            for name, child in parent._modules.items():
+                if child is not None:
+                    self.places[child].append(Place(parent, name))
+        self.following: dict[Place, list[Place]] = {}  # the places called after a place, of those in Sequentials
+        for module in self.names:
+            if _calls_in_order(module) and not self._is_part_of_a_chain(module):
+                chain = list(self._chain(module))
+                self.following |= {place: chain[index + 1 :] for index, place in enumerate(chain)}
+
+    def _chain(self, sequential: nn.Sequential) -> Iterator[Place]:
+        for name, child in sequential._modules.items():
+            if child is not None and self._is_part_of_a_chain(child):
+                yield from self._chain(child)
+            elif child is not None:
+                yield Place(sequential, name)
+
+    def _is_part_of_a_chain(self, module: nn.Module) -> bool:
+        """Whether a module is a Sequential inside another, called by nobody else, with nobody to look at its output."""
+        places = self.places[module]
+        return (
+            _calls_in_order(module)
+            and not is_customised(module)
+            and len(places) == 1
+            and _calls_in_order(places[0].parent)
+        )
+
+
+def _calls_in_order(module: nn.Module) -> bool:
+    """Whether a module is a Sequential with the forward pass of one."""
+    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+
+
+def is_customised(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own."""
+    return "forward" in vars(module) or any(value for key, value in vars(module).items() if key.endswith("_hooks"))
