@@ -1,0 +1,611 @@
+"""BN + ACT in Triton: two passes over memory forward, two backward, one launch each.
+
+A tensor is (N, C, L) in memory: contiguous (N, C, *spatial) is (N, C, prod(spatial)), channels_last is
+(N * prod(spatial), C, 1), and element (n, c, l) lies at (n * C + c) * L + l in both. All kernels walk it in tiles of
+BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is contiguous, a run of channels where L is 1.
+
+    forward   pass 1: x -> mean and squared deviations of every part      pass 2: x, those -> z, mean, invstd
+    backward  pass 1: v, dz -> sums of every part                         pass 2: v, dz, those -> dx, dgamma, dbeta
+
+A channel's tiles are dealt to `parts` programs, so that few channels fill a device as many do. Pass 2 has the same
+programs; each first combines the parts of its channels, always in the same order, and that of part 0 alone writes what
+belongs to a channel (no other reads it). A pass 2 walks from the end, where pass 1 left the caches warm.
+
+Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential are the device's
+fast ones, a few units in the last place.
+"""
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activations import Activation
+from .interface import Backend, Kept
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # the kernels below then run on CPU tensors, slowly, and only there
+
+MAX_PARTS = 256  # per channel: what a program of pass 2 has to combine
+BYTES_PER_THREAD = 64  # of every tensor, in 128-bit loads: enough in flight at a quarter of all resident threads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Activations, element by element (section 3.3): the arithmetic of ..activations in float32
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1, by its series where the difference would cancel (relative error below 5e-7)."""
+    series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
+    return tl.where(tl.abs(x) < 0.5, x * series, tl.exp(x) - 1)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x), the rounding of 1 + x made good by the last factor."""
+    shifted = 1 + x
+    rounded = shifted - 1
+    return tl.where(rounded == 0, x, tl.log(shifted) * (x / tl.where(rounded == 0, 1.0, rounded)))
+
+
+@triton.jit
+def _activate(y, param, ACTIVATION: tl.constexpr):
+    """z = phi(y)."""
+    z = y
+    if ACTIVATION == "leaky_relu":
+        z = tl.where(y > 0, y, y * param)
+    elif ACTIVATION == "relu":
+        z = tl.where(y <= 0, 0.0, y)  # NaN stays NaN
+    elif ACTIVATION == "elu":
+        z = tl.where(y > 0, y, param * _expm1(tl.minimum(y, 0.0)))
+    elif ACTIVATION == "sigmoid":
+        z = 1 / (1 + tl.exp(-y))
+    elif ACTIVATION == "tanh":
+        minus = _expm1(-2 * tl.abs(y))
+        z = tl.where(y < 0, minus, -minus) / (2 + minus)
+    return z
+
+
+@triton.jit
+def _activation_backward(z, dz, param, ACTIVATION: tl.constexpr):
+    """dL/dy from dL/dz and z = phi(y) (Algorithm 2, line 2)."""
+    dy = dz
+    if ACTIVATION == "leaky_relu":
+        dy = tl.where(z > 0, dz, dz * param)
+    elif ACTIVATION == "relu":
+        dy = tl.where(z <= 0, 0.0, dz)
+    elif ACTIVATION == "elu":
+        dy = tl.where(z > 0, dz, dz * (z + param))
+    elif ACTIVATION == "sigmoid":
+        dy = dz * (1 - z) * z
+    elif ACTIVATION == "tanh":
+        dy = dz * (1 - z * z)
+    return dy
+
+
+@triton.jit
+def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
+    """y = phi^-1(z) (Algorithm 2, line 3), of the nearest value short of an asymptote; GAP: `invert_activation`."""
+    y = z
+    if ACTIVATION == "leaky_relu":
+        y = tl.where(z > 0, z, z * (1 / param))
+    elif ACTIVATION == "elu":
+        y = tl.where(z > 0, z, _log1p(tl.minimum(tl.maximum(z * (1 / param), GAP - 1), 0.0)))
+    elif ACTIVATION == "sigmoid":
+        inside = tl.minimum(tl.maximum(z, GAP), 1 - GAP)
+        y = tl.log(inside / (1 - inside))
+    elif ACTIVATION == "tanh":
+        size = tl.minimum(tl.abs(z), 1 - GAP)
+        y = 0.5 * _log1p(2 * size / (1 - size))
+        y = tl.where(z < 0, -y, y)
+    return y
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles and parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _tile(tile, block, N, C, L, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr):
+    """A tile of a block of channels: its first element, and (BLOCK_N, BLOCK_C, BLOCK_L) offsets from it and mask.
+
+    Only the first can lie beyond 32 bits. Kept apart, it is all that changes from tile to tile.
+    """
+    tiles_l = (L + BLOCK_L - 1) // BLOCK_L
+    n = tile // tiles_l * BLOCK_N
+    c = block * BLOCK_C
+    l = tile % tiles_l * BLOCK_L  # noqa: E741
+    in_n = tl.arange(0, BLOCK_N)[:, None, None]
+    in_c = tl.arange(0, BLOCK_C)[None, :, None]
+    in_l = tl.arange(0, BLOCK_L)[None, None, :]
+    start = (n.to(tl.int64) * C + c) * L + l
+    return start, (in_n * C + in_c) * L + in_l, (n + in_n < N) & (c + in_c < C) & (l + in_l < L)
+
+
+@triton.jit
+def _part(part, tiles_per_part, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """First tile of a part, and the one after its last. Empty for a part after the last."""
+    tiles = (N + BLOCK_N - 1) // BLOCK_N * ((L + BLOCK_L - 1) // BLOCK_L)
+    return tl.minimum(part * tiles_per_part, tiles), tl.minimum((part + 1) * tiles_per_part, tiles)
+
+
+@triton.jit
+def _elements(first, end, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Elements of one channel in tiles first … end - 1, as float32."""
+    return (_elements_before(end, N, L, BLOCK_N, BLOCK_L) - _elements_before(first, N, L, BLOCK_N, BLOCK_L)).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Elements of one channel in the tiles before this one, as int64: whole rows of tiles, then a piece of one."""
+    tiles_l = (L + BLOCK_L - 1) // BLOCK_L
+    n = tl.minimum(tile // tiles_l * BLOCK_N, N)
+    return n.to(tl.int64) * L + tl.minimum(N - n, BLOCK_N) * (tile % tiles_l * BLOCK_L)
+
+
+@triton.jit
+def _fold(values, FOLD: tl.constexpr):
+    """Elements that a thread holds of a tile, added up within the thread: FOLD times fewer, channels still innermost.
+
+    A thread holds 128 bits here and the same further on, so of the flat tile it is the slowest index that goes.
+    """
+    return tl.sum(tl.reshape(values, (FOLD, values.numel // FOLD)), axis=0)
+
+
+@triton.jit
+def _sum(folded, BLOCK_C: tl.constexpr):
+    """Sums for `_channels` over what `_fold` has left of a tile."""
+    if BLOCK_C == 1:
+        sums = tl.sum(folded)
+    else:
+        sums = tl.sum(tl.reshape(folded, (folded.numel // BLOCK_C, BLOCK_C)), axis=0)[None, :, None]
+    return sums
+
+
+@triton.jit
+def _sum_of_parts(values, BLOCK_C: tl.constexpr):
+    """(PARTS, BLOCK_C, 1) summed for `_channels`."""
+    if BLOCK_C == 1:
+        sums = tl.sum(values)
+    else:
+        sums = tl.sum(values, axis=0, keep_dims=True)
+    return sums
+
+
+@triton.jit
+def _channels(block, BLOCK_C: tl.constexpr):
+    """Channels of a block, (1, BLOCK_C, 1); one alone is a scalar, which takes one register and not one an element."""
+    channels = block * BLOCK_C
+    if BLOCK_C > 1:
+        channels += tl.arange(0, BLOCK_C)[None, :, None]
+    return channels
+
+
+@triton.jit
+def _load_partials(partials, parts, channels, C, PARTS: tl.constexpr):
+    """Both partial results (2, parts, C) of (1, BLOCK_C, 1) channels: two (PARTS, BLOCK_C, 1), zero after the last."""
+    part = tl.arange(0, PARTS)[:, None, None]
+    offsets = part * C + channels
+    mask = (part < parts) & (channels < C)
+    return tl.load(partials + offsets, mask, 0.0), tl.load(partials + parts * C + offsets, mask, 0.0)
+
+
+@triton.jit
+def _combine_moments(
+    partials, parts, channels, tiles_per_part, N, C, L, count,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Mean and biased variance of whole channels from those of their parts (Chan, Golub and LeVeque 1979)."""
+    means, deviations = _load_partials(partials, parts, channels, C, PARTS)
+    first, end = _part(tl.arange(0, PARTS)[:, None, None], tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    weights = _elements(first, end, N, L, BLOCK_N, BLOCK_L) / count
+    mean = _sum_of_parts(weights * means, BLOCK_C)
+    apart = means - mean
+    return mean, _sum_of_parts(deviations / count + weights * apart * apart, BLOCK_C)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels. N, C and count = N * L are those of the tensor, L = length * ALIGN
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _partial_moments_kernel(
+    x, partials, N, C, length, tiles_per_part, parts,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """partials (2, parts, C): mean, and sum of squared deviations from it. Traffic: 1 read of x.
+
+    Sums are taken of x - shift, the shift being the mean of the part's first tile: at worst, cancellation then costs a
+    factor of tiles per part, whatever the mean of the channel is.
+    """
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+
+    start, offsets, mask = _tile(first, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+    values = tl.load(x + start + offsets, mask, 0.0).to(tl.float32)
+    shift = _sum(_fold(values, FOLD), BLOCK_C) / _elements(first, first + 1, N, L, BLOCK_N, BLOCK_L)
+    shifted = tl.where(mask, values - shift, 0.0)
+    sums, squares = _fold(shifted, FOLD), _fold(shifted * shifted, FOLD)
+    for tile in range(first + 1, end):
+        start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        shifted = tl.where(mask, tl.load(x + start + offsets, mask, 0.0).to(tl.float32) - shift, 0.0)
+        sums += _fold(shifted, FOLD)
+        squares += _fold(shifted * shifted, FOLD)
+
+    count = _elements(first, end, N, L, BLOCK_N, BLOCK_L)
+    mean = _sum(sums, BLOCK_C) / count
+    deviations = tl.maximum(_sum(squares, BLOCK_C) - count * mean * mean, 0.0)
+    channels = _channels(block, BLOCK_C)
+    tl.store(partials + part * C + channels, shift + mean, channels < C)
+    tl.store(partials + (parts + part) * C + channels, deviations, channels < C)
+
+
+@triton.jit
+def _moments_kernel(
+    partials, mean, var, count, N, C, length, tiles_per_part, parts,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Mean and biased variance (C,) of whole channels; one program a block of channels. Traffic: 2 * parts * C."""
+    channels = _channels(tl.program_id(0), BLOCK_C)
+    L = length * ALIGN
+    whole = _combine_moments(
+        partials, parts, channels, tiles_per_part, N, C, L, count, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
+    )
+    tl.store(mean + channels, whole[0], channels < C)
+    tl.store(var + channels, whole[1], channels < C)
+
+
+@triton.jit
+def _normalise_kernel(
+    x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, param, count,
+    N, C, length, tiles_per_part, parts,
+    ACTIVATION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """z = phi(gamma * (x - mean) * invstd + beta). Traffic: 1 read of x, 1 write of z.
+
+    With partials, mean and invstd are results, as are the running statistics where given.
+    """
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, part = program % blocks, program // blocks
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+
+    if partials is None:
+        centre, scale = tl.load(mean + channels, exists, 0.0), tl.load(invstd + channels, exists, 0.0)
+    else:
+        centre, var = _combine_moments(
+            partials, parts, channels, tiles_per_part, N, C, L, count, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
+        )
+        scale = tl.rsqrt(var + eps)
+        if part == 0:
+            tl.store(mean + channels, centre, exists)
+            tl.store(invstd + channels, scale, exists)
+            if running_mean is not None:
+                old_mean = tl.load(running_mean + channels, exists, 0.0)
+                old_var = tl.load(running_var + channels, exists, 0.0)
+                unbiased = var * (count / (count - 1))
+                tl.store(running_mean + channels, old_mean + momentum * (centre - old_mean), exists)
+                tl.store(running_var + channels, old_var + momentum * (unbiased - old_var), exists)
+    scale *= tl.load(gamma + channels, exists, 0.0)
+    shift = tl.load(beta + channels, exists, 0.0)
+
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    for step in range(first, end):
+        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(x + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        values = _activate((values - centre) * scale + shift, param, ACTIVATION)
+        tl.store(z + start + offsets, values.to(z.dtype.element_ty), mask)
+
+
+@triton.jit
+def _x_hat_and_dy(
+    values, dz, offset, factor, gamma, beta, param,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+):  # fmt: skip
+    """x_hat and dL/dy from what is kept (`Kept`) and dL/dz, all float32."""
+    if IS_OUTPUT:
+        z = values
+        x_hat = (_invert_activation(z, param, ACTIVATION, GAP) - offset) * factor
+    else:
+        x_hat = (values - offset) * factor
+        z = _activate(gamma * x_hat + beta, param, ACTIVATION)
+    return x_hat, _activation_backward(z, dz, param, ACTIVATION)
+
+
+@triton.jit
+def _partial_sums_kernel(
+    kept, dz, offset, factor, gamma, beta, partials, param, N, C, length, tiles_per_part, parts,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """partials (2, parts, C): sums of dL/dy and of dL/dy * x_hat. Traffic: 1 read of kept, 1 of dz."""
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+    offset, factor = tl.load(offset + channels, exists, 0.0), tl.load(factor + channels, exists, 0.0)
+    gamma, beta = tl.load(gamma + channels, exists, 0.0), tl.load(beta + channels, exists, 0.0)
+
+    sum_dy = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    sum_dy_x_hat = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    for tile in range(first, end):
+        start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(kept + start + offsets, mask, 0.0).to(tl.float32)
+        gradient = tl.load(dz + start + offsets, mask, 0.0).to(tl.float32)  # zero where masked, and so is dy
+        x_hat, dy = _x_hat_and_dy(values, gradient, offset, factor, gamma, beta, param, ACTIVATION, IS_OUTPUT, GAP)
+        sum_dy += _fold(dy, FOLD)
+        sum_dy_x_hat += _fold(dy * x_hat, FOLD)
+
+    tl.store(partials + part * C + channels, _sum(sum_dy, BLOCK_C), exists)
+    tl.store(partials + (parts + part) * C + channels, _sum(sum_dy_x_hat, BLOCK_C), exists)
+
+
+@triton.jit
+def _input_gradient_kernel(
+    kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, param, count,
+    N, C, length, tiles_per_part, parts,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat). Traffic: 1 read of kept, 1 of dz, 1 write of dx.
+
+    With partials, the means are formed from them, and dbeta and dgamma are results.
+    """
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, part = program % blocks, program // blocks
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+
+    if partials is None:
+        mean_dy = tl.load(mean_dy + channels, exists, 0.0)
+        mean_dy_x_hat = tl.load(mean_dy_x_hat + channels, exists, 0.0)
+    else:
+        sums_dy, sums_dy_x_hat = _load_partials(partials, parts, channels, C, PARTS)
+        sum_dy = _sum_of_parts(sums_dy, BLOCK_C)
+        sum_dy_x_hat = _sum_of_parts(sums_dy_x_hat, BLOCK_C)
+        if part == 0:
+            tl.store(dbeta + channels, sum_dy, exists)
+            tl.store(dgamma + channels, sum_dy_x_hat, exists)
+        mean_dy, mean_dy_x_hat = sum_dy / count, sum_dy_x_hat / count
+    offset, factor = tl.load(offset + channels, exists, 0.0), tl.load(factor + channels, exists, 0.0)
+    gamma, beta = tl.load(gamma + channels, exists, 0.0), tl.load(beta + channels, exists, 0.0)
+    scale = gamma * tl.load(invstd + channels, exists, 0.0)
+
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    for step in range(first, end):
+        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(kept + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.load(dz + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x_hat, dy = _x_hat_and_dy(values, gradient, offset, factor, gamma, beta, param, ACTIVATION, IS_OUTPUT, GAP)
+        tl.store(dx + start + offsets, (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(dx.dtype.element_ty), mask)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How the programs of a kernel share a tensor (N, C, L)."""
+
+    shape: tuple[int, int, int]
+    align: int  # elements that start on a 128-bit boundary at every multiple of L
+    tile: tuple[int, int, int]
+    num_warps: int
+    fold: int  # elements of a tile that one thread can add up
+    tiles_per_part: int
+    parts: int
+
+    @property
+    def count(self) -> float:
+        """Elements of a channel."""
+        return float(self.shape[0] * self.shape[2])
+
+    @property
+    def padded_parts(self) -> int:
+        """The smallest power of four that is not below `parts`: half as many kernels to compile as powers of two."""
+        exponent = (self.parts - 1).bit_length()
+        return 1 << (exponent + exponent % 2)
+
+
+@cache
+def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
+    """A plan for a tensor (N, C, L) of `itemsize` bytes an element on a device of so many multiprocessors.
+
+    Where L is contiguous: small programs of one channel each, about eight of them resident on a multiprocessor; they
+    work on up to eight tiles before there are more programs than that, and on more than eight only when there are four
+    times as many. Where channels are: large programs, two a multiprocessor, because a program combines the parts of
+    as many channels as its tile is wide.
+    """
+    n, c, length = shape
+    vector = 16 // itemsize
+    if length > 1:
+        threads, resident = 128, 8 * processors
+        block_c, block_l = 1, _block_l(length)
+    else:
+        threads, resident = 512, 2 * processors
+        block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
+    block_n = min(_power_of_2(n), max(1, threads * BYTES_PER_THREAD // (itemsize * block_c * block_l)))
+    blocks = _ceil_div(c, block_c)
+    if length == 1:  # four tiles a program, where that leaves each thread a vector
+        while block_n * block_c > threads * vector and _ceil_div(n, block_n) * blocks < 4 * resident:
+            block_n //= 2
+    size = block_n * block_c * block_l
+    threads = max(32, min(threads, size // vector))
+
+    tiles = _ceil_div(n, block_n) * _ceil_div(length, block_l)
+    if length > 1:
+        tiles_per_part = max(1, min(8, tiles * blocks // resident), tiles * blocks // (4 * resident))
+    else:
+        tiles_per_part = _ceil_div(tiles, max(1, resident // blocks))
+    tiles_per_part = max(tiles_per_part, _ceil_div(tiles, MAX_PARTS))
+    return Plan(
+        shape=shape,
+        align=math.gcd(length, vector),
+        tile=(block_n, block_c, block_l),
+        num_warps=threads // 32,
+        fold=max(1, size // (threads * vector)),
+        tiles_per_part=tiles_per_part,
+        parts=_ceil_div(tiles, tiles_per_part),
+    )
+
+
+def _block_l(length: int) -> int:
+    """The widest tile that covers a run of `length` with little beyond its end; one of 128 at least, if it must be."""
+    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
+    return next((width for width in widths if _ceil_div(length, width) * width <= 1.125 * length), widths[-1])
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _plan_for(x: Tensor) -> Plan:
+    n, c = x.shape[:2]
+    length = x.numel() // (n * c)
+    if not x.is_contiguous():
+        assert x.movedim(1, -1).is_contiguous(), f"neither contiguous nor channels_last: {x.shape}, {x.stride()}"
+        n, length = n * length, 1
+    return plan((n, c, length), x.element_size(), _processors(x.device))
+
+
+def _launch(kernel, plan: Plan, x: Tensor, *arguments, per_part: bool = True, **constants) -> None:
+    """Run a kernel on the device of x: one program for every block of channels and, with `per_part`, every part."""
+    n, c, length = plan.shape
+    block_n, block_c, block_l = plan.tile
+    programs = _ceil_div(c, block_c) * (plan.parts if per_part else 1)
+    with torch.cuda.device_of(x):
+        kernel[(programs,)](
+            *arguments, n, c, length // plan.align, plan.tiles_per_part, plan.parts, **constants,
+            ALIGN=plan.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=plan.num_warps,
+        )  # fmt: skip
+
+
+class TritonBackend(Backend):
+    """float32, bfloat16 and float16 tensors on a CUDA device; vectors float32."""
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        plan = _plan_for(x)
+        partials = _partial_moments(plan, x)
+        mean, var = partials.new_empty((2, plan.shape[1]))
+        results = (mean, var, plan.count)
+        _launch(_moments_kernel, plan, x, partials, *results, per_part=False, PARTS=plan.padded_parts)
+        return mean, var
+
+    def normalise(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        return _normalise(_plan_for(x), x, out, activation, (mean, invstd, gamma, beta, None, None, None, 0.0, 0.0))
+
+    def forward(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        plan = _plan_for(x)
+        partials = _partial_moments(plan, x)
+        mean, invstd = partials.new_empty((2, plan.shape[1]))
+        running = (running_mean, running_var, float(momentum), float(eps))
+        z = _normalise(plan, x, out, activation, (mean, invstd, gamma, beta, partials, *running))
+        return z, mean, invstd
+
+    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+        partials = _partial_sums(_plan_for(kept.values), kept, _in_order_of(kept.values, dz))
+        dbeta, dgamma = partials.sum(1)
+        return dbeta, dgamma
+
+    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+        dz = _in_order_of(kept.values, dz)
+        return _input_gradient(_plan_for(kept.values), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
+
+    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        plan = _plan_for(kept.values)
+        dz = _in_order_of(kept.values, dz)
+        partials = _partial_sums(plan, kept, dz)
+        dbeta, dgamma = partials.new_empty((2, plan.shape[1]))
+        dx = _input_gradient(plan, kept, dz, (None, None, partials, dbeta, dgamma))
+        return dx, dgamma, dbeta
+
+
+def _partial_moments(plan: Plan, x: Tensor) -> Tensor:
+    partials = x.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
+    _launch(_partial_moments_kernel, plan, x, x, partials, FOLD=plan.fold)
+    return partials
+
+
+def _normalise(plan: Plan, x: Tensor, out: Tensor | None, activation: Activation, vectors: tuple) -> Tensor:
+    z = torch.empty_like(x) if out is None else out
+    arguments = (x, z, *vectors, float(activation.param), plan.count)
+    _launch(_normalise_kernel, plan, x, *arguments, ACTIVATION=activation.name, PARTS=plan.padded_parts)
+    return z
+
+
+def _partial_sums(plan: Plan, kept: Kept, dz: Tensor) -> Tensor:
+    partials = dz.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
+    vectors = (kept.offset, kept.factor, kept.gamma, kept.beta)
+    arguments = (kept.values, dz, *vectors, partials, float(kept.activation.param))
+    _launch(_partial_sums_kernel, plan, dz, *arguments, **_variant(kept), FOLD=plan.fold)
+    return partials
+
+
+def _input_gradient(plan: Plan, kept: Kept, dz: Tensor, sums: tuple) -> Tensor:
+    dx = torch.empty_like(kept.values)
+    vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
+    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), plan.count)
+    _launch(_input_gradient_kernel, plan, dz, *arguments, **_variant(kept), PARTS=plan.padded_parts)
+    return dx
+
+
+def _variant(kept: Kept) -> dict[str, str | bool | float]:
+    gap = torch.finfo(kept.values.dtype).eps / 2
+    return {"ACTIVATION": kept.activation.name, "IS_OUTPUT": kept.is_output, "GAP": gap}
+
+
+def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:
+    """dz with its elements in memory as those of `values` are; a copy only where they are not."""
+    ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
+    return dz if ordered else torch.empty_like(values).copy_(dz)

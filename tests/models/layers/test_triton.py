@@ -1,0 +1,523 @@
+"""The Triton kernels against eager float64: interpreted on the CPU, compiled with `-m gpu` on a device.
+
+Interpreted kernels are a second copy of the module, decorated while Triton's `interpret` is on, whatever imported
+Triton before. The copy that everyone else imports stays as it is; tests without a device compile that one to cubins.
+"""
+
+import importlib.util
+import re
+import subprocess
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+triton = pytest.importorskip("triton")
+
+from models.layers.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation  # noqa: E402
+from models.layers.backends import triton_kernels  # noqa: E402
+from models.layers.backends.eager import EagerBackend  # noqa: E402
+from models.layers.backends.interface import Kept  # noqa: E402
+
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
+KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [
+    (name, kept) for name in ACTIVATIONS for kept in ("x", "x_hat")
+]
+TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}  # of the largest term
+# (The interpreter cuts float32 off where it makes bfloat16; a device rounds.)
+EAGER = EagerBackend()
+
+
+def interpreted_copy():
+    """The module `triton_kernels` with kernels that the interpreter runs."""
+    name = f"{triton_kernels.__name__}_interpreted"
+    spec = importlib.util.spec_from_file_location(name, triton_kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def copies():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+        interpreted = interpreted_copy()
+    return {"cpu": interpreted, "cuda": triton_kernels}
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device"),
+                pytest.mark.skipif(triton_kernels.INTERPRETED, reason="TRITON_INTERPRET is set"),
+            ],
+        ),
+    ]
+)
+def device(request, copies, monkeypatch) -> str:
+    """Where a test computes."""
+    if request.param == "cpu":
+        interpret_the_language(monkeypatch)
+    return request.param
+
+
+def interpret_the_language(monkeypatch) -> None:
+    """What `triton.language` itself wrote as kernels (sum, zeros) is to be interpreted too, until the patch is undone.
+
+    The interpreter then forgets to take back its changes of `triton.language.core`, after which nothing would compile.
+    """
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    for module in (triton.language, triton.language.core):
+        for name, function in vars(module).copy().items():
+            if isinstance(function, triton.JITFunction):
+                monkeypatch.setattr(module, name, triton.jit(function.fn))
+            elif callable(function):
+                monkeypatch.setattr(module, name, function)
+
+
+@pytest.fixture
+def backend(device, copies):
+    return copies[device].TritonBackend()
+
+
+@pytest.fixture
+def many_parts(device, copies, monkeypatch):
+    """Small tiles, so that small tensors have many, several a part, and several parts a channel."""
+    module = copies[device]
+    monkeypatch.setattr(module, "BYTES_PER_THREAD", 4)
+    monkeypatch.setattr(module, "_processors", lambda device: 1)
+    module.plan.cache_clear()
+    yield
+    module.plan.cache_clear()
+
+
+class Case(NamedTuple):
+    x: Tensor
+    dz: Tensor
+    gamma: Tensor
+    beta: Tensor
+    activation: Activation
+
+
+def case(shape, device, dtype=torch.float32, memory_format=CONTIGUOUS, activation="leaky_relu", seed=0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    channels = shape[1]
+    x = torch.randn(shape, generator=generator).clamp(-3, 3).to(device, dtype).contiguous(memory_format=memory_format)
+    dz = torch.randn(shape, generator=generator).to(device, dtype).contiguous(memory_format=memory_format)
+    gamma = torch.rand(channels, generator=generator) * 0.5 + 0.3
+    gamma = gamma * torch.randn(channels, generator=generator).sign()
+    beta = torch.rand(channels, generator=generator) * 0.5 - 0.25
+    return Case(x, dz, gamma.to(device), beta.to(device), Activation(activation, PARAMS.get(activation, 0.01)))
+
+
+def double(kept: Kept) -> Kept:
+    return Kept(*(value.double() if isinstance(value, Tensor) else value for value in kept))
+
+
+def keep(case: Case, what: str, eps: float = 1e-5) -> Kept:
+    """What a forward pass on a case keeps, with statistics and values rounded as they are when kept."""
+    x, _, gamma, beta, activation = case
+    z, mean, invstd = EAGER.forward(x.double(), gamma.double(), beta.double(), None, None, 0.0, eps, activation)
+    mean, invstd, zero, one = mean.float(), invstd.float(), torch.zeros_like(gamma), torch.ones_like(gamma)
+    if what == "z":
+        return Kept(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
+    if what == "x":
+        return Kept(x, False, mean, invstd, gamma, beta, invstd, activation)
+    x_hat = EAGER.normalise(
+        x.double(), mean.double(), invstd.double(), one.double(), zero.double(), Activation("identity")
+    )
+    return Kept(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
+
+
+def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor | float) -> None:
+    error = (result.double() - wanted).abs()
+    assert (error <= tolerance * scale).all(), f"{(error / scale).max():.2e} > {tolerance:.2e}"
+
+
+def assert_forward(backend, case: Case) -> None:
+    x, _, gamma, beta, activation = case
+    wanted, wanted_mean, wanted_invstd = EAGER.forward(
+        x.double(), gamma.double(), beta.double(), None, None, 0.0, 1e-5, activation
+    )
+    z, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.0, 1e-5, activation)
+    assert (z.dtype, z.shape, z.stride()) == (x.dtype, x.shape, x.stride())
+    assert mean.dtype == invstd.dtype == torch.float32
+    assert_close(mean, wanted_mean, 1e-6, 1.0)
+    assert_close(invstd, wanted_invstd, 4e-6, wanted_invstd)
+    assert_close(z, wanted, TOLERANCES[x.dtype], wanted.abs().max() + 1)
+    again = backend.normalise(x, mean, invstd, gamma, beta, activation)
+    assert_close(again, z.double(), 1e-6 if x.dtype == torch.float32 else TOLERANCES[x.dtype], z.double().abs() + 1)
+
+
+def assert_backward(backend, case: Case, kept: Kept, dz: Tensor | None = None) -> None:
+    """Errors are relative to the terms that a result is the sum of."""
+    dz = case.dz if dz is None else dz
+    others = [d for d in range(dz.dim()) if d != 1]
+    size = dz.double().abs()
+    wanted_dx, wanted_dgamma, wanted_dbeta = EAGER.backward(double(kept), dz.double())
+    dx, dgamma, dbeta = backend.backward(kept, dz)
+    assert (dx.dtype, dx.shape, dx.stride()) == (kept.values.dtype, kept.values.shape, kept.values.stride())
+    assert_close(dbeta, wanted_dbeta, 2e-6, size.sum(others))
+    assert_close(dgamma, wanted_dgamma, 1e-5, size.sum(others) * 4)
+    scale = (kept.gamma * kept.invstd).double().abs().max() * (size.max() + 1) * 2
+    assert_close(dx, wanted_dx, TOLERANCES[dx.dtype], scale)
+
+
+def assert_pieces(backend, case: Case, kept: Kept) -> None:
+    """`sums` and `input_gradient` make up `backward`."""
+    dx, dgamma, dbeta = backend.backward(kept, case.dz)
+    sums = backend.sums(kept, case.dz)
+    torch.testing.assert_close(sums, (dbeta, dgamma), rtol=1e-5, atol=1e-5)
+    count = case.dz.numel() // case.dz.shape[1]
+    pieces = backend.input_gradient(kept, case.dz, *(total / count for total in sums))
+    assert_close(pieces, dx.double(), TOLERANCES[dx.dtype], dx.double().abs().max())
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward(backend, device, many_parts, activation, memory_format):
+    assert_forward(backend, case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation))
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("activation, kept", KEPT)
+def test_backward(backend, device, many_parts, activation, kept, memory_format):
+    example = case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation)
+    assert_backward(backend, example, keep(example, kept))
+    assert_pieces(backend, example, keep(example, kept))
+
+
+@pytest.mark.parametrize("activation, kept", [("leaky_relu", "z"), ("elu", "z"), ("tanh", "z"), ("sigmoid", "x")])
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_tensors_with_float32_vectors(backend, device, dtype, memory_format, activation, kept):
+    example = case((3, 4, 2, 14), device, dtype, memory_format, activation)
+    assert_forward(backend, example)
+    assert_backward(backend, example, keep(example, kept))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    spatial=st.lists(st.integers(1, 7), max_size=3),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_shapes(backend, device, many_parts, shape, spatial, channels_last, seed):
+    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
+    memory_format = {2: CHANNELS_LAST, 3: torch.channels_last_3d}.get(len(spatial), CONTIGUOUS)
+    memory_format = memory_format if channels_last else CONTIGUOUS
+    example = case((*shape, *spatial), device, memory_format=memory_format, seed=seed)
+    assert_forward(backend, example)
+    assert_backward(backend, example, keep(example, "z", eps=0.1))  # no blow-up of rounding where var is zero
+
+
+@pytest.mark.parametrize(
+    "shape, memory_format",
+    [
+        ((5, 2, 3, 43), CONTIGUOUS),  # several tiles in L, the second almost empty
+        ((21, 2, 3, 13), CONTIGUOUS),  # several in N, a ragged one in both
+        ((700, 3), CONTIGUOUS),
+        ((3, 20, 5, 11), CHANNELS_LAST),
+    ],
+)
+def test_several_parts(backend, device, copies, many_parts, shape, memory_format):
+    example = case(shape, device, memory_format=memory_format, seed=1)
+    plan = copies[device]._plan_for(example.x)
+    assert plan.parts > 1 and plan.tiles_per_part > 1
+    assert_forward(backend, example)
+    assert_backward(backend, example, keep(example, "z"))
+    assert_pieces(backend, example, keep(example, "z"))
+    mean, var = backend.moments(example.x)
+    wanted_mean, wanted_var = EAGER.moments(example.x.double())
+    assert_close(mean, wanted_mean, 1e-6, 1.0)
+    assert_close(var, wanted_var, 1e-5, wanted_var)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
+    x = case((6, 3, 5, 30), device).x * 1.0 + 1000
+    x[0] = 0  # one image that says nothing about the others
+    x[:, 1] = 3000
+    x[:, 2] = torch.randn(6, 1, 1, device=device) * 100 + case((6, 1, 5, 30), device).x[:, 0]
+    x = x.contiguous(memory_format=memory_format)
+    mean, var = backend.moments(x)
+    wanted_mean, wanted_var = EAGER.moments(x.double())
+    assert_close(mean, wanted_mean, 1e-6, wanted_mean.abs())
+    assert_close(var, wanted_var, 1e-4, wanted_var + 1e-4)
+
+    x = case((6, 3, 5, 30), device, memory_format=memory_format).x + 1000
+    _, var = backend.moments(x)
+    _, wanted_var = EAGER.moments(x.double())
+    assert_close(var, wanted_var, 1e-5, wanted_var)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, memory_format):
+    bn = nn.BatchNorm2d(4, momentum=0.3).to(device).double()
+    running_mean, running_var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    for seed in range(2):
+        x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format, seed=seed)
+        x = x * 2 + 5
+        bn(x.double())
+        backend.forward(x, gamma, beta, running_mean, running_var, 0.3, 1e-5, activation)
+    torch.testing.assert_close(running_mean.double(), bn.running_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(running_var.double(), bn.running_var, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+def test_writes_over_its_input(backend, device, many_parts, memory_format):
+    x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
+    wanted, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.1, 1e-5, activation)
+    for write in (
+        lambda out: backend.forward(out, gamma, beta, None, None, 0.1, 1e-5, activation, out=out)[0],
+        lambda out: backend.normalise(out, mean, invstd, gamma, beta, activation, out=out),
+    ):
+        out = x.clone(memory_format=torch.preserve_format)
+        assert write(out) is out
+        assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+def test_gradients_in_another_memory_format(backend, device, memory_format):
+    example = case((3, 4, 5, 6), device, memory_format=memory_format)
+    kept = keep(example, "z")
+    for dz in (
+        example.dz.contiguous(memory_format=CHANNELS_LAST if memory_format == CONTIGUOUS else CONTIGUOUS),
+        example.dz[:, :, :1, :1].expand(3, 4, 5, 6),
+        torch.ones((), device=device).expand(3, 4, 5, 6),
+        example.dz.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert_backward(backend, example, kept, dz)
+
+
+@pytest.mark.parametrize("gamma", [1e-3, -1e-3, 1e-5])
+def test_tiny_gamma(backend, device, gamma):
+    """Inverting divides rounding errors of z by gamma; what is kept exactly as z / gamma is inverted exactly."""
+    example = case((3, 4, 5, 6), device)._replace(gamma=torch.full((4,), gamma, device=device))
+    example = example._replace(beta=torch.zeros(4, device=device))
+    assert_forward(backend, example)
+    assert_backward(backend, example, keep(example, "z"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation, asymptotes", [("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])])
+def test_saturated_values_give_finite_gradients(backend, device, activation, asymptotes, dtype):
+    example = case((3, 4, 5, 6), device, dtype, activation=activation)
+    kept = keep(example, "z")
+    for i, asymptote in enumerate(asymptotes):
+        kept.values[i] = asymptote
+    kept.values[:, 3] = asymptotes[0]  # a whole channel
+    for result in backend.backward(kept, example.dz):
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_to_the_last_places(backend, device, activation):
+    """Near zero, where exp(y) - 1 and log(1 + y) cancel, and far from it."""
+    size = torch.logspace(-7, 1, 400, dtype=torch.float64).float()
+    y = torch.cat([-size, size]).reshape(-1, 1).to(device)
+    zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    phi = Activation(activation, PARAMS.get(activation, 0.01))
+    z = backend.normalise(y, zero, one, one, zero, phi)
+    exact = EAGER.normalise(y.double(), zero.double(), one.double(), one.double(), zero.double(), phi)
+    assert_close(z, exact, 1e-6, exact.abs())
+    if activation in INVERTIBLE_ACTIVATIONS:
+        small = y.abs().squeeze() < 4
+        z, y = z[small], y[small]
+        kept = Kept(z, True, zero, one, one, zero, one, phi)
+        inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1, and that is y
+        wanted = EAGER.input_gradient(double(kept), torch.zeros_like(z).double(), zero.double(), -one.double())
+        assert_close(inverse, wanted, 1e-6, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_not_a_number_is_not_hidden(backend, device, activation):
+    example = case((2, 3, 4, 5), device, activation=activation)
+    x, dz = example.x.clone(), example.dz.clone()
+    x[0, 0, 0, 0] = dz[0, 1, 0, 0] = torch.nan
+    z, _, _ = backend.forward(x, example.gamma, example.beta, None, None, 0.1, 1e-5, example.activation)
+    assert z[:, 0].isnan().all() and z[:, 1:].isfinite().all()
+    for kept in (keep(example, "x"), keep(example, "x")._replace(values=x)):
+        dx, dgamma, dbeta = backend.backward(kept, dz)
+        assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
+    assert dx[:, 0].isnan().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled without a device
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Compiled(NamedTuple):
+    name: str
+    threads: int
+    registers: int
+    spilled: int  # bytes a thread
+    ptx: str
+
+
+class Compiler:
+    """Stands in for a kernel: what is launched is compiled for sm_80 or sm_90, with the same specialisation."""
+
+    def __init__(self, kernel, architecture: int, compiled: list[Compiled], folder):
+        self.kernel, self.architecture, self.compiled, self.folder = kernel, architecture, compiled, folder
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *arguments, num_warps, **constants):
+        types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+        signature, constexprs, attributes = {}, {}, {}
+        values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | constants
+        for i, name in enumerate(self.kernel.arg_names):
+            value = values[name]
+            if name in constants or value is None or (isinstance(value, int) and value == 1):
+                signature[name], constexprs[(i,)] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                is_tensor = isinstance(value, Tensor)
+                signature[name] = types[value.dtype] if is_tensor else "i32"
+                if is_tensor or value % 16 == 0:
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        source = triton.compiler.ASTSource(self.kernel, signature, constexprs, attributes)
+        target = triton.backends.compiler.GPUTarget("cuda", self.architecture, 32)
+        assembly = triton.compile(source, target=target, options={"num_warps": num_warps}).asm
+        self.compiled.append(
+            Compiled(self.kernel.__name__, 32 * num_warps, *self.usage(assembly["cubin"]), assembly["ptx"])
+        )
+
+    def usage(self, cubin: bytes) -> tuple[int, int]:
+        """Registers of a thread, and bytes of its stack: nothing is there but what it spills."""
+        path = self.folder / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+        return int(registers), int(stack)
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    """Compile the kernels that forward, backward or both launch for a tensor, and list them."""
+    if triton_kernels.INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    try:
+        assert triton.knobs.nvidia.ptxas.path and triton.knobs.nvidia.cuobjdump.path
+    except RuntimeError as error:
+        pytest.skip(str(error))  # which of NVIDIA's tools is missing
+    monkeypatch.setattr(triton_kernels, "_processors", lambda device: 132)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernels = {name: kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")}
+
+    def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
+        compiled = []
+        for name, kernel in kernels.items():
+            monkeypatch.setattr(triton_kernels, name, Compiler(kernel, architecture, compiled, tmp_path))
+        x = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=memory_format)
+        vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
+        phi = Activation(activation, PARAMS.get(activation, 0.01))
+        backend = triton_kernels.TritonBackend()
+        backend.forward(x, *vectors[:4], 0.1, 1e-5, phi)
+        assert [kernel.name for kernel in compiled] == ["_partial_moments_kernel", "_normalise_kernel"]
+        backend.backward(Kept(x, kept == "z", *vectors, phi), torch.empty_like(x))
+        assert [kernel.name for kernel in compiled[2:]] == ["_partial_sums_kernel", "_input_gradient_kernel"]
+        return compiled
+
+    yield compile_all
+    triton_kernels.plan.cache_clear()
+
+
+def assert_wide_and_unspilled(compiled: list[Compiled], vector: str) -> None:
+    """A quarter of the device's threads at least resident, no spills, and 128-bit traffic or what L allows.
+
+    (For two programs of 512 threads in place of one, ptxas may put a word or two aside.)
+    """
+    for kernel in compiled:
+        assert kernel.spilled <= (8 if kernel.registers == 64 else 0), kernel.name
+        assert 65536 // kernel.registers >= 512, f"{kernel.name}: {kernel.registers} registers"
+        loads = re.findall(r"ld\.global\S*\.(v\d)\.b\d+", kernel.ptx)
+        assert loads and set(loads) >= {vector}, f"{kernel.name}: {set(loads)}"
+        if kernel.name in ("_normalise_kernel", "_input_gradient_kernel"):
+            assert re.search(rf"st\.global\S*\.{vector}\.b32", kernel.ptx), kernel.name
+
+
+@pytest.mark.parametrize(
+    "shape, memory_format, vector",
+    [
+        ((16, 256, 56, 56), CONTIGUOUS, "v4"),
+        ((16, 256, 56, 56), CHANNELS_LAST, "v4"),
+        ((64, 512, 56, 56), CHANNELS_LAST, "v4"),
+        ((32, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
+    ],
+)
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_compiles_to_wide_loads_without_spills(compile_for, shape, memory_format, vector, architecture):
+    compiled = compile_for(shape, torch.bfloat16, memory_format, "leaky_relu", "z", architecture)
+    assert_wide_and_unspilled(compiled, vector)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation, kept", [pair for pair in KEPT if pair[1] != "x_hat"])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_everything_compiles(compile_for, activation, kept, dtype, memory_format, architecture):
+    for shape in ((16, 256, 56, 56), (16, 64, 28, 28)):
+        compiled = compile_for(shape, dtype, memory_format, activation, kept, architecture)
+        assert_wide_and_unspilled(compiled, "v4")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a device
+# ---------------------------------------------------------------------------------------------------------------------
+
+on_a_device = pytest.mark.parametrize("device", ["cuda"], indirect=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
+@on_a_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 64, 112, 112), (8, 256, 65, 65), (8, 1024, 28, 28), (32, 2048, 7, 7), (4, 256, 97, 97), (256, 2048, 1, 1)],
+)
+def test_realistic_shapes(backend, device, shape, memory_format, dtype):
+    for activation, kept in (("leaky_relu", "z"), ("elu", "z"), ("relu", "x")):
+        example = case(shape, device, dtype, memory_format, activation)
+        assert_forward(backend, example)
+        assert_backward(backend, example, keep(example, kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
+@on_a_device
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+def test_more_than_two_billion_elements(backend, device, memory_format):
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free device memory")
+    shape = (33, 64, 1024, 1024)
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device, memory_format=memory_format).normal_()
+    gamma, beta = torch.full((64,), -0.5, device=device), torch.full((64,), 0.1, device=device)
+    phi = Activation("leaky_relu")
+    z, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.1, 1e-5, phi)
+    assert mean.abs().max() < 1e-3 and (invstd - 1).abs().max() < 1e-3
+    kept = Kept(z, True, beta, 1 / gamma, gamma, beta, invstd, phi)
+    dx = backend.input_gradient(kept, z, beta, beta)
+    for image in (0, 31, 32):  # offsets pass 2^31 in the last
+        part = slice(image, image + 1)
+        wanted = EAGER.normalise(x[part], mean, invstd, gamma, beta, phi)
+        torch.testing.assert_close(z[part], wanted, rtol=2**-7, atol=1e-2)
+        wanted = EAGER.input_gradient(kept._replace(values=z[part]), z[part], beta, beta)
+        torch.testing.assert_close(dx[part], wanted, rtol=2**-6, atol=1e-2)
