@@ -13,6 +13,9 @@ belongs to a channel (no other reads it). A pass 2 walks from the end, where pas
 
 Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential are the device's
 fast ones, a few units in the last place.
+
+The file is long because a kernel and how it is launched are read together: activations, tiles and parts, kernels,
+plans (which say how many programs there are), launches.
 """
 
 import math
@@ -41,7 +44,8 @@ BYTES_PER_THREAD = 64  # of every tensor, in 128-bit loads: enough in flight at 
 @triton.jit
 def _expm1(x):
     """exp(x) - 1, by its series where the difference would cancel (relative error below 5e-7)."""
-    series = 1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8))))))
+    tail = 1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * (1 / 40320))))
+    series = 1 + x * (1 / 2 + x * (1 / 6 + x * tail))
     return tl.where(tl.abs(x) < 0.5, x * series, tl.exp(x) - 1)
 
 
@@ -62,7 +66,7 @@ def _activate(y, param, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu":
         z = tl.where(y <= 0, 0.0, y)  # NaN stays NaN
     elif ACTIVATION == "elu":
-        z = tl.where(y > 0, y, param * _expm1(tl.minimum(y, 0.0)))
+        z = tl.where(y > 0, y, param * _expm1(y))
     elif ACTIVATION == "sigmoid":
         z = 1 / (1 + tl.exp(-y))
     elif ACTIVATION == "tanh":
@@ -95,7 +99,7 @@ def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
     if ACTIVATION == "leaky_relu":
         y = tl.where(z > 0, z, z * (1 / param))
     elif ACTIVATION == "elu":
-        y = tl.where(z > 0, z, _log1p(tl.minimum(tl.maximum(z * (1 / param), GAP - 1), 0.0)))
+        y = tl.where(z > 0, z, _log1p(tl.maximum(z * (1 / param), GAP - 1)))
     elif ACTIVATION == "sigmoid":
         inside = tl.minimum(tl.maximum(z, GAP), 1 - GAP)
         y = tl.log(inside / (1 - inside))
@@ -138,9 +142,8 @@ def _part(part, tiles_per_part, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constex
 @triton.jit
 def _elements(first, end, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     """Elements of one channel in tiles first … end - 1, as float32."""
-    return (_elements_before(end, N, L, BLOCK_N, BLOCK_L) - _elements_before(first, N, L, BLOCK_N, BLOCK_L)).to(
-        tl.float32
-    )
+    before = _elements_before(first, N, L, BLOCK_N, BLOCK_L)
+    return (_elements_before(end, N, L, BLOCK_N, BLOCK_L) - before).to(tl.float32)
 
 
 @triton.jit
@@ -148,7 +151,7 @@ def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
     """Elements of one channel in the tiles before this one, as int64: whole rows of tiles, then a piece of one."""
     tiles_l = (L + BLOCK_L - 1) // BLOCK_L
     n = tl.minimum(tile // tiles_l * BLOCK_N, N)
-    return n.to(tl.int64) * L + tl.minimum(N - n, BLOCK_N) * (tile % tiles_l * BLOCK_L)
+    return n.to(tl.int64) * L + tl.minimum(N - n, BLOCK_N).to(tl.int64) * (tile % tiles_l * BLOCK_L)
 
 
 @triton.jit
@@ -161,22 +164,12 @@ def _fold(values, FOLD: tl.constexpr):
 
 
 @triton.jit
-def _sum(folded, BLOCK_C: tl.constexpr):
-    """Sums for `_channels` over what `_fold` has left of a tile."""
+def _sum(values, BLOCK_C: tl.constexpr):
+    """Sums over all but channels, which are the last of several indices, for `_channels`."""
     if BLOCK_C == 1:
-        sums = tl.sum(folded)
+        sums = tl.sum(tl.reshape(values, (values.numel,)))
     else:
-        sums = tl.sum(tl.reshape(folded, (folded.numel // BLOCK_C, BLOCK_C)), axis=0)[None, :, None]
-    return sums
-
-
-@triton.jit
-def _sum_of_parts(values, BLOCK_C: tl.constexpr):
-    """(PARTS, BLOCK_C, 1) summed for `_channels`."""
-    if BLOCK_C == 1:
-        sums = tl.sum(values)
-    else:
-        sums = tl.sum(values, axis=0, keep_dims=True)
+        sums = tl.sum(tl.reshape(values, (values.numel // BLOCK_C, BLOCK_C)), axis=0)[None, :, None]
     return sums
 
 
@@ -207,17 +200,19 @@ def _combine_moments(
     means, deviations = _load_partials(partials, parts, channels, C, PARTS)
     first, end = _part(tl.arange(0, PARTS)[:, None, None], tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     weights = _elements(first, end, N, L, BLOCK_N, BLOCK_L) / count
-    mean = _sum_of_parts(weights * means, BLOCK_C)
+    mean = _sum(weights * means, BLOCK_C)
     apart = means - mean
-    return mean, _sum_of_parts(deviations / count + weights * apart * apart, BLOCK_C)
+    return mean, _sum(deviations / count + weights * apart * apart, BLOCK_C)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels. N, C and count = N * L are those of the tensor, L = length * ALIGN
 # ---------------------------------------------------------------------------------------------------------------------
 
+_kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # not another compilation for N = 1, 16, …
 
-@triton.jit
+
+@_kernel
 def _partial_moments_kernel(
     x, partials, N, C, length, tiles_per_part, parts,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
@@ -235,13 +230,15 @@ def _partial_moments_kernel(
     start, offsets, mask = _tile(first, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
     values = tl.load(x + start + offsets, mask, 0.0).to(tl.float32)
     shift = _sum(_fold(values, FOLD), BLOCK_C) / _elements(first, first + 1, N, L, BLOCK_N, BLOCK_L)
-    shifted = tl.where(mask, values - shift, 0.0)
-    sums, squares = _fold(shifted, FOLD), _fold(shifted * shifted, FOLD)
+    rounded = shift.to(x.dtype.element_ty)  # a value that x can have: a load gives it where x ends, and it adds nothing
+    shift = rounded.to(tl.float32)
+    values = tl.where(mask, values - shift, 0.0)
+    sums, squares = _fold(values, FOLD), _fold(values * values, FOLD)
     for tile in range(first + 1, end):
         start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
-        shifted = tl.where(mask, tl.load(x + start + offsets, mask, 0.0).to(tl.float32) - shift, 0.0)
-        sums += _fold(shifted, FOLD)
-        squares += _fold(shifted * shifted, FOLD)
+        values = tl.load(x + start + offsets, mask, rounded).to(tl.float32) - shift
+        sums += _fold(values, FOLD)
+        squares += _fold(values * values, FOLD)
 
     count = _elements(first, end, N, L, BLOCK_N, BLOCK_L)
     mean = _sum(sums, BLOCK_C) / count
@@ -251,7 +248,7 @@ def _partial_moments_kernel(
     tl.store(partials + (parts + part) * C + channels, deviations, channels < C)
 
 
-@triton.jit
+@_kernel
 def _moments_kernel(
     partials, mean, var, count, N, C, length, tiles_per_part, parts,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
@@ -266,7 +263,7 @@ def _moments_kernel(
     tl.store(var + channels, whole[1], channels < C)
 
 
-@triton.jit
+@_kernel
 def _normalise_kernel(
     x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, param, count,
     N, C, length, tiles_per_part, parts,
@@ -326,7 +323,7 @@ def _x_hat_and_dy(
     return x_hat, _activation_backward(z, dz, param, ACTIVATION)
 
 
-@triton.jit
+@_kernel
 def _partial_sums_kernel(
     kept, dz, offset, factor, gamma, beta, partials, param, N, C, length, tiles_per_part, parts,
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
@@ -356,7 +353,7 @@ def _partial_sums_kernel(
     tl.store(partials + (parts + part) * C + channels, _sum(sum_dy_x_hat, BLOCK_C), exists)
 
 
-@triton.jit
+@_kernel
 def _input_gradient_kernel(
     kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, param, count,
     N, C, length, tiles_per_part, parts,
@@ -379,8 +376,8 @@ def _input_gradient_kernel(
         mean_dy_x_hat = tl.load(mean_dy_x_hat + channels, exists, 0.0)
     else:
         sums_dy, sums_dy_x_hat = _load_partials(partials, parts, channels, C, PARTS)
-        sum_dy = _sum_of_parts(sums_dy, BLOCK_C)
-        sum_dy_x_hat = _sum_of_parts(sums_dy_x_hat, BLOCK_C)
+        sum_dy = _sum(sums_dy, BLOCK_C)
+        sum_dy_x_hat = _sum(sums_dy_x_hat, BLOCK_C)
         if part == 0:
             tl.store(dbeta + channels, sum_dy, exists)
             tl.store(dgamma + channels, sum_dy_x_hat, exists)
@@ -444,6 +441,8 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
         threads, resident = 512, 2 * processors
         block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
     block_n = min(_power_of_2(n), max(1, threads * BYTES_PER_THREAD // (itemsize * block_c * block_l)))
+    while block_n > 1 and block_n * c * length >= 2**31:  # `_tile` counts within a tile in 32 bits
+        block_n //= 2
     blocks = _ceil_div(c, block_c)
     if length == 1:  # four tiles a program, where that leaves each thread a vector
         while block_n * block_c > threads * vector and _ceil_div(n, block_n) * blocks < 4 * resident:

@@ -247,11 +247,11 @@ def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
     x = case((6, 3, 5, 30), device).x * 1.0 + 1000
     x[0] = 0  # one image that says nothing about the others
     x[:, 1] = 3000
-    x[:, 2] = torch.randn(6, 1, 1, device=device) * 100 + case((6, 1, 5, 30), device).x[:, 0]
+    x[:, 2] = x[:, 2] - torch.linspace(900, 1100, 6, device=device).view(-1, 1, 1)  # each of its own mean
     x = x.contiguous(memory_format=memory_format)
     mean, var = backend.moments(x)
     wanted_mean, wanted_var = EAGER.moments(x.double())
-    assert_close(mean, wanted_mean, 1e-6, wanted_mean.abs())
+    assert_close(mean, wanted_mean, 1e-6, x.abs().mean((0, 2, 3)))
     assert_close(var, wanted_var, 1e-4, wanted_var + 1e-4)
 
     x = case((6, 3, 5, 30), device, memory_format=memory_format).x + 1000
@@ -329,14 +329,15 @@ def test_activations_to_the_last_places(backend, device, activation):
     phi = Activation(activation, PARAMS.get(activation, 0.01))
     z = backend.normalise(y, zero, one, one, zero, phi)
     exact = EAGER.normalise(y.double(), zero.double(), one.double(), one.double(), zero.double(), phi)
-    assert_close(z, exact, 1e-6, exact.abs())
+    tolerance = 1e-6 if device == "cpu" else 2e-6  # a device's exponential is good to 2^-22
+    assert_close(z, exact, tolerance, exact.abs())
     if activation in INVERTIBLE_ACTIVATIONS:
         small = y.abs().squeeze() < 4
         z, y = z[small], y[small]
         kept = Kept(z, True, zero, one, one, zero, one, phi)
         inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1, and that is y
         wanted = EAGER.input_gradient(double(kept), torch.zeros_like(z).double(), zero.double(), -one.double())
-        assert_close(inverse, wanted, 1e-6, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
+        assert_close(inverse, wanted, tolerance, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -380,14 +381,15 @@ class Compiler:
         values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | constants
         for i, name in enumerate(self.kernel.arg_names):
             value = values[name]
-            if name in constants or value is None or (isinstance(value, int) and value == 1):
+            specialise = not self.kernel.params[i].do_not_specialize
+            if name in constants or value is None or (isinstance(value, int) and value == 1 and specialise):
                 signature[name], constexprs[(i,)] = "constexpr", value
             elif isinstance(value, float):
                 signature[name] = "fp32"
             else:
                 is_tensor = isinstance(value, Tensor)
                 signature[name] = types[value.dtype] if is_tensor else "i32"
-                if is_tensor or value % 16 == 0:
+                if is_tensor or (value % 16 == 0 and specialise):
                     attributes[(i,)] = [["tt.divisibility", 16]]
         source = triton.compiler.ASTSource(self.kernel, signature, constexprs, attributes)
         target = triton.backends.compiler.GPUTarget("cuda", self.architecture, 32)
@@ -464,6 +466,12 @@ def assert_wide_and_unspilled(compiled: list[Compiled], vector: str) -> None:
 def test_compiles_to_wide_loads_without_spills(compile_for, shape, memory_format, vector, architecture):
     compiled = compile_for(shape, torch.bfloat16, memory_format, "leaky_relu", "z", architecture)
     assert_wide_and_unspilled(compiled, vector)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 40, 40), (64, 1, 1, 1), (1, 40, 1, 1), (2, 40, 7, 7)])
+def test_compiles_where_sizes_are_one(compile_for, shape):
+    """Triton makes constants of sizes that are one, and the interpreter does not."""
+    compile_for(shape, torch.float32, CONTIGUOUS, "elu", "x", 90)
 
 
 @pytest.mark.slow
