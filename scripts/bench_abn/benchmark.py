@@ -25,6 +25,7 @@ COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
 def measure(config: Benchmark) -> dict:
     """All rows, what was left out and why, the arguments and the environment."""
     started_s = time.monotonic()
+    known = {**environment(), "threads": torch.get_num_threads()}  # before the checkout can change
     rows, left_out = [], []
     with ExitStack() as settings:
         settings.enter_context(_alone_in_a_group(config.device))
@@ -51,7 +52,7 @@ def measure(config: Benchmark) -> dict:
     return {
         "command": command_line(config),
         "arguments": {key: value for key, value in asdict(config).items() if key not in ("out", "measure")},
-        "environment": {**environment(), "threads": torch.get_num_threads()},
+        "environment": known,
         "seconds": round(time.monotonic() - started_s, 1),
         "rows": rows,
         "left_out": left_out,
