@@ -1,0 +1,314 @@
+"""The paper's equations as plain functions, which TorchInductor fuses into one loop over the pixels per pass.
+
+The functions see a tensor as *blocks*: (blocks, C, pixels), or (blocks, pixels, C) for channels_last. Sums run over
+each block and then over the blocks, which stays in the cache and rounds less than one long sum. All arithmetic is in
+float32, in float64 for float64 tensors.
+
+A network that is itself compiled traces the functions into its own graph, where they fuse with their neighbours.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ..activations import Activation, activate_, activation_backward, invert_activation
+from .eager import EagerBackend
+from .interface import Backend, Kept, update_running_statistics
+
+CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32, of a core's 1 or 2 MiB of second-level cache
+# A call of a compiled function takes some 20 microseconds more than one of an operator. Up to these numbers of elements
+# it costs more than it saves: in channels_last, where PyTorch's operators are fast, and in contiguous tensors.
+FEW_CHANNELS_LAST = 2**18
+FEW_CONTIGUOUS = 2**17
+
+
+class Settings(NamedTuple):
+    """What is compiled in as a constant."""
+
+    axis: int  # of the pixels in a block: 2, or 1 for channels_last
+    activation: Activation = Activation("identity")
+    eps: float = 0.0
+
+
+def moments(settings: Settings, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel, (C,).
+
+    The variance is the mean of the blocks' variances plus the variance of the blocks' means: nothing cancels.
+    """
+    x = _wide(x)
+    means = x.mean(settings.axis, keepdim=True)
+    variances = (x - means).square().mean(settings.axis)  # (blocks, C)
+    means = means.squeeze(settings.axis)
+    mean = means.mean(0)
+    return mean, variances.mean(0) + (means - mean).square().mean(0)
+
+
+def normalise(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> Tensor:
+    """z = phi(scale * (x - mean) + beta), where scale = gamma * invstd."""
+    mean, scale, beta = _per_channel(settings, mean, scale, beta)
+    return activate_(settings.activation, scale * (_wide(x) - mean) + beta).to(x.dtype)
+
+
+def normalise_(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> None:
+    """`normalise`, with z written over x."""
+    x.copy_(normalise(settings, x, mean, scale, beta))
+
+
+def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z, mean, biased variance and invstd."""
+    mean, var = moments(settings, x)
+    invstd = torch.rsqrt(var + settings.eps)
+    return normalise(settings, x, mean, gamma * invstd, beta), mean, var, invstd
+
+
+def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+    """`forward`, with z written over x."""
+    z, *vectors = forward(settings, x, gamma, beta)
+    x.copy_(z)
+    return None, *vectors
+
+
+def x_hat_and_dy(
+    settings: Settings,
+    values: Tensor,
+    dz: Tensor,
+    offset: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from what was kept, see `Kept`: z if gamma and beta are None."""
+    values, dz = _wide(values), _wide(dz)
+    offset, factor = _per_channel(settings, offset, factor)
+    if gamma is None:
+        z, u = values, invert_activation(settings.activation, values)
+        x_hat = (u - offset) * factor
+    else:
+        gamma, beta = _per_channel(settings, gamma, beta)
+        x_hat = (values - offset) * factor
+        z = activate_(settings.activation, gamma * x_hat + beta)
+    return x_hat, activation_backward(settings.activation, z, dz)
+
+
+def sums(settings: Settings, *kept_and_dz: Tensor | None) -> tuple[Tensor, Tensor]:
+    """sum dL/dy and sum dL/dy * x_hat, from the arguments of `x_hat_and_dy`."""
+    x_hat, dy = x_hat_and_dy(settings, *kept_and_dz)
+    return dy.sum(settings.axis).sum(0), (dy * x_hat).sum(settings.axis).sum(0)
+
+
+def input_gradient(
+    settings: Settings, mean_dy: Tensor, mean_dy_x_hat: Tensor, scale: Tensor, *kept_and_dz: Tensor | None
+) -> Tensor:
+    """dL/dx = scale * (dL/dy - mean_dy - x_hat * mean_dy_x_hat), where scale = gamma * invstd  (section 3.3)."""
+    x_hat, dy = x_hat_and_dy(settings, *kept_and_dz)
+    mean_dy, mean_dy_x_hat, scale = _per_channel(settings, mean_dy, mean_dy_x_hat, scale)
+    return (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(kept_and_dz[0].dtype)
+
+
+def backward(settings: Settings, scale: Tensor, *kept_and_dz: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dL/dx, dL/dgamma and dL/dbeta."""
+    dbeta, dgamma = sums(settings, *kept_and_dz)
+    values = kept_and_dz[0]
+    count = values.shape[0] * values.shape[settings.axis]
+    # A stack is computed before the loop over the pixels; two vectors would be divided anew for every pixel.
+    means = torch.stack((dbeta / count, dgamma / count))
+    return input_gradient(settings, *means.unbind(), scale, *kept_and_dz), dgamma, dbeta
+
+
+class CompiledBackend(Backend):
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling() or x.is_contiguous():
+            blocks, axis = as_blocks(x)
+            return run(moments, Settings(axis), blocks)
+        return _channels_last_moments(x, None, None, 0.0)
+
+    def normalise(
+        self,
+        x: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        formula, x = (normalise, x) if out is None else (normalise_, _filled(out, x))
+        blocks, axis = as_blocks(x)
+        z = run(formula, Settings(axis, activation), blocks, mean, gamma * invstd, beta)
+        return from_blocks(z, x) if out is None else out
+
+    def forward(
+        self,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        momentum: float,
+        eps: float,
+        activation: Activation,
+        out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.compiler.is_compiling() or x.is_contiguous():
+            formula, x = (forward, x) if out is None else (forward_, _filled(out, x))
+            blocks, axis = as_blocks(x)
+            z, mean, var, invstd = run(formula, Settings(axis, activation, eps), blocks, gamma, beta)
+            if running_mean is not None:
+                count = x.numel() // x.shape[1]
+                update_running_statistics(running_mean, running_var, momentum, mean, var, count)
+            return from_blocks(z, x) if out is None else out, mean, invstd
+        if x.numel() <= 2 * FEW_CHANNELS_LAST:
+            return EagerBackend().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
+        mean, var = _channels_last_moments(x, running_mean, running_var, momentum)
+        invstd = torch.rsqrt(var + eps)
+        return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
+
+    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+        settings, *tensors = _kept_and_dz(kept, dz)
+        return run(sums, settings, *tensors)
+
+    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+        settings, *tensors = _kept_and_dz(kept, dz)
+        dx = run(input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
+        return from_blocks(dx, kept.values)
+
+    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        settings, *tensors = _kept_and_dz(kept, dz)
+        dx, dgamma, dbeta = run(backward, settings, kept.gamma * kept.invstd, *tensors)
+        return from_blocks(dx, kept.values), dgamma, dbeta
+
+
+def prefers_compiled(x: Tensor) -> bool:
+    """Whether the compiled formulas are the fastest backend for an input on the CPU.
+
+    Forward and backward pass of an in-place layer relative to batch normalisation followed by leaky_relu_, float32:
+    contiguous, PyTorch's operators (the eager backend) take 1.1 to 1.2 times as long, the compiled formulas about half
+    as long, but longer than the operators below some 2^16 elements. In channels_last, the operators take 1.2 to 1.4
+    times as long, the formulas about as long; the two meet near 2^18 elements. Compilation takes seconds for the first
+    layer of a process, so that the smallest networks are better off without it.
+
+    Also false for tensors that a tool only looks at (fake tensors, counters of memory or operations): it would see
+    nothing of what a compiled function does.
+    """
+    few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
+    return x.device.type == "cpu" and x.numel() >= few and type(x) is Tensor and not is_in_torch_dispatch_mode()
+
+
+@functools.cache
+def compiler_available(device_type: str = "cpu") -> bool:
+    """Whether TorchInductor can compile here: on a CPU it needs a C++ compiler. Tries it once per process (seconds)."""
+    try:
+        with torch.no_grad():
+            torch.compile(_probe, dynamic=True, fullgraph=True)(torch.zeros(2, 3, device=device_type))
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_compiler(device_type: str = "cpu") -> None:
+    """Raise ValueError if TorchInductor cannot compile here."""
+    if not compiler_available(device_type):
+        raise ValueError(
+            f"backend='compiled' cannot compile for {device_type} on this machine: install a C++ compiler (g++; CXX "
+            f"names another one) and Python's headers, or choose backend='eager'"
+        )
+
+
+def as_blocks(x: Tensor) -> tuple[Tensor, int]:
+    """A packed x (N, C, *spatial) as blocks, which share its memory, and the axis of their pixels.
+
+    (N, C, H*W), or for channels_last the largest of (N, H*W, C) and (N*H, W, C) with blocks that fit in the cache.
+    """
+    if x.is_contiguous():
+        return x.reshape(x.shape[0], x.shape[1], -1), 2
+    rows = x.movedim(1, -1)  # (N, *spatial, C)
+    image = rows.shape[1:-1].numel()
+    size = image if image * rows.shape[-1] <= CHANNELS_LAST_BLOCK else rows.shape[-2]
+    return rows.reshape(-1, size, rows.shape[-1]), 1
+
+
+def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    """The inverse of `as_blocks`, for blocks with the layout of those of `like`."""
+    if like.is_contiguous():
+        return blocks.view(like.shape)
+    return blocks.view(like.movedim(1, -1).shape).movedim(-1, 1)
+
+
+def run(formula: Callable, settings: Settings, *tensors: Tensor | None):
+    """formula(settings, *tensors), compiled."""
+    if torch.compiler.is_compiling():
+        return formula(settings, *tensors)
+    blocks = next(t for t in tensors if t.dim() == 3)
+    compiled = _compiled(formula, settings, blocks.dtype, blocks.device.type)
+    with torch.no_grad():
+        # Detached, a view has no base: Dynamo would guard the sizes of that as well.
+        return compiled(*(t if t is None else t.detach() for t in tensors))
+
+
+@functools.cache
+def _compiled(formula: Callable, settings: Settings, dtype: torch.dtype, device_type: str) -> Callable:
+    """The formula, compiled for all sizes together, except that a size of 1 is a case of its own."""
+    check_compiler(device_type)
+    # dynamic=True is for numbers too: plain ones would become inputs of the compiled function.
+    axis, slope, eps = (_constant(v) for v in (settings.axis, settings.activation.param, settings.eps))
+    name = settings.activation.name
+
+    def traced(*tensors):
+        return formula(Settings(axis(), Activation(name, slope()), eps()), *tensors)
+
+    # Dynamo limits the recompilations of a code object, which all functions made here would share.
+    traced.__code__ = traced.__code__.replace(co_name=f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}")
+    # Sizes are guarded by Dynamo already; asserting them again costs microseconds.
+    return torch.compile(traced, dynamic=True, fullgraph=True, options={"size_asserts": False})
+
+
+def _constant(value: float) -> Callable[[], float]:
+    return torch.compiler.assume_constant_result(lambda: value)
+
+
+def _probe(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def _channels_last_moments(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance by PyTorch's own loop over channels_last, which is faster than a compiled one."""
+    if running_mean is None:  # without running statistics it would round the mean and variance to the dtype of x
+        running_mean, running_var = x.new_zeros(2, x.shape[1], dtype=_wide_dtype(x))
+    mean, var = torch.batch_norm_update_stats(x, running_mean, running_var, momentum)
+    return mean, var
+
+
+def _filled(out: Tensor | None, x: Tensor) -> Tensor:
+    """`out` with the values of x, if it is given and is not x already."""
+    if out is None or out is x:
+        return x
+    return out.copy_(x)
+
+
+def _kept_and_dz(
+    kept: Kept, dz: Tensor
+) -> tuple[Settings, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The settings and the other arguments of `x_hat_and_dy`."""
+    values, axis = as_blocks(kept.values)
+    dz = (dz if axis == 2 else dz.movedim(1, -1)).reshape(values.shape).contiguous()
+    vectors = (None, None) if kept.is_output else (kept.gamma, kept.beta)
+    return Settings(axis, kept.activation), values, dz, kept.offset, kept.factor, *vectors
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(_wide_dtype(x))
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """(C,) -> (C, 1) where the pixels of a block come after its channels, to broadcast over blocks."""
+    return tuple(v.unsqueeze(1) for v in vectors) if settings.axis == 2 else vectors
