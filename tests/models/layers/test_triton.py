@@ -442,10 +442,10 @@ def compile_for(monkeypatch, tmp_path):
 def assert_wide_and_unspilled(compiled: list[Compiled], vector: str) -> None:
     """A quarter of the device's threads at least resident, no spills, and 128-bit traffic or what L allows.
 
-    (For two programs of 512 threads in place of one, ptxas may put a word or two aside.)
+    (At 64 and 128 registers, where one more would cost a resident program, ptxas puts a word or two aside instead.)
     """
     for kernel in compiled:
-        assert kernel.spilled <= (8 if kernel.registers == 64 else 0), kernel.name
+        assert kernel.spilled <= (8 if kernel.registers in (64, 128) else 0), kernel.name
         assert 65536 // kernel.registers >= 512, f"{kernel.name}: {kernel.registers} registers"
         loads = re.findall(r"ld\.global\S*\.(v\d)\.b\d+", kernel.ptx)
         assert loads and set(loads) >= {vector}, f"{kernel.name}: {set(loads)}"
