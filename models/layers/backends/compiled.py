@@ -21,7 +21,7 @@ from .interface import Backend, Kept, update_running_statistics
 
 CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32, of a core's 1 or 2 MiB of second-level cache
 # A call of a compiled function takes some 20 microseconds more than one of an operator. Up to these numbers of elements
-# it costs more than it saves: in channels_last, where PyTorch's operators are fast, and in contiguous tensors.
+# for each thread it costs more than it saves: in channels_last, where PyTorch's operators are fast, and contiguous.
 FEW_CHANNELS_LAST = 2**18
 FEW_CONTIGUOUS = 2**17
 
@@ -82,10 +82,10 @@ def x_hat_and_dy(
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from what was kept, see `Kept`: z if gamma and beta are None."""
-    values, dz = _wide(values), _wide(dz)
+    dtype, values, dz = values.dtype, _wide(values), _wide(dz)
     offset, factor = _per_channel(settings, offset, factor)
     if gamma is None:
-        z, u = values, invert_activation(settings.activation, values)
+        z, u = values, invert_activation(settings.activation, values, rounded_to=dtype)
         x_hat = (u - offset) * factor
     else:
         gamma, beta = _per_channel(settings, gamma, beta)
@@ -161,7 +161,7 @@ class CompiledBackend(Backend):
                 count = x.numel() // x.shape[1]
                 update_running_statistics(running_mean, running_var, momentum, mean, var, count)
             return from_blocks(z, x) if out is None else out, mean, invstd
-        if x.numel() <= 2 * FEW_CHANNELS_LAST:
+        if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
             return EagerBackend().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
         mean, var = _channels_last_moments(x, running_mean, running_var, momentum)
         invstd = torch.rsqrt(var + eps)
@@ -188,14 +188,15 @@ def prefers_compiled(x: Tensor) -> bool:
     Forward and backward pass of an in-place layer relative to batch normalisation followed by leaky_relu_, float32:
     contiguous, PyTorch's operators (the eager backend) take 1.1 to 1.2 times as long, the compiled formulas about half
     as long, but longer than the operators below some 2^16 elements. In channels_last, the operators take 1.2 to 1.4
-    times as long, the formulas about as long; the two meet near 2^18 elements. Compilation takes seconds for the first
+    times as long, the formulas about as long; the two meet near 2^18 elements (with more threads, at more). Compilation takes seconds for the first
     layer of a process, so that the smallest networks are better off without it.
 
     Also false for tensors that a tool only looks at (fake tensors, counters of memory or operations): it would see
     nothing of what a compiled function does.
     """
     few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
-    return x.device.type == "cpu" and x.numel() >= few and type(x) is Tensor and not is_in_torch_dispatch_mode()
+    enough = x.numel() >= few * torch.get_num_threads()
+    return enough and x.device.type == "cpu" and type(x) is Tensor and not is_in_torch_dispatch_mode()
 
 
 @functools.cache
