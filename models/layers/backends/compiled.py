@@ -188,8 +188,9 @@ def prefers_compiled(x: Tensor) -> bool:
     Forward and backward pass of an in-place layer relative to batch normalisation followed by leaky_relu_, float32:
     contiguous, PyTorch's operators (the eager backend) take 1.1 to 1.2 times as long, the compiled formulas about half
     as long, but longer than the operators below some 2^16 elements. In channels_last, the operators take 1.2 to 1.4
-    times as long, the formulas about as long; the two meet near 2^18 elements (with more threads, at more). Compilation takes seconds for the first
-    layer of a process, so that the smallest networks are better off without it.
+    times as long, the formulas about as long; the two meet near 2^18 elements. Threads share the work, not the cost of
+    a call, so they meet at more elements with more threads. Compilation takes seconds for the first layer of a process,
+    so that the smallest networks are better off without it.
 
     Also false for tensors that a tool only looks at (fake tensors, counters of memory or operations): it would see
     nothing of what a compiled function does.
