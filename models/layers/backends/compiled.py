@@ -191,9 +191,6 @@ def prefers_compiled(x: Tensor) -> bool:
     times as long, the formulas about as long; the two meet near 2^18 elements. Threads share the work, not the cost of
     a call, so they meet at more elements with more threads. Compilation takes seconds for the first layer of a process,
     so that the smallest networks are better off without it.
-
-    Also false for tensors that a tool only looks at (fake tensors, counters of memory or operations): it would see
-    nothing of what a compiled function does.
     """
     few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
     enough = x.numel() >= few * torch.get_num_threads()
@@ -264,8 +261,11 @@ def _compiled(formula: Callable, settings: Settings, dtype: torch.dtype, device_
 
     # Dynamo limits the recompilations of a code object, which all functions made here would share.
     traced.__code__ = traced.__code__.replace(co_name=f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}")
-    # Sizes are guarded by Dynamo already; asserting them again costs microseconds.
-    return torch.compile(traced, dynamic=True, fullgraph=True, options={"size_asserts": False})
+    options = {
+        "cpp.dynamic_threads": True,  # Inductor's cache on disk would return a single-threaded loop to many threads
+        "size_asserts": False,  # Dynamo has guarded the sizes already; asserting them again costs microseconds
+    }
+    return torch.compile(traced, dynamic=True, fullgraph=True, options=options)
 
 
 def _constant(value: float) -> Callable[[], float]:
