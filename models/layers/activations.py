@@ -57,12 +57,14 @@ def check_activation(activation: Activation, invertible: bool) -> None:
 def activate_(activation: Activation, y: Tensor) -> Tensor:
     """z = phi(y), in the memory of y. Any shape and floating dtype."""
     name, param = activation
+    # A compiler decides about memory by itself; of an in-place operation TorchInductor also keeps a mask of the signs.
+    inplace = not torch.compiler.is_compiling()
     if name == "leaky_relu":
-        return F.leaky_relu(y, negative_slope=param, inplace=True)
+        return F.leaky_relu(y, negative_slope=param, inplace=inplace)
     if name == "elu":
-        return F.elu(y, alpha=param, inplace=True)
+        return F.elu(y, alpha=param, inplace=inplace)
     if name == "relu":
-        return F.relu(y, inplace=True)
+        return F.relu(y, inplace=inplace)
     if name == "sigmoid":
         return y.sigmoid_()
     if name == "tanh":
@@ -89,16 +91,19 @@ def activation_backward(activation: Activation, z: Tensor, dz: Tensor) -> Tensor
     return dz
 
 
-def invert_activation(activation: Activation, z: Tensor) -> Tensor:
-    """y = phi^-1(z) (Algorithm 2, line 3). Same shape and dtype as z; `z` itself for identity."""
+def invert_activation(activation: Activation, z: Tensor, rounded_to: torch.dtype | None = None) -> Tensor:
+    """y = phi^-1(z) (Algorithm 2, line 3). Same shape and dtype as z; `z` itself for identity.
+
+    `rounded_to` is the dtype whose rounding may have saturated z, by default its own.
+    """
     name, param = activation
-    gap = torch.finfo(z.dtype).eps / 2  # between 1 and the value below it
+    gap = torch.finfo(rounded_to or z.dtype).eps / 2  # between 1 and the value below it
     if name == "leaky_relu":
         return F.leaky_relu(z, negative_slope=1.0 / param)  # the inverse of a leaky ReLU is one with the inverse slope
     if name == "elu":
         return torch.where(z > 0, z, torch.log1p((z / param).clamp(min=gap - 1)))
     if name == "sigmoid":
-        return torch.logit(z.clamp(torch.finfo(z.dtype).tiny, 1 - gap))  # values near 0 keep their digits
+        return torch.logit(z.clamp(gap**2, 1 - gap))  # values near 0 keep their digits; the gradient there is z dL/dz
     if name == "tanh":
         return torch.atanh(z.clamp(gap - 1, 1 - gap))
     assert name == "identity", name
@@ -111,7 +116,7 @@ def invertible_range(activation: Activation, dtype: torch.dtype) -> tuple[float,
     if activation.name == "elu":
         return math.log(gap), math.inf
     if activation.name == "sigmoid":
-        return math.log(torch.finfo(dtype).tiny), -math.log(gap)
+        return 2 * math.log(gap), -math.log(gap)
     if activation.name == "tanh":
         return -math.atanh(1 - gap), math.atanh(1 - gap)
     return -math.inf, math.inf

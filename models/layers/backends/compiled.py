@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..activations import Activation, activate_, activation_backward, invert_activation
 from .eager import EagerBackend
@@ -194,7 +193,7 @@ def prefers_compiled(x: Tensor) -> bool:
     """
     few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
     enough = x.numel() >= few * torch.get_num_threads()
-    return enough and x.device.type == "cpu" and type(x) is Tensor and not is_in_torch_dispatch_mode()
+    return enough and x.device.type == "cpu"
 
 
 @functools.cache

@@ -9,7 +9,9 @@ from .interface import Backend, Kept, per_channel
 
 class EagerBackend(Backend):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        mean, var = torch.batch_norm_update_stats(x, None, None, 0.0)
+        # Without running statistics to update, the operator would round the results to the dtype of x.
+        unused = torch.zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        mean, var = torch.batch_norm_update_stats(x, *unused, 0.0)
         return mean, var
 
     def normalise(

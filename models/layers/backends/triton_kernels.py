@@ -101,7 +101,7 @@ def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
     elif ACTIVATION == "elu":
         y = tl.where(z > 0, z, _log1p(tl.maximum(z * (1 / param), GAP - 1)))
     elif ACTIVATION == "sigmoid":
-        inside = tl.minimum(tl.maximum(z, GAP), 1 - GAP)
+        inside = tl.minimum(tl.maximum(z, GAP * GAP), 1 - GAP)
         y = tl.log(inside / (1 - inside))
     elif ACTIVATION == "tanh":
         size = tl.minimum(tl.abs(z), 1 - GAP)
@@ -508,6 +508,12 @@ def _launch(kernel, plan: Plan, x: Tensor, *arguments, per_part: bool = True, **
             *arguments, n, c, length // plan.align, plan.tiles_per_part, plan.parts, **constants,
             ALIGN=plan.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=plan.num_warps,
         )  # fmt: skip
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether the kernels take a tensor."""
+    device = "cpu" if INTERPRETED else "cuda"
+    return x.device.type == device and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend(Backend):

@@ -1,0 +1,80 @@
+"""Which backend computes a layer, and that a layer computes the same with each."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.layers import ABN, CheckpointedABN, InPlaceABN, backends
+from models.layers.backends import backend_for
+from models.layers.backends.compiled import CompiledBackend
+from models.layers.backends.eager import EagerBackend
+
+LARGE, SMALL = (2, 64, 96, 96), (2, 8, 8, 8)
+STRATEGIES = {
+    "std": ABN,
+    "checkpoint": partial(CheckpointedABN, store="x"),
+    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
+    "inplace_1": partial(InPlaceABN, variant="I"),
+    "inplace": InPlaceABN,
+}
+
+
+def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(monkeypatch):
+    monkeypatch.setattr(backends, "compiler_available", lambda: True)
+    assert isinstance(backend_for("auto", torch.empty(LARGE)), CompiledBackend)
+    assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)
+    monkeypatch.setattr(backends, "compiler_available", lambda: False)
+    assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
+
+
+def test_tools_that_look_at_operations_see_them(monkeypatch):
+    monkeypatch.setattr(backends, "compiler_available", lambda: True)
+    with FakeTensorMode():
+        assert isinstance(backend_for("compiled", torch.empty(LARGE)), EagerBackend)
+    with FlopCounterMode(display=False):
+        assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
+    assert isinstance(backend_for("auto", torch.empty(LARGE, device="meta")), EagerBackend)
+
+
+@pytest.mark.parametrize("cls", STRATEGIES.values(), ids=STRATEGIES)
+def test_a_backend_that_cannot_compute_says_so(cls):
+    with pytest.raises(ValueError, match="backend='cuda' is not known; choose one of auto, eager, compiled, triton"):
+        cls(4, backend="cuda")
+    if backends._triton() is None:
+        with pytest.raises(ValueError, match="needs the package triton"):
+            cls(4, backend="triton")
+    elif not backends._triton().INTERPRETED:
+        with pytest.raises(ValueError, match="float32 tensor on cpu: expected .* on CUDA"):
+            cls(4, backend="triton")(torch.randn(2, 4, 3, 3))
+
+
+@pytest.mark.parametrize("cls", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_layers_equal_eager_ones(cls, training):
+    generator = torch.Generator().manual_seed(0)
+    x, dz = torch.randn(2, 3, 16, 9, 9, generator=generator).unbind()
+    results = []
+    for backend in ("eager", "compiled"):
+        layer = cls(16, backend=backend).train(training)
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(-1.5, 1.4, 16))
+            layer.bias.copy_(torch.linspace(-0.5, 0.5, 16))
+        leaf = x.clone().requires_grad_()
+        z = layer(leaf)
+        gradients = torch.autograd.grad(z, [leaf, layer.weight, layer.bias], dz)
+        results.append([z, *gradients, layer.running_mean, layer.running_var])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_of_half_precision_inputs_are_not_rounded(dtype):
+    x = torch.randn(4, 8, 16, 16).to(dtype)
+    mean, var = EagerBackend().moments(x)
+    expected_var, expected_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    assert mean.dtype == var.dtype == torch.float32
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(var.double(), expected_var, rtol=1e-5, atol=0)
