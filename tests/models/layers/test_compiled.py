@@ -145,6 +145,8 @@ def test_traced_into_an_outer_graph(layout):
 def test_one_compilation_for_all_shapes(compiler, monkeypatch, layout):
     """30 shapes, with gradients of any layout, in training and evaluation: one compilation for each function."""
     monkeypatch.setattr(compiled_backend, "FEW_CHANNELS_LAST", 0)  # as for large tensors
+    compiled_backend._compiled.cache_clear()  # of other tests
+    torch._dynamo.reset()
     eager, ours = EagerBackend(), CompiledBackend()
     before = counters["stats"]["unique_graphs"]
     for i in range(30):
