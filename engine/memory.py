@@ -1,5 +1,6 @@
 """Memory of training: what autograd keeps, and the peak."""
 
+import ctypes
 import resource
 from collections.abc import Callable
 from typing import TypeVar
@@ -35,3 +36,20 @@ def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak where the device can; the CPU's peak is that of the process's whole life."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep freed memory of this process for its next allocation, as CUDA's caching allocator does.
+
+    By default glibc hands large buffers back to the system when they are freed and takes new ones page by page, which
+    can cost several times what computing their values does, or nothing, depending on what lies beside them in memory.
+
+    Returns:
+        Whether the C library could be told (glibc only).
+    """
+    trim_threshold, mmap_max = -1, -4  # from malloc.h
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0))
+    except (OSError, AttributeError):
+        return False

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.environment import environment
+from engine.memory import keep_freed_memory
 
 from .arguments import Benchmark, command_line
 from .cells import Cell, cells
@@ -26,6 +27,7 @@ def measure(config: Benchmark) -> dict:
     """All rows, what was left out and why, the arguments and the environment."""
     started_s = time.monotonic()
     known = {**environment(), "threads": torch.get_num_threads()}  # before the checkout can change
+    known["freed_memory_kept"] = config.device == "cuda" or keep_freed_memory()
     rows, left_out = [], []
     with ExitStack() as settings:
         settings.enter_context(_alone_in_a_group(config.device))

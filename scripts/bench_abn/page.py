@@ -40,6 +40,9 @@ METHOD = f"""
   the whole block, the activation not in place (in place it takes the compiler far longer); *budget 0.5* compiles with
   `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one. The column *backend* says
   what computes a strategy of ours, by default what `backend=auto` chooses.
+- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.memory`). With
+  glibc's defaults every large buffer may be taken from the system page by page, for several times the cost of its
+  values, or not, by chance.
 - Saved: bytes that autograd keeps for the backward pass, each storage once, without parameters (and without a
   network's images); the input counts where a strategy keeps it. Buffers: how many times the input's bytes that is,
   vectors of one value per channel aside. Peak: the most bytes allocated during a step whose input nobody else holds,

@@ -92,7 +92,7 @@ def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tup
 
 def computing_backend(name: str, cell: Cell) -> str:
     """Name of the backend that a layer of ours uses for a cell: what "auto" stands for there."""
-    backend = backend_for(name, cell.tensor((2, *cell.size[1:])))
+    backend = backend_for(name, cell.tensor(cell.size))
     return type(backend).__name__.removesuffix("Backend").lower()
 
 

@@ -55,7 +55,7 @@ def _fastest(x: Tensor) -> Backend:
     if x.device.type == "cuda":
         kernels = _triton()
         return kernels.TritonBackend() if kernels is not None and kernels.runs_on(x) else EagerBackend()
-    return CompiledBackend() if prefers_compiled(x) and compiler_available() else EagerBackend()
+    return CompiledBackend() if prefers_compiled(x) and compiler_available(x.device.type) else EagerBackend()
 
 
 @cache

@@ -61,7 +61,7 @@ def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple
     """z, mean, biased variance and invstd."""
     mean, var = moments(settings, x)
     invstd = torch.rsqrt(var + settings.eps)
-    return normalise(settings, x, mean, gamma * invstd, beta), mean, var, invstd
+    return normalise(settings, x, *_written(mean, gamma * invstd), beta), mean, var, invstd
 
 
 def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
@@ -113,9 +113,8 @@ def backward(settings: Settings, scale: Tensor, *kept_and_dz: Tensor | None) -> 
     dbeta, dgamma = sums(settings, *kept_and_dz)
     values = kept_and_dz[0]
     count = values.shape[0] * values.shape[settings.axis]
-    # A stack is computed before the loop over the pixels; two vectors would be divided anew for every pixel.
-    means = torch.stack((dbeta / count, dgamma / count))
-    return input_gradient(settings, *means.unbind(), scale, *kept_and_dz), dgamma, dbeta
+    means = _written(dbeta / count, dgamma / count)
+    return input_gradient(settings, *means, scale, *kept_and_dz), dgamma, dbeta
 
 
 class CompiledBackend(Backend):
@@ -197,7 +196,7 @@ def prefers_compiled(x: Tensor) -> bool:
 
 
 @functools.cache
-def compiler_available(device_type: str = "cpu") -> bool:
+def compiler_available(device_type: str) -> bool:
     """Whether TorchInductor can compile here: on a CPU it needs a C++ compiler. Tries it once per process (seconds)."""
     try:
         with torch.no_grad():
@@ -207,7 +206,7 @@ def compiler_available(device_type: str = "cpu") -> bool:
     return True
 
 
-def check_compiler(device_type: str = "cpu") -> None:
+def check_compiler(device_type: str) -> None:
     """Raise ValueError if TorchInductor cannot compile here."""
     if not compiler_available(device_type):
         raise ValueError(
@@ -239,7 +238,8 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
 def run(formula: Callable, settings: Settings, *tensors: Tensor | None):
     """formula(settings, *tensors), compiled."""
     if torch.compiler.is_compiling():
-        return formula(settings, *tensors)
+        vectors = iter(_written(*(t for t in tensors if t is not None and t.dim() == 1)))
+        return formula(settings, *(next(vectors) if t is not None and t.dim() == 1 else t for t in tensors))
     blocks = next(t for t in tensors if t.dim() == 3)
     compiled = _compiled(formula, settings, blocks.dtype, blocks.device.type)
     with torch.no_grad():
@@ -313,3 +313,12 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:
     """(C,) -> (C, 1) where the pixels of a block come after its channels, to broadcast over blocks."""
     return tuple(v.unsqueeze(1) for v in vectors) if settings.axis == 2 else vectors
+
+
+def _written(*vectors: Tensor) -> tuple[Tensor, ...]:
+    """Vectors (C,) that were computed in the graph, for a loop over the pixels.
+
+    The compiler writes a stack to memory before the loop. Single vectors it would compute anew for every pixel, with
+    their divisions and square roots.
+    """
+    return torch.stack(vectors).unbind() if vectors else ()

@@ -23,15 +23,15 @@ STRATEGIES = {
 
 
 def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(monkeypatch):
-    monkeypatch.setattr(backends, "compiler_available", lambda: True)
+    monkeypatch.setattr(backends, "compiler_available", lambda device_type: True)
     assert isinstance(backend_for("auto", torch.empty(LARGE)), CompiledBackend)
     assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)
-    monkeypatch.setattr(backends, "compiler_available", lambda: False)
+    monkeypatch.setattr(backends, "compiler_available", lambda device_type: False)
     assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
 
 
 def test_tools_that_look_at_operations_see_them(monkeypatch):
-    monkeypatch.setattr(backends, "compiler_available", lambda: True)
+    monkeypatch.setattr(backends, "compiler_available", lambda device_type: True)
     with FakeTensorMode():
         assert isinstance(backend_for("compiled", torch.empty(LARGE)), EagerBackend)
     with FlopCounterMode(display=False):

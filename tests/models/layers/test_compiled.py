@@ -52,7 +52,7 @@ def op_by_op(monkeypatch):
 
 @pytest.fixture
 def compiler():
-    if not compiler_available():
+    if not compiler_available("cpu"):
         pytest.skip("needs a C++ compiler")
 
 
@@ -186,7 +186,7 @@ def test_preferred_for_large_tensors(monkeypatch):
 def test_message_without_a_compiler(tmp_path):
     code = (
         "import torch; from models.layers.backends import compiled\n"
-        "print(compiled.compiler_available())\n"
+        "print(compiled.compiler_available('cpu'))\n"
         "compiled.CompiledBackend().moments(torch.randn(2, 3, 4, 5))"
     )
     environment = {**os.environ, "CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
