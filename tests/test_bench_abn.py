@@ -13,7 +13,7 @@ from scripts.bench_abn.__main__ import run
 from scripts.bench_abn.arguments import Benchmark, command_line, with_defaults
 from scripts.bench_abn.cells import Cell
 from scripts.bench_abn.measuring import Work, interleaved, peak_bytes
-from scripts.bench_abn.page import markdown
+from scripts.bench_abn.page import markdown, summary
 from scripts.bench_abn.strategies import (
     BUDGET,
     CHECKPOINTING_B,
@@ -90,6 +90,8 @@ def test_pages_in_the_documentation_are_those_of_their_records():
         page, picture = record.with_suffix(".md"), record.with_suffix(".png")
         assert page.read_text() == markdown(json.loads(record.read_text()), picture.name), page.name
         assert picture.is_file()
+    rows = json.loads((REPOSITORY / "docs" / "results" / "abn_cpu.json").read_text())["rows"]
+    assert "\n".join(summary(rows)) in (REPOSITORY / "docs" / "memory.md").read_text()
 
 
 def test_the_network_is_measured_whole(monkeypatch):

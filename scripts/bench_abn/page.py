@@ -1,6 +1,7 @@
 """The page and the chart of a record; both are made from the JSON file alone."""
 
 import json
+import statistics
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -80,11 +81,32 @@ def markdown(result: dict, picture: str) -> str:
     lines += ["", "## Targets", "", "| | paper | to reach | measured | |", "|---|---|---|---|---|"]
     lines += ["| " + " | ".join(verdict) + " |" for verdict in verdicts(result["rows"])]
     lines += ["", "A target is reached when every shape, layout and dtype that it is about reaches it.", ""]
+    lines += ["## Summary", "", "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers:", ""]
+    lines += [*summary(result["rows"]), ""]
     lines += [f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({picture})", ""]
     lines += ["## How it was measured", METHOD]
     lines += _tables(by_cell(result["rows"]))
     lines += _left_out(result["left_out"])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """A line for each strategy: its ratios to standard, medians over CONV1 … CONV4, and the buffers it keeps."""
+    columns: dict[tuple[str, str, str], list[Rows]] = {}
+    for cell in by_cell(rows):
+        standard = cell[STANDARD]
+        if standard["shape"].startswith("CONV"):
+            columns.setdefault((standard["group"], standard["layout"], standard["dtype"]), []).append(cell)
+    titles = [f"{TITLES[group]}, {layout}, {dtype}" for group, layout, dtype in columns]
+    lines = ["| strategy | " + " | ".join(titles) + " |", "|---|" + "---:|" * len(columns)]
+    for name in COLOURS:
+        line = [name]
+        for cells in columns.values():
+            found = [cell[name] for cell in cells if name in cell]
+            ratio = statistics.median(row["ratio"] for row in found) if found else None
+            line.append("" if ratio is None else f"{ratio:.2f}, {round(found[0]['saved_buffers'])} kept")
+        lines.append("| " + " | ".join(line) + " |")
+    return lines
 
 
 def _tables(cells: list[Rows]) -> list[str]:
