@@ -90,6 +90,7 @@ def override(config: SegmentationRun, options: Evaluation) -> None:
     if options.data.root is not None and not _folder(options.data.root).is_dir():
         raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
     config.data.root = options.data.root or config.data.root
+    config.data.base_size = options.data.base_size or config.data.base_size
     config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
     config.trainer.precision = options.precision or config.trainer.precision
     config.trainer.evaluate_images = None
@@ -103,6 +104,8 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
         words.append(options.data.split)
     if options.data.root is not None and _folder(options.data.root) != _folder(config.data.root):
         words.append(_folder(options.data.root).name)
+    if options.data.base_size not in (None, config.data.base_size):
+        words.append(f"base{options.data.base_size}")
     if options.head.pooling_size not in (None, config.head.pooling_size):
         words.append("pooling{}x{}".format(*options.head.pooling_size))
     if options.precision not in (None, config.trainer.precision):

@@ -2,12 +2,14 @@
 
 from datasets.camvid import camvid
 from datasets.cityscapes import cityscapes
+from datasets.coco_stuff import coco_stuff
 from datasets.loading import TrainingCrops, WholeImages, worker_init
 from datasets.samplers import ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import ClassTable, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
 from datasets.verify import verify
+from datasets.vistas import vistas
 
 __all__ = [
     "ClassTable",
@@ -19,8 +21,10 @@ __all__ = [
     "WholeImages",
     "camvid",
     "cityscapes",
+    "coco_stuff",
     "minibatches_per_epoch",
     "synthetic",
     "verify",
+    "vistas",
     "worker_init",
 ]

@@ -68,19 +68,19 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
     split, an image's label or every image is missing.
     """
     root = _LAYOUT.check(root, split)
-    images = _in_cities(root, root / "leftImg8bit" / split, _IMAGE_SUFFIX)
+    images = _in_cities(root, root / "leftImg8bit" / split, _IMAGE_SUFFIX, "leftImg8bit_trainvaltest.zip")
     _LAYOUT.require_any(images, root, looked_for=f"{root / 'leftImg8bit' / split}/*/*{_IMAGE_SUFFIX}", split=split)
     if split == _WITHHELD:
         files = [Files(name=name, image=path, label=None) for name, path in images.items()]
     else:
-        labels = _in_cities(root, root / "gtFine" / split, _LABEL_SUFFIX)
+        labels = _in_cities(root, root / "gtFine" / split, _LABEL_SUFFIX, "gtFine_trainvaltest.zip")
         files = _LAYOUT.pair(images, labels, root, looked_for=f"{root / 'gtFine' / split}/CITY/NAME{_LABEL_SUFFIX}")
     return SegmentationDataset(name="cityscapes", split=split, files=files, table=cityscapes_classes())
 
 
-def _in_cities(root: Path, folder: Path, suffix: str) -> dict[str, Path]:
+def _in_cities(root: Path, folder: Path, suffix: str, archive: str) -> dict[str, Path]:
     if not folder.is_dir():
-        raise _LAYOUT.error(f"cityscapes: the folder {folder} is missing", root)
+        raise _LAYOUT.error(f"cityscapes: the folder {folder} is missing", root, archives=(archive,))
     found = {}
     for city in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
         found.update(list_files(city, (suffix,)))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from datasets.segmentation import Files
 
+_ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
+
 
 class Layout:
     """Where a dataset called `name` keeps its files. `tree` is the picture of its folders that the errors print."""
@@ -24,26 +26,39 @@ class Layout:
             raise self.error(f"data.root is not set; {self.name} needs the folder that holds its files", None)
         root = Path(root).expanduser()
         if not root.is_dir():
-            raise self.error(f"data.root={root} is not an existing folder", None)
+            packed = ", but an archive: unpack it first" if root.name.lower().endswith(_ARCHIVES) else ""
+            raise self.error(f"data.root={root} is not an existing folder{packed}", None)
         return root
 
-    def error(self, problem: str, root: Path | None) -> ValueError:
-        """ValueError that states the problem, what lies in `root` instead, the expected tree and the fix."""
+    def error(self, problem: str, root: Path | None, archives: Sequence[str] = ()) -> ValueError:
+        """ValueError that states the problem, what lies in `root` instead, the expected tree and the fix.
+
+        Names the archive that was left packed in `root` or a folder in it: the first of `archives` that is there, or,
+        where none is given, whatever lies there.
+        """
         found = ""
         if root is not None:
             entries = sorted(entry.name + "/" * entry.is_dir() for entry in root.iterdir())
             more = f", … ({len(entries)} entries)" if len(entries) > 8 else ""
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
+            packed = _packed(root, archives)
+            if packed:
+                found += f"\nStill packed: {', '.join(map(str, packed))}. Unpack it where it lies."
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
         return ValueError(
             f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\n"
             f"Fix: {self.source} and set data.root=DIR to the folder at the top of this layout."
         )
 
-    def images(self, root: Path, folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
-        """{stem without suffix: path} of the files in `folder` that end in one of `suffixes`, sorted by stem."""
+    def images(
+        self, root: Path, folder: Path, suffixes: Sequence[str], archives: Sequence[str] = ()
+    ) -> dict[str, Path]:
+        """{stem without suffix: path} of the files in `folder` that end in one of `suffixes`, sorted by stem.
+
+        ValueError for a missing folder; `archives` may hold it, as in `error`.
+        """
         if not folder.is_dir():
-            raise self.error(f"{self.name}: the folder {folder} is missing", root)
+            raise self.error(f"{self.name}: the folder {folder} is missing", root, archives)
         return list_files(folder, suffixes)
 
     def require_any(self, found: Mapping[str, Path], root: Path, looked_for: str, split: str) -> None:
@@ -78,3 +93,11 @@ def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
                 )
             found[stem] = folder / entry.name
     return dict(sorted(found.items()))
+
+
+def _packed(root: Path, archives: Sequence[str]) -> list[Path]:
+    found = [path for pattern in ("*", "*/*") for path in root.glob(pattern) if path.name.lower().endswith(_ARCHIVES)]
+    if not archives:
+        return sorted(found)[:3]
+    by_name = {path.name: path for path in found}
+    return [by_name[name] for name in archives if name in by_name][:1]

@@ -39,13 +39,17 @@ def decode_label(path: Path) -> np.ndarray:
         raw = _decode(data, cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise ValueError(f"{path}: cannot be decoded as a label; expected an intact PNG. {RESTORE}")
-    if raw.ndim != 2 or raw.dtype != np.uint8:
-        channels = 1 if raw.ndim == 2 else raw.shape[2]
-        raise ValueError(
-            f"{path}: has {channels} channel(s) of {raw.dtype}; expected a label with one 8-bit class id per pixel "
-            "(not a colour picture). Use the label files that the dataset distributes."
-        )
+    _check_values(path, raw, np.uint8, "a label with one 8-bit class id per pixel (not a colour picture)")
     return raw
+
+
+def decode_instances(path: Path) -> np.ndarray:
+    """The classes in a file of instances, uint8 (H, W): its 16-bit values are 256 * class + number of the instance."""
+    raw = _decode(_read_complete(path), cv2.IMREAD_UNCHANGED)
+    if raw is None:
+        raise ValueError(f"{path}: cannot be decoded as instances; expected an intact PNG. {RESTORE}")
+    _check_values(path, raw, np.uint16, "instances with one 16-bit value, 256 * class + instance, per pixel")
+    return (raw // 256).astype(np.uint8)
 
 
 def read_size(path: Path) -> tuple[int, int]:
@@ -66,6 +70,15 @@ def read_size(path: Path) -> tuple[int, int]:
         raise ValueError(f"{path}: has no readable image header; expected an intact PNG or JPEG. {RESTORE}") from None
     except OSError as error:
         raise _unreadable(path, error) from None
+
+
+def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> None:
+    if raw.ndim != 2 or raw.dtype != dtype:
+        channels = 1 if raw.ndim == 2 else raw.shape[2]
+        raise ValueError(
+            f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}. Use the label files that the "
+            "dataset distributes."
+        )
 
 
 def _read_complete(path: Path) -> bytes:

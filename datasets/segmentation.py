@@ -1,6 +1,6 @@
 """What every segmentation dataset of this project is: a list of files, a table of classes, checked reading."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +36,7 @@ class ClassTable:
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
     label file may contain to a train id or to `ignore_index`; any other raw value is an error. `official_void` is what
-    an ignored pixel becomes in an official prediction file.
+    an ignored pixel becomes in an official prediction file; `coloured_predictions`: such files carry the palette.
     """
 
     names: tuple[str, ...]
@@ -45,6 +45,7 @@ class ClassTable:
     label_ids: Mapping[int, int]
     ignore_index: int = 255
     official_void: int = 0
+    coloured_predictions: bool = False
     _to_train: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_colour: np.ndarray = field(init=False, repr=False, compare=False)  # (256, 3) uint8
@@ -88,15 +89,24 @@ class ClassTable:
 class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
-    `name` is the dataset's ("cityscapes"), `files` its images in a fixed order. Reading checks what it reads and raises
-    a ValueError that names the file, what is wrong with it, what was expected and what to do.
+    `name` is the dataset's ("cityscapes"), `files` its images in a fixed order. `decode_label` reads a label file's raw
+    values, uint8 (H, W). Reading checks what it reads and raises a ValueError that names the file, what is wrong with
+    it, what was expected and what to do.
     """
 
-    def __init__(self, name: str, split: str, files: Sequence[Files], table: ClassTable):
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        files: Sequence[Files],
+        table: ClassTable,
+        decode_label: Callable[[Path], np.ndarray] = decode_label,
+    ):
         self.name = name
         self.split = split
         self.files = tuple(Files(*entry) for entry in files)
         self.table = table
+        self.decode_label = decode_label
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -138,7 +148,7 @@ class SegmentationDataset(Dataset):
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
                 "choose a split with labels, such as val"
             )
-        raw = decode_label(path)
+        raw = self.decode_label(path)
         try:
             return self.table.train_ids(raw)
         except ValueError as error:
@@ -150,6 +160,15 @@ class SegmentationDataset(Dataset):
     def encode_prediction(self, train_ids: np.ndarray) -> np.ndarray:
         """Predicted train ids, uint8 (H, W) -> what the official prediction file contains, uint8 (H, W)."""
         return self.table.official(train_ids)
+
+    @property
+    def prediction_palette(self) -> np.ndarray | None:
+        """Colours of an official prediction file, uint8 (256, 3) RGB by id; None where it is without colours."""
+        if not self.table.coloured_predictions:
+            return None
+        palette = np.zeros((256, 3), np.uint8)
+        palette[list(self.table.official_ids)] = self.palette
+        return palette
 
     def prediction_filename(self, name: str) -> str:
         """The file, relative to the folder of predictions, where the official evaluation finds the image `name`."""

@@ -13,8 +13,9 @@ class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
-    mirroring left to right. `fill`: RGB (0-255) of the padding where the scaled image is smaller than the crop; with
-    the mean of the normalisation the padding is zero for the network. There, the label is `ignore_index`.
+    mirroring left to right. `base_size`: pixels of the longest side at scale 1; None is the image's own. `fill`: RGB
+    (0-255) of the padding where the scaled image is smaller than the crop; with the mean of the normalisation the
+    padding is zero for the network. There, the label is `ignore_index`.
     """
 
     def __init__(
@@ -22,6 +23,7 @@ class TrainingTransform:
         crop_size: tuple[int, int],
         scale: tuple[float, float] = (0.7, 2.0),
         flip: float = 0.5,
+        base_size: int | None = None,
         fill: tuple[float, float, float] = (124, 116, 104),
         ignore_index: int = 255,
     ):
@@ -36,6 +38,7 @@ class TrainingTransform:
         self.crop_size = tuple(crop_size)
         self.scale = tuple(scale)
         self.flip = flip
+        self.base_size = base_size
         self.fill = tuple(round(value) for value in fill)
         self.ignore_index = ignore_index
 
@@ -43,7 +46,7 @@ class TrainingTransform:
         """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous."""
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
-        scaled_size = scaled(image.shape[:2], scale)
+        scaled_size = scaled(image.shape[:2], scale * base_scale(image.shape[:2], self.base_size))
         top, left = (
             int(rng.integers(min(0, size - crop), max(0, size - crop) + 1))
             for size, crop in zip(scaled_size, self.crop_size, strict=True)
@@ -59,6 +62,11 @@ class TrainingTransform:
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
     """(H, W) in pixels times a factor, rounded, at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def base_scale(size: tuple[int, int], base_size: int | None) -> float:
+    """The factor that makes the longest side of (H, W) `base_size` pixels; 1 where that is None."""
+    return 1.0 if base_size is None else base_size / max(size)
 
 
 def scale_and_crop(

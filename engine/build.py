@@ -15,8 +15,10 @@ from datasets import (
     WholeImages,
     camvid,
     cityscapes,
+    coco_stuff,
     minibatches_per_epoch,
     synthetic,
+    vistas,
     worker_init,
 )
 from engine.loop import Autocast, ImageInput
@@ -27,6 +29,7 @@ from engine.schema import (
     BootstrappedLoss,
     CheckpointNorm,
     CheckpointXHatNorm,
+    CocoStuffData,
     Data,
     InPlaceNorm,
     InPlaceNorm1,
@@ -62,7 +65,9 @@ def device(name: str) -> torch.device:
 
 def dataset(config: Data, split: str) -> SegmentationDataset:
     """One split of the dataset, its files paired and counted but not yet read. Raises ValueError for missing files."""
-    builders = {"camvid": camvid, "cityscapes": cityscapes, "synthetic": synthetic}
+    if isinstance(config, CocoStuffData):
+        return coco_stuff(config.root, split, lists=config.lists, other_class=config.other_class)
+    builders = {"camvid": camvid, "cityscapes": cityscapes, "synthetic": synthetic, "vistas": vistas}
     return builders[config.name](config.root, split)
 
 
@@ -207,6 +212,7 @@ def training_loader(
         (data.crop_size, data.crop_size),
         scale=tuple(data.scale),
         flip=data.flip,
+        base_size=data.base_size,
         fill=tuple(255 * value for value in data.mean),
         ignore_index=dataset.ignore_index,
     )
@@ -235,7 +241,8 @@ def _loader(source: Dataset, workers: int, device: torch.device, **batching) -> 
 
 
 def image_input(config: SegmentationRun, device: torch.device) -> ImageInput:
-    return ImageInput(config.data.mean, config.data.std, device, config.trainer.channels_last)
+    data = config.data
+    return ImageInput(data.mean, data.std, device, config.trainer.channels_last, base_size=data.base_size)
 
 
 def autocast(precision: str, device: torch.device) -> Autocast:

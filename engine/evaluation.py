@@ -75,7 +75,8 @@ class PredictionWriter:
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         file = self.dataset.prediction_filename(minibatch["name"][0])
         if self.predictions is not None:
-            write_png(self.predictions / file, self.dataset.encode_prediction(predictions[0].numpy()))
+            encoded = self.dataset.encode_prediction(predictions[0].numpy())
+            write_png(self.predictions / file, encoded, self.dataset.prediction_palette)
         if self.overlays is not None and self.overlays_left > 0:
             write_png(self.overlays / file, _comparison(self.dataset, minibatch, predictions))
             self.overlays_left -= 1

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from datasets.transforms import base_scale, scaled
 from engine.memory import peak_memory_mib, reset_peak_memory
 from engine.metrics import confusion_matrix
 from engine.reporting import RunReport
@@ -18,18 +20,35 @@ Autocast = Callable[[], AbstractContextManager]  # a fresh autocast context for 
 class ImageInput:
     """uint8 RGB images (N, 3, H, W) on any device -> normalised float32 ones on the network's device.
 
-    Pixels travel as bytes and are normalised where the network is: (image / 255 - mean) / std.
+    Pixels travel as bytes and are normalised where the network is: (image / 255 - mean) / std. `base_size`: pixels of
+    the longest side of whole images (those of the training are resized while they are cropped); None is their own.
     """
 
-    def __init__(self, mean: list[float], std: list[float], device: torch.device, channels_last: bool):
+    def __init__(
+        self,
+        mean: list[float],
+        std: list[float],
+        device: torch.device,
+        channels_last: bool,
+        base_size: int | None = None,
+    ):
         self.device = device
         self.mean = torch.tensor(mean, device=device).view(1, 3, 1, 1) * 255
         self.std = torch.tensor(std, device=device).view(1, 3, 1, 1) * 255
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.base_size = base_size
 
     def __call__(self, images: Tensor) -> Tensor:
         images = images.to(self.device, non_blocking=True)
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+
+    def whole(self, images: Tensor) -> Tensor:
+        """As a call, with the longest side resized to `base_size`, bilinearly as in the training."""
+        inputs = self(images)
+        size = scaled(images.shape[-2:], base_scale(images.shape[-2:], self.base_size))
+        if size == tuple(images.shape[-2:]):
+            return inputs
+        return F.interpolate(inputs, size, mode="bilinear").contiguous(memory_format=self.memory_format)
 
 
 def train(
@@ -122,12 +141,18 @@ def train_step(
 
 @torch.inference_mode()
 def predict(network: nn.Module, images: Tensor, *, image_input: ImageInput, autocast: Autocast) -> Tensor:
-    """uint8 images (N, 3, H, W) -> predicted train ids, uint8 (N, H, W), on the network's device."""
+    """uint8 images (N, 3, H, W) -> predicted train ids, uint8 (N, H, W), on the network's device.
+
+    The network sees the images at `image_input.base_size`; its predictions get their size back (nearest pixel).
+    """
     network.eval()
-    inputs = image_input(images)
+    inputs = image_input.whole(images)
     with autocast():
         logits = network(inputs)
-    return logits.argmax(dim=1).to(torch.uint8)
+    predictions = logits.argmax(dim=1).to(torch.uint8)
+    if predictions.shape[-2:] == images.shape[-2:]:
+        return predictions
+    return F.interpolate(predictions[:, None], images.shape[-2:], mode="nearest-exact")[:, 0]
 
 
 def evaluate(

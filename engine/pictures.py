@@ -1,7 +1,10 @@
 """Pictures of predictions for people to look at."""
 
+from pathlib import Path
+
 import cv2
 import numpy as np
+from PIL import Image
 
 from datasets import SegmentationDataset
 
@@ -29,9 +32,17 @@ def comparison(
     return np.concatenate(panels, axis=1)
 
 
-def write_png(path, pixels: np.ndarray) -> None:
-    """Write uint8 (H, W) or RGB (H, W, 3) pixels; makes the folder."""
+def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None) -> None:
+    """Write uint8 (H, W) or RGB (H, W, 3) pixels; makes the folder.
+
+    `palette`: uint8 (256, 3) RGB, for a palette PNG whose indices are `pixels` (H, W).
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if palette is not None:
+        indexed = Image.fromarray(pixels)
+        indexed.putpalette(palette.tobytes())  # keeps the pixels; convert("P") would look for similar colours
+        indexed.save(path, "PNG")
+        return
     if pixels.ndim == 3:
         pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
     encoded, data = cv2.imencode(".png", pixels)

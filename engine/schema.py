@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
+from datasets.coco_stuff import LISTS
 from models.layers.backends import BACKENDS
 
-DATASETS = ("camvid", "cityscapes", "synthetic")
+DATASETS = ("camvid", "cityscapes", "coco_stuff", "synthetic", "vistas")
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16")
 
@@ -127,6 +128,9 @@ class Data:
     root: str | None = None  # the dataset's folder; synthetic writes one into the cache folder where it is null
     train_split: str = "train"
     val_split: str = "val"
+    # Pixels of the longest side at scale 1, in training and in evaluation; null: the image's own size. IoU is counted
+    # at the label's own size.
+    base_size: int | None = key(None, above=0)
     crop_size: int = key(MISSING, above=0)  # pixels, square
     # The paper's number: global, before it is divided over accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
@@ -136,6 +140,12 @@ class Data:
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1)
     workers: int = key(2, least=0)  # processes that read and augment
     verify: bool = True  # check every file before the first step; remembered until the files change
+
+
+@dataclass
+class CocoStuffData(Data):
+    lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
+    other_class: bool = False  # things are a 92nd class "other"; false: they are ignored
 
 
 @dataclass
@@ -193,7 +203,7 @@ class SegmentationRun:
     body: Body = MISSING
     head: Head = MISSING
     loss: Loss = MISSING
-    data: Data = field(default_factory=Data)
+    data: Data = MISSING
     optim: Optim = field(default_factory=Optim)
     trainer: Trainer = field(default_factory=Trainer)
 
@@ -202,6 +212,7 @@ class SegmentationRun:
 class EvaluationData:
     root: str | None = None  # null: where the network was trained
     split: str | None = None  # null: the validation split of the training
+    base_size: int | None = key(None, above=0)  # null: as in training
 
 
 @dataclass
@@ -236,5 +247,6 @@ ALTERNATIVES = {
     },
     "body": {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody},
     "head": {"deeplabv3": DeepLabV3Head},
+    "data": {name: CocoStuffData if name == "coco_stuff" else Data for name in DATASETS},
     "loss": {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss},
 }

@@ -136,3 +136,13 @@ def test_same_generator_state_same_crop():
 def test_impossible_settings_name_the_key(arguments, key):
     with pytest.raises(ValueError, match=key):
         TrainingTransform(**arguments)
+
+
+@pytest.mark.parametrize("size, expected", [((30, 50), (12, 20)), ((50, 30), (20, 12)), ((6, 10), (12, 20))])
+def test_base_size_is_the_longest_side_at_scale_one(size, expected):
+    rng = np.random.default_rng(0)
+    image, label = rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
+    transform = TrainingTransform(expected, scale=(1.0, 1.0), flip=0.0, base_size=20)
+    crop, crop_label = transform(image, label, rng)
+    assert np.abs(crop.astype(int) - cv2.resize(image, expected[::-1])).max() <= 2
+    assert np.array_equal(crop_label, cv2.resize(label, expected[::-1], interpolation=cv2.INTER_NEAREST_EXACT))

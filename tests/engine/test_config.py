@@ -184,7 +184,7 @@ def test_an_option_of_another_alternative_is_an_error():
         (["trainer.precision=fp64"], "trainer.precision=fp64: expected one of float32, bfloat16"),
         (["trainer.device=tpu"], "trainer.device=tpu: expected one of auto, cpu, cuda"),
         (["body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),
-        (["data.name=kitti"], "data.name=kitti: expected one of camvid, cityscapes, synthetic"),
+        (["data.name=kitti"], "data.name=kitti: expected one of camvid, cityscapes, coco_stuff, synthetic, vistas"),
         (["data.mean=[0.5]"], "data.mean.*3 numbers"),
         (["data.scale=[0.5]"], "data.scale.*2 numbers"),
         (["data.std=[0.2,0,0.2]"], "data.std.*above 0"),

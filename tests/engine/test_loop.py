@@ -2,12 +2,13 @@
 
 from functools import partial
 
+import cv2
 import pytest
 import torch
 from torch import nn
 
 from engine import build, schema
-from engine.loop import ImageInput, train_step
+from engine.loop import ImageInput, predict, train_step
 from engine.losses import BootstrappedCrossEntropy
 from engine.schedule import Schedule, in_steps
 
@@ -76,6 +77,28 @@ def test_images_are_normalised_in_the_memory_format_of_the_network():
     expected = (images / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
     torch.testing.assert_close(inputs, expected, rtol=0, atol=1e-5)
     assert inputs.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
+    """Resized as in the training, that is as OpenCV resizes; predictions by their nearest pixel."""
+
+    class Brightest(nn.Module):
+        def forward(self, x):
+            self.seen = x
+            return x
+
+    images = torch.randint(0, 256, (1, 3, 36, 60), dtype=torch.uint8)
+    network = Brightest()
+    options = dict(autocast=build.autocast("float32", CPU))
+    at_base = ImageInput([0.0] * 3, [1.0] * 3, CPU, channels_last=True, base_size=20)
+    predictions = predict(network, images, image_input=at_base, **options)
+    resized = torch.from_numpy(cv2.resize(images[0].permute(1, 2, 0).numpy(), (20, 12))).permute(2, 0, 1)
+    assert (network.seen[0] * 255 - resized).abs().max() <= 1
+    assert predictions.shape == (1, 36, 60) and predictions.dtype == torch.uint8
+    assert torch.equal(predictions, network.seen.argmax(dim=1).repeat_interleave(3, 1).repeat_interleave(3, 2).byte())
+
+    own = predict(network, images, image_input=ImageInput([0.0] * 3, [1.0] * 3, CPU, channels_last=True), **options)
+    assert torch.equal(own, images.float().argmax(dim=1).to(torch.uint8))
 
 
 def test_learning_rate_follows_the_paper():

@@ -1,0 +1,154 @@
+"""COCO-Stuff (2017): photographs with 91 stuff classes, read from COCO's archives and either of its label archives."""
+
+import colorsys
+import os
+from pathlib import Path
+
+from datasets.layout import Layout, list_files
+from datasets.segmentation import ClassTable, Files, SegmentationDataset
+
+LISTS = ("challenge", "full")
+
+_WITHHELD = "test"
+_FIRST_ID, _OTHER_ID = 92, 183  # of the stuff classes and of "other", which is every thing
+_THING_IDS = range(1, _FIRST_ID)
+
+# Ids 92-182 in order; the order is the train id. Source: the official label list.
+_CLASSES = tuple(
+    """
+    banner blanket branch bridge building-other bush cabinet cage cardboard carpet ceiling-other ceiling-tile cloth
+    clothes clouds counter cupboard curtain desk-stuff dirt door-stuff fence floor-marble floor-other floor-stone
+    floor-tile floor-wood flower fog food-other fruit furniture-other grass gravel ground-other hill house leaves light
+    mat metal mirror-stuff moss mountain mud napkin net paper pavement pillow plant-other plastic platform playingfield
+    railing railroad river road rock roof rug salad sand sea shelf sky-other skyscraper snow solid-other stairs stone
+    straw structural-other table tent textile-other towel tree vegetable wall-brick wall-concrete wall-other wall-panel
+    wall-stone wall-tile wall-wood water-other waterdrops window-blind window-other wood
+    """.split()
+)
+
+_LAYOUT = Layout(
+    name="coco_stuff",
+    splits=("train", "val", "test"),
+    tree="""
+DIR/train2017/*.jpg                                  (or DIR/images/train2017/, ...)
+DIR/val2017/*.jpg
+DIR/test2017/*.jpg                                   to predict only, it has no labels
+DIR/annotations/deprecated-challenge2017/train-ids.txt, val-ids.txt      for data.lists=challenge
+DIR/annotations/stuff_train2017_pixelmaps/*.png      or   DIR/stuffthingmaps/train2017/*.png
+DIR/annotations/stuff_val2017_pixelmaps/*.png             DIR/stuffthingmaps/val2017/*.png
+""",
+    source=(
+        "unpack train2017.zip, val2017.zip and stuff_annotations_trainval2017.zip into one folder, then the two "
+        "stuff_*_pixelmaps.zip of the latter where they lie (docs/data.md)"
+    ),
+)
+
+
+def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) -> ClassTable:
+    """The 91 stuff classes, and "other" (all things) as a 92nd where `other_class`; else its pixels are ignored.
+
+    Label files hold COCO's ids: 92-182, 183 = other, 0 = unlabelled. Those of `stuffthingmaps` hold id - 1, the things
+    as ids 1-91 of their own, and 255 = unlabelled. Predictions are COCO's ids in both cases. There are no official
+    colours (the palette inside the challenge's files is a shuffled colour map): ours are made up.
+    """
+    stuff = {_FIRST_ID + train_id: train_id for train_id in range(len(_CLASSES))}
+    other = len(_CLASSES) if other_class else 255
+    if stuffthingmaps:
+        ids = {**dict.fromkeys(_THING_IDS, other), **stuff}
+        label_ids = {**{coco_id - 1: train_id for coco_id, train_id in ids.items()}, 255: 255}
+    else:
+        label_ids = {0: 255, **stuff, _OTHER_ID: other}
+    return ClassTable(
+        names=_CLASSES + ("other",) * other_class,
+        palette=_colours(len(_CLASSES)) + ((255, 255, 255),) * other_class,
+        official_ids=tuple(stuff) + (_OTHER_ID,) * other_class,
+        label_ids=label_ids,
+        official_void=0,
+    )
+
+
+def coco_stuff(
+    root: str | os.PathLike | None, split: str, lists: str = "challenge", other_class: bool = False
+) -> SegmentationDataset:
+    """COCO-Stuff's split "train", "val" (5000 images) or "test" (40670 images without labels).
+
+    `lists`: "challenge" has the 40000 training and 5000 validation images of the 2017 challenge, "full" all images of
+    the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel maps
+    where they are there, else `stuffthingmaps`: both give the same. `other_class` as in `coco_stuff_classes`. Raises
+    ValueError where the folder, the split, a list, an image that it names, an image's label or every image is missing.
+    """
+    if lists not in LISTS:
+        raise ValueError(f"data.lists={lists}: expected one of {', '.join(LISTS)}")
+    root = _LAYOUT.check(root, split)
+    images = _images(root, split)
+    if split == _WITHHELD:
+        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+        return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
+    if lists == "challenge":
+        images = _listed(root, split, images)
+    labels, folder, stuffthingmaps = _labels(root, split)
+    files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
+    return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps, other_class))
+
+
+def _images(root: Path, split: str) -> dict[str, Path]:
+    name = f"{split}2017"
+    folder = root / "images" / name if (root / "images" / name).is_dir() else root / name
+    images = _LAYOUT.images(root, folder, (".jpg",), archives=(f"{name}.zip",))
+    _LAYOUT.require_any(images, root, looked_for=f"{folder}/*.jpg", split=split)
+    return images
+
+
+def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
+    """The label files by name, their folder, and whether they are `stuffthingmaps`."""
+    name = f"{split}2017"
+    pixel_maps = [root / "annotations" / f"stuff_{name}_pixelmaps", root / f"stuff_{name}_pixelmaps"]
+    # The archive holds train2017/ and val2017/: depending on where it is unpacked, they are those of the images.
+    above = (root / "stuffthingmaps", root / "stuffthingmaps_trainval2017", root / "annotations", root, root / "images")
+    stuffthingmaps = [folder / name for folder in above]
+    for folder in (*pixel_maps, *stuffthingmaps):
+        if folder.is_dir() and (found := list_files(folder, (".png",))):
+            return found, folder, folder in stuffthingmaps
+    raise _LAYOUT.error(
+        f"coco_stuff: no labels for split {split!r}, looked for {pixel_maps[0]}/*.png and {stuffthingmaps[0]}/*.png",
+        root,
+        archives=(
+            f"stuff_{name}_pixelmaps.zip",
+            "stuff_annotations_trainval2017.zip",
+            "stuffthingmaps_trainval2017.zip",
+        ),
+    )
+
+
+def _listed(root: Path, split: str, images: dict[str, Path]) -> dict[str, Path]:
+    """The images of the challenge's list: a text file with one image id per line."""
+    folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
+    file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
+    if file is None:
+        raise _LAYOUT.error(
+            f"coco_stuff: data.lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing "
+            "(data.lists=full uses all images instead)",
+            root,
+            archives=("stuff_annotations_trainval2017.zip",),
+        )
+    names = []
+    for line in filter(None, map(str.strip, file.read_text().splitlines())):
+        if not line.isdecimal():
+            raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
+        names.append(f"{int(line):012d}")
+    missing = [name for name in names if name not in images]
+    if missing or not names:
+        what = f"{len(missing)} of its {len(names)} images, such as {missing[0]}.jpg," if missing else "all images"
+        raise _LAYOUT.error(f"coco_stuff: {file}: {what} are missing in the folder of the split", root)
+    return {name: images[name] for name in sorted(set(names))}
+
+
+def _colours(count: int) -> tuple[tuple[int, int, int], ...]:
+    """Distinct RGB colours, the same ones every time: hues in steps of the golden ratio, in three kinds of strength."""
+    strengths = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, brightness)
+    colours = []
+    for index in range(count):
+        saturation, brightness = strengths[index % 3]
+        rgb = colorsys.hsv_to_rgb(index * 0.6180339887 % 1, saturation, brightness)
+        colours.append(tuple(round(255 * value) for value in rgb))
+    return tuple(colours)

@@ -1,0 +1,111 @@
+"""Mapillary Vistas, research edition v1.2: street photographs of up to 22 megapixels, 65 classes."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from datasets.layout import Layout, list_files
+from datasets.reading import decode_instances, decode_label
+from datasets.segmentation import ClassTable, Files, SegmentationDataset
+
+_FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
+_WITHHELD = "test"
+_V2_LABELS = 124
+
+_LAYOUT = Layout(
+    name="vistas",
+    splits=tuple(_FOLDERS),
+    tree="""
+DIR/config.json                      or    DIR/config_v1.2.json
+DIR/training/images/*.jpg                  DIR/training/images/*.jpg
+DIR/training/labels/*.png                  DIR/training/v1.2/labels/*.png
+DIR/validation/...                         DIR/validation/...
+DIR/testing/images/*.jpg                   DIR/testing/images/*.jpg
+""",
+    source="unpack the archive of Mapillary Vistas v1.2, or of v2.0, which contains v1.2 (docs/data.md)",
+)
+
+
+def vistas_classes(config: Path) -> ClassTable:
+    """The classes that the dataset's config file marks as evaluated, in its order; the others are ignored.
+
+    Label values and official ids are positions in the file's list. ValueError for v2.0, or a file of another form.
+    """
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+        labels = [(entry["readable"], tuple(entry["color"]), entry["evaluate"]) for entry in content["labels"]]
+        version = float(content.get("version", 1))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{config}: cannot be read as a config file of Mapillary Vistas ({type(error).__name__}: {error}); "
+            'expected JSON with "labels", a list of {"readable", "color", "evaluate", ...}. '
+            "Restore the file from the dataset's archive."
+        ) from None
+    if version >= 2 or len(labels) == _V2_LABELS:
+        raise _LAYOUT.error(
+            f"vistas: {config} is of Mapillary Vistas v2.0 ({len(labels)} labels); expected v1.2 (65 classes and "
+            "Unlabeled), which the archive of v2.0 contains as well",
+            config.parent,
+        )
+    ids = [position for position, (_, _, evaluated) in enumerate(labels) if evaluated]
+    names = tuple(labels[position][0] for position in ids)
+    if not 0 < len(set(names)) == len(names) or len(labels) > 250:
+        raise ValueError(
+            f"{config}: {len(labels)} labels with {len(set(names))} names among the {len(names)} evaluated ones; "
+            "expected the 66 labels of Mapillary Vistas v1.2. Restore the file from the dataset's archive."
+        )
+    ignored = dict.fromkeys(range(len(labels)), 255)
+    return ClassTable(
+        names=names,
+        palette=tuple(labels[position][1] for position in ids),
+        official_ids=tuple(ids),
+        label_ids={**ignored, **{position: train_id for train_id, position in enumerate(ids)}},
+        official_void=next((position for position, label in enumerate(labels) if not label[2]), 255),
+        coloured_predictions=True,
+    )
+
+
+def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
+    """Vistas' split "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
+
+    Labels are the palette indices of `labels`; where an image has none there, those of its 16-bit file in `instances`.
+    Predictions are positions in the config file's list, as PNGs with its palette. Raises ValueError where the folder,
+    the split, the config file, an image's label or every image is missing, and for v2.0.
+    """
+    root = _LAYOUT.check(root, split)
+    folder = root / _FOLDERS[split]
+    images = _LAYOUT.images(root, folder / "images", (".jpg",))
+    _LAYOUT.require_any(images, root, looked_for=f"{folder / 'images'}/*.jpg", split=split)
+    table = vistas_classes(_config(root))
+    if split == _WITHHELD:
+        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+    else:
+        labels = _labels(root, folder)
+        files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/labels/NAME.png and v1.2/labels/NAME.png")
+    return SegmentationDataset("vistas", split, files, table, decode_label=_decode)
+
+
+def _config(root: Path) -> Path:
+    for name in ("config_v1.2.json", "config.json"):
+        if (root / name).is_file():
+            return root / name
+    if (root / "config_v2.0.json").is_file():
+        return root / "config_v2.0.json"  # to be refused by name
+    raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json is there", root)
+
+
+def _labels(root: Path, folder: Path) -> dict[str, Path]:
+    versioned = folder / "v1.2"
+    if not versioned.is_dir() and not (folder / "labels").is_dir() and (folder / "v2.0").is_dir():
+        raise _LAYOUT.error(f"vistas: {folder} has labels of Mapillary Vistas v2.0 only; expected those of v1.2", root)
+    parent = versioned if versioned.is_dir() else folder
+    kinds = [parent / "instances", parent / "labels"]  # a label replaces the instances of the same image
+    if not any(kind.is_dir() for kind in kinds):
+        raise _LAYOUT.error(f"vistas: the folder {kinds[1]} is missing", root)
+    return {name: path for kind in kinds if kind.is_dir() for name, path in list_files(kind, (".png",)).items()}
+
+
+def _decode(path: Path) -> np.ndarray:
+    return decode_instances(path) if path.parent.name == "instances" else decode_label(path)

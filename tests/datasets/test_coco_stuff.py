@@ -1,0 +1,159 @@
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+
+from datasets import coco_stuff
+from datasets.coco_stuff import coco_stuff_classes
+from tests import trees
+
+
+def test_classes_are_those_of_the_official_list():
+    """Ids and names at both ends and around every place where a slip would move them."""
+    table = coco_stuff_classes(other_class=True)
+    by_id = dict(zip(table.official_ids, table.names, strict=True))
+    assert sorted(by_id) == list(range(92, 184))
+    official = {
+        **{92: "banner", 93: "blanket", 96: "building-other", 103: "ceiling-tile", 106: "clouds", 112: "door-stuff"},
+        **{118: "floor-wood", 124: "grass", 130: "light", 133: "mirror-stuff", 145: "playingfield", 149: "road"},
+        **{157: "sky-other", 164: "structural-other", 169: "tree", 173: "wall-other", 178: "water-other"},
+        **{179: "waterdrops", 180: "window-blind", 181: "window-other", 182: "wood", 183: "other"},
+    }
+    assert official.items() <= by_id.items()
+    assert list(by_id.values())[:-1] == sorted(set(table.names) - {"other"})  # the official order is alphabetical
+    assert coco_stuff_classes().names == table.names[:-1]
+
+
+def test_colours_are_distinct_and_always_the_same():
+    palette = np.array(coco_stuff_classes(other_class=True).palette, int)
+    assert palette.shape == (92, 3) and palette.min() >= 0 and palette.max() == 255
+    distance = np.abs(palette[:, None] - palette[None]).max(axis=2) + 255 * np.eye(92, dtype=int)
+    assert distance.min() > 8 and palette.max(axis=1).min() > 100  # of each other, and of the black of what is ignored
+    assert np.array_equal(palette, coco_stuff_classes(other_class=True).palette)
+
+
+@pytest.mark.parametrize("other_class", [False, True])
+def test_both_label_archives_give_the_same_labels(tmp_path, other_class):
+    """The off-by-one: a value of stuffthingmaps is the id minus one, and its things are the challenge's `other`."""
+    challenge = trees.coco_stuff(tmp_path / "challenge", stuffthingmaps=False)
+    everything = trees.coco_stuff(tmp_path / "stuffthingmaps", pixel_maps=False)
+    for split, count in (("train", 3), ("val", 2)):
+        ours, theirs = (coco_stuff(root, split, other_class=other_class) for root in (challenge, everything))
+        assert len(ours) == len(theirs) == count
+        for a, b, entry in zip(ours, theirs, ours.files, strict=True):
+            assert a.name == b.name and np.array_equal(a.label, b.label)
+            ids = cv2.imread(str(tmp_path / "stuffthingmaps/stuffthingmaps" / f"{split}2017" / entry.label.name), -1)
+            ids = ids.astype(int) + 1
+            expected = np.where((ids >= 92) & (ids <= 182), ids - 92, 255)
+            if other_class:
+                expected[ids < 92] = 91
+            assert np.array_equal(a.label, expected)
+
+
+def test_labels_of_one_archive_in_the_place_of_the_other_are_refused(coco_root):
+    """Read with the other table, every class would be the next one."""
+    pixel_maps = coco_root / "annotations" / "stuff_val2017_pixelmaps"
+    stuffthingmaps = coco_root / "stuffthingmaps" / "val2017"
+    pixel_maps.rename(coco_root / "aside")
+    shutil.move(stuffthingmaps, pixel_maps)
+    with pytest.raises(ValueError, match="ids 16, 90, 91, 255, which are not.*expected only 0, 92-183"):
+        coco_stuff(coco_root, "val")[0]
+    shutil.rmtree(pixel_maps)
+    (coco_root / "aside").rename(stuffthingmaps)
+    with pytest.raises(ValueError, match="ids 182, 183, which are not.*expected only 0-181, 255"):
+        coco_stuff(coco_root, "val")[0]
+
+
+def test_lists_are_the_challenge_or_everything(coco_root):
+    def names(split, **options):
+        return [int(sample.name) for sample in coco_stuff(coco_root, split, **options)]
+
+    assert names("train") == names("train", lists="challenge") == [9, 30, 34]
+    assert names("train", lists="full") == [9, 25, 30, 34]
+    assert names("val") == names("val", lists="full") == [139, 285]
+    with pytest.raises(ValueError, match="data.lists=all: expected one of challenge, full"):
+        names("train", lists="all")
+
+
+def test_a_list_that_does_not_fit_is_an_error(coco_root):
+    file = coco_root / "annotations" / "deprecated-challenge2017" / "train-ids.txt"
+    file.write_text("9\n77\n78\n")
+    with pytest.raises(ValueError, match=r"train-ids.txt: 2 of its 3 images, such as 000000000077.jpg, are missing"):
+        coco_stuff(coco_root, "train")
+    file.write_text("9\nabc\n")
+    with pytest.raises(ValueError, match="train-ids.txt: contains 'abc'; expected one image id"):
+        coco_stuff(coco_root, "train")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"train-ids.txt, which is missing \(data.lists=full"):
+        coco_stuff(coco_root, "train")
+    assert len(coco_stuff(coco_root, "train", lists="full")) == 4
+
+
+def test_sizes_differ_and_channels_are_rgb(coco_root):
+    dataset = coco_stuff(coco_root, "train", lists="full")
+    assert [sample.label.shape for sample in dataset] == list(trees.COCO_SIZES)
+    assert np.array_equal(dataset[1].image[..., ::-1], cv2.imread(str(dataset.files[1].image)))
+
+
+def test_test_images_are_predicted_in_coco_ids(coco_root):
+    dataset = coco_stuff(coco_root, "test", other_class=True)
+    assert not dataset.has_labels and [sample.label for sample in dataset] == [None, None]
+    assert dataset.encode_prediction(np.array([[0, 90, 91, 255]], np.uint8)).tolist() == [[92, 182, 183, 0]]
+    assert dataset.prediction_filename(dataset.files[0].name) == "000000000001.png"
+    assert dataset.prediction_palette is None
+
+
+@pytest.mark.parametrize("parent", ["stuffthingmaps_trainval2017", "annotations", "images", "."])
+def test_stuffthingmaps_are_found_where_people_unpack_them(tmp_path, parent):
+    """`images` and the folder itself: into the folders of the images."""
+    root = trees.coco_stuff(tmp_path / "coco", pixel_maps=False)
+    expected = [sample.label for sample in coco_stuff(root, "val")]
+    if parent != ".":
+        for split in ("train2017", "val2017", "test2017"):
+            shutil.move(root / split, root / "images" / split)
+    for split in ("train2017", "val2017"):
+        (root / parent / split).mkdir(parents=True, exist_ok=True)
+        for path in (root / "stuffthingmaps" / split).iterdir():
+            path.rename(root / parent / split / path.name)
+    shutil.rmtree(root / "stuffthingmaps")
+    found = [sample.label for sample in coco_stuff(root, "val")]
+    assert len(found) == 2 and all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    "split, missing, packed, named",
+    [
+        ("train", "train2017", ["train2017.zip", "val2017.zip"], "train2017.zip"),
+        ("test", "test2017", ["test2017.zip"], "test2017.zip"),
+        ("val", "annotations", ["stuff_annotations_trainval2017.zip"], "stuff_annotations_trainval2017.zip"),
+        (
+            "val",
+            "annotations/stuff_val2017_pixelmaps",
+            ["stuff_annotations_trainval2017.zip", "annotations/stuff_val2017_pixelmaps.zip"],
+            "annotations/stuff_val2017_pixelmaps.zip",
+        ),
+        (
+            "val",
+            "annotations/stuff_val2017_pixelmaps",
+            ["stuffthingmaps_trainval2017.zip"],
+            "stuffthingmaps_trainval2017.zip",
+        ),
+    ],
+)
+def test_an_archive_left_packed_is_named(tmp_path, split, missing, packed, named):
+    root = trees.coco_stuff(tmp_path / "coco", stuffthingmaps=False)
+    shutil.rmtree(root / missing)
+    for archive in packed:
+        (root / archive).parent.mkdir(exist_ok=True)
+        (root / archive).write_bytes(b"PK")
+    with pytest.raises(ValueError) as error:
+        coco_stuff(root, split)
+    assert f"Still packed: {root / named}. Unpack it" in str(error.value)
+    assert "DIR/train2017/*.jpg" in str(error.value)
+
+
+def test_image_without_label_is_named_and_counted(coco_root):
+    (coco_root / "annotations" / "stuff_train2017_pixelmaps" / "000000000030.png").unlink()
+    with pytest.raises(ValueError, match="1 of 3 images have no label: 000000000030"):
+        coco_stuff(coco_root, "train")

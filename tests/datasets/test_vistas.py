@@ -1,0 +1,150 @@
+import json
+import shutil
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import verify, vistas
+from tests import trees
+
+
+def labels(root, split: str) -> list[np.ndarray]:
+    return [sample.label for sample in vistas(root, split)]
+
+
+def test_both_folder_styles_hold_the_same_labels(tmp_path):
+    """The versioned one has labels of v2.0 beside those of v1.2, and they are not read."""
+    plain, versioned = trees.vistas(tmp_path / "a"), trees.vistas(tmp_path / "b", versioned=True)
+    for split, count in (("train", 3), ("val", 2)):
+        ours, theirs = labels(plain, split), labels(versioned, split)
+        assert len(ours) == len(theirs) == count
+        assert all(map(np.array_equal, ours, theirs))
+        assert [label.shape for label in ours] == list(trees.VISTAS_SIZES[:count])
+
+
+def test_labels_are_palette_indices_and_classes_come_from_the_config_file(vistas_root):
+    dataset = vistas(vistas_root, "train")
+    config = json.loads((vistas_root / "config.json").read_text())["labels"]
+    assert dataset.classes == tuple(label["readable"] for label in config[:65])
+    assert dataset.palette == tuple(tuple(label["color"]) for label in config[:65])
+    _, raw = trees.pair(0, list(range(66)), trees.VISTAS_SIZES[0])
+    assert 65 in raw
+    assert np.array_equal(dataset[0].label, np.where(raw == 65, 255, raw))
+
+
+def test_labels_that_are_not_evaluated_need_not_be_the_last(vistas_root):
+    config = trees.vistas_config()
+    config["labels"][3]["evaluate"] = False
+    (vistas_root / "config.json").write_text(json.dumps(config))
+    dataset = vistas(vistas_root, "val")
+    assert len(dataset.classes) == 64 and dataset.classes[3] == "Class 4"
+    _, raw = trees.pair(0, list(range(66)), trees.VISTAS_SIZES[0])
+    assert set(dataset[0].label[raw == 3]) == {255} and set(dataset[0].label[raw == 4]) == {3}
+    assert dataset.encode_prediction(np.array([[2, 3, 63]], np.uint8)).tolist() == [[2, 4, 64]]
+
+
+@pytest.mark.parametrize("versioned", [False, True])
+def test_instances_give_the_same_labels_where_labels_are_missing(tmp_path, versioned):
+    root = trees.vistas(tmp_path / "vistas", versioned)
+    expected = labels(root, "train")
+    folder = root / "training" / ("v1.2" if versioned else ".")
+    (folder / "labels" / "street-000000000000001.png").unlink()
+    assert all(map(np.array_equal, labels(root, "train"), expected))
+    shutil.rmtree(folder / "labels")
+    assert all(map(np.array_equal, labels(root, "train"), expected))
+    verify(vistas(root, "train"))
+
+
+def test_bits_tell_labels_from_instances(vistas_root):
+    """A label that was put into the other folder is refused, not read as something else."""
+    label = vistas_root / "training" / "labels" / "street-000000000000000.png"
+    instances = vistas_root / "training" / "instances" / label.name
+    wide = instances.read_bytes()
+    instances.write_bytes(label.read_bytes())
+    label.write_bytes(wide)
+    with pytest.raises(ValueError, match=r"labels/street.*uint16; expected a label with one 8-bit class id"):
+        vistas(vistas_root, "train")[0]
+    label.unlink()
+    trees.write(instances, np.zeros((30, 40), np.uint8))
+    with pytest.raises(ValueError, match=r"instances/street.*uint8; expected instances with one 16-bit value"):
+        vistas(vistas_root, "train")[0]
+
+
+def test_grayscale_labels_are_indices_too(vistas_root):
+    expected = labels(vistas_root, "val")[0]
+    _, raw = trees.pair(0, list(range(66)), trees.VISTAS_SIZES[0])
+    trees.write(vistas_root / "validation" / "labels" / "street-000000000000000.png", raw)
+    assert np.array_equal(labels(vistas_root, "val")[0], expected)
+
+
+def only_v2_config(root):
+    (root / "config.json").rename(root / "config_v2.0.json")
+    (root / "config_v2.0.json").write_text(json.dumps(trees.vistas_config(124, version=2.0)))
+
+
+def v2_under_another_name(root):
+    (root / "config.json").write_text(json.dumps(trees.vistas_config(124)))
+
+
+def only_v2_labels(root):
+    (root / "training" / "v2.0").mkdir()
+    (root / "training" / "labels").rename(root / "training" / "v2.0" / "labels")
+
+
+@pytest.mark.parametrize("change", [only_v2_config, v2_under_another_name, only_v2_labels])
+def test_v2_is_refused_by_name(vistas_root, change):
+    change(vistas_root)
+    with pytest.raises(ValueError, match="Mapillary Vistas v2.0.*; expected"):
+        vistas(vistas_root, "train")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"labels": [1]}', '{"labels": []}', '{"labels": [{"readable": "Bird"}]}']
+)
+def test_a_broken_config_file_is_named(vistas_root, content):
+    (vistas_root / "config.json").write_text(content)
+    with pytest.raises(ValueError, match="config.json: .*expected.*Restore the file"):
+        vistas(vistas_root, "train")
+
+
+def test_what_is_missing_is_named(vistas_root):
+    (vistas_root / "training" / "labels" / "street-000000000000002.png").unlink()
+    (vistas_root / "training" / "instances" / "street-000000000000002.png").unlink()
+    with pytest.raises(ValueError, match="1 of 3 images have no label: street-000000000000002"):
+        vistas(vistas_root, "train")
+    for folder in ("labels", "instances"):
+        shutil.rmtree(vistas_root / "validation" / folder)
+    with pytest.raises(ValueError, match="validation/labels is missing"):
+        vistas(vistas_root, "val")
+    (vistas_root / "config.json").unlink()
+    with pytest.raises(ValueError, match="neither .*config.json nor config_v1.2.json"):
+        vistas(vistas_root, "test")
+    shutil.rmtree(vistas_root / "testing")
+    (vistas_root / "mapillary-vistas-dataset_public_v1.2.zip").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="testing/images is missing[^$]*Still packed: .*public_v1.2.zip. Unpack it"):
+        vistas(vistas_root, "test")
+
+
+def test_ids_outside_the_config_file_are_refused(vistas_root):
+    path = vistas_root / "training" / "labels" / "street-000000000000000.png"
+    trees.write(path, np.full((30, 40), 66, np.uint8))
+    with pytest.raises(ValueError, match="ids 66, which are not in the class table; expected only 0-65"):
+        vistas(vistas_root, "train")[0]
+
+
+def test_test_images_have_no_labels_and_predictions_have_the_palette(vistas_root):
+    dataset = vistas(vistas_root, "test")
+    assert len(dataset) == 2 and not dataset.has_labels
+    assert dataset.encode_prediction(np.array([[0, 64, 255]], np.uint8)).tolist() == [[0, 64, 65]]
+    palette = dataset.prediction_palette
+    assert palette.shape == (256, 3) and palette.dtype == np.uint8
+    assert palette[:65].tolist() == [list(colour) for colour in dataset.palette] and not palette[65:].any()
+
+
+def test_pillow_shows_the_official_labels_in_the_palette_of_the_table(vistas_root):
+    dataset = vistas(vistas_root, "train")
+    shown = np.asarray(Image.open(dataset.files[0].label).convert("RGB"))
+    assert np.array_equal(shown, dataset.colour(dataset[0].label))
+    assert cv2.imread(str(dataset.files[0].label), cv2.IMREAD_UNCHANGED).ndim == 3  # what we must not read
