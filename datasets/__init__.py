@@ -2,6 +2,7 @@
 
 from datasets.camvid import camvid
 from datasets.cityscapes import cityscapes
+from datasets.class_index import ClassIndex, index_classes
 from datasets.coco_stuff import coco_stuff
 from datasets.loading import TrainingCrops, WholeImages, worker_init
 from datasets.samplers import ShuffledMinibatches, minibatches_per_epoch
@@ -12,6 +13,7 @@ from datasets.verify import verify
 from datasets.vistas import vistas
 
 __all__ = [
+    "ClassIndex",
     "ClassTable",
     "Sample",
     "SegmentationDataset",
@@ -22,6 +24,7 @@ __all__ = [
     "camvid",
     "cityscapes",
     "coco_stuff",
+    "index_classes",
     "minibatches_per_epoch",
     "synthetic",
     "verify",

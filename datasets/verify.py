@@ -1,13 +1,11 @@
 """One pass over a data set before the first training step, so that a bad file does not stop the run hours later."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from datasets.cache import cache_folder
+from datasets.fingerprint import fingerprint
 from datasets.reading import read_size
 from datasets.segmentation import SegmentationDataset, size_mismatch
 
@@ -25,7 +23,7 @@ def verify(
     the calling thread after each image. Success is remembered in the cache folder under the paths, sizes and
     modification times of all files; where that folder cannot be written the check just runs every time.
     """
-    remembered = cache_folder() / "verified" / _fingerprint(dataset)
+    remembered = cache_folder() / "verified" / fingerprint(dataset, version=_CHECKS)
     if remembered.is_file():
         return
     problems = []
@@ -63,22 +61,3 @@ def _check(dataset: SegmentationDataset, index: int) -> list[str]:
     if image_size is not None and label_size is not None and image_size != label_size:
         problems.append(size_mismatch(dataset.files[index], image_size=image_size, label_size=label_size))
     return problems
-
-
-def _fingerprint(dataset: SegmentationDataset) -> str:
-    """A hexadecimal name for the dataset's content; the same after the whole folder is moved."""
-    paths = [path for entry in dataset.files for path in (entry.image, entry.label) if path is not None]
-    top = os.path.commonpath([path.parent for path in paths]) if paths else ""
-    known_ids = sorted(dataset.table.label_ids.items())
-    digest = hashlib.sha256(json.dumps([_CHECKS, dataset.name, dataset.split, known_ids]).encode())
-    for path in paths:
-        digest.update(f"{str(path)[len(top) :]}|{_state(path)}\n".encode())
-    return digest.hexdigest()
-
-
-def _state(path: Path) -> str:
-    try:
-        stat = path.stat()
-    except OSError:
-        return "missing"
-    return f"{stat.st_size}|{stat.st_mtime_ns}"

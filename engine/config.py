@@ -26,6 +26,19 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
     Raises:
         ValueError: a value is missing, or values do not go together.
     """
+    config = within_bounds(values)
+    pooling_size = config.head and config.head.pooling_size
+    if pooling_size is not None and len(pooling_size) != 2:
+        raise ValueError(f"head.pooling_size={pooling_size}: expected (height, width) in feature cells")
+    if isinstance(config, SegmentationRun):
+        check(config)
+    elif config.overlay_images is not None and config.overlays is None:
+        raise ValueError(f"overlay_images={config.overlay_images} needs overlays=DIR, the folder to write them to")
+    return config
+
+
+def within_bounds(values: DictConfig):
+    """The instance of any schema, with every key known, given and within its bounds; else ValueError names the key."""
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
@@ -34,13 +47,6 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a key of the configuration; --cfg job prints those that are")
     _check_bounds(config)
-    pooling_size = config.head and config.head.pooling_size
-    if pooling_size is not None and len(pooling_size) != 2:
-        raise ValueError(f"head.pooling_size={pooling_size}: expected (height, width) in feature cells")
-    if isinstance(config, SegmentationRun):
-        check(config)
-    elif config.overlay_images is not None and config.overlays is None:
-        raise ValueError(f"overlay_images={config.overlay_images} needs overlays=DIR, the folder to write them to")
     return config
 
 

@@ -5,7 +5,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,11 +79,23 @@ def tracked(progress: Progress, items: Sized, description: str) -> Iterator:
         progress.remove_task(task)
 
 
+@contextmanager
+def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
+    """A function (done, total) that shows how far something is in a bar, from its first call to the end."""
+    with progress_bar(console) as progress:
+        tasks = []
+
+        def show(done: int, total: int) -> None:
+            tasks or tasks.append(progress.add_task(description, total=total, status=""))
+            progress.update(tasks[0], completed=done)
+
+        yield show
+
+
 def verify_with_progress(dataset: SegmentationDataset, console: Console) -> None:
     """`datasets.verify` with a progress bar; the same ValueError."""
-    with progress_bar(console) as progress:
-        task = progress.add_task(f"checking {dataset.name} {dataset.split}", total=len(dataset))
-        verify(dataset, progress=lambda done, _: progress.update(task, completed=done))
+    with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
+        verify(dataset, progress=progress)
 
 
 @contextmanager

@@ -1,0 +1,227 @@
+"""Where each class is: per image and class the number of pixels and a random sample of their positions.
+
+Class-uniform sampling draws from it. It is made by one pass over the labels and kept in a cache folder.
+"""
+
+import fcntl
+import os
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from datasets.cache import cache_folder
+from datasets.fingerprint import fingerprint
+from datasets.loading import worker_init
+from datasets.segmentation import SegmentationDataset
+
+POSITIONS = 32  # remembered per image and class
+_VERSION = 1  # raise it with every change of what is counted or sampled
+_SEED = 0
+_PART = 128  # images; an interrupted pass over the labels loses at most so many
+_BAND = 8192  # pixels that are counted and searched at a time
+
+
+@dataclass(frozen=True)
+class ClassIndex:
+    """`classes`: names. `counts`: int64 (images, classes) pixels. `places`: uint16 (all positions, 2) rows and columns.
+
+    The positions of an image's class lie together in `places`, images outside, classes inside: min(pixels,
+    `positions`) of them.
+    """
+
+    classes: tuple[str, ...]
+    counts: np.ndarray
+    places: np.ndarray
+    positions: int = POSITIONS
+
+    def __post_init__(self):
+        ends = np.minimum(self.counts, self.positions).cumsum().reshape(self.counts.shape)
+        assert len(self.places) == (ends[-1, -1] if ends.size else 0)
+        object.__setattr__(self, "_ends", ends)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def absent(self) -> list[str]:
+        """Names of the classes without a pixel in any image."""
+        return [self.classes[class_id] for class_id in np.flatnonzero(self.counts.sum(axis=0) == 0)]
+
+    def images_with(self, class_id: int) -> np.ndarray:
+        """Indices of the images in which a class has pixels, ascending."""
+        return np.flatnonzero(self.counts[:, class_id])
+
+    def pixels(self, image: int, class_id: int) -> np.ndarray:
+        """(row, column) of the remembered pixels of a class, uint16 (n, 2): all of them, or a random sample."""
+        end = self._ends[image, class_id]
+        return self.places[end - min(self.counts[image, class_id], self.positions) : end]
+
+
+def index_classes(
+    dataset: SegmentationDataset,
+    folder: str | os.PathLike | None = None,
+    positions: int = POSITIONS,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ClassIndex:
+    """The index of a split, read from `folder` (default: the cache folder), or made and written there.
+
+    It is kept under the dataset's fingerprint, and the same for every folder, number of workers and interruption.
+    Several processes may ask at once: one makes it and the others wait. `workers` processes (default: one per core; 0:
+    none but this one); `progress(done, total)` is called after each image.
+
+    Raises:
+        ValueError: a label is bad or missing, or the folder cannot be written.
+    """
+    key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes)])
+    kept = (Path(folder).expanduser() if folder else cache_folder() / "class-index") / key
+    file = kept / "index.npz"
+    found = _read(file)
+    if found is None:
+        try:
+            with _lock(kept):
+                found = _read(file)  # another process may have made it meanwhile
+                if found is None:
+                    found = _make(dataset, kept / "parts", positions, workers, progress)
+                    _write(file, *found)
+                    _remove(kept / "parts")
+        except OSError as error:
+            raise ValueError(
+                f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {kept} ({error}); "
+                "expected a writable folder. Name one: sampler.folder=DIR in a training, folder=DIR in "
+                "scripts.build_class_index"
+            ) from error
+    return ClassIndex(dataset.classes, *found, positions=positions)
+
+
+def index_label(
+    label: np.ndarray, classes: int, positions: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts int64 (classes,) and sampled (row, column) uint16 (n, 2), by class, of a label uint8 (H, W) of train ids.
+
+    Of each class min(its pixels, `positions`) different pixels, every subset of that size equally likely: what a
+    reservoir keeps. Instead of passing each pixel through reservoirs, it draws which of a class's pixels they are,
+    and then looks for those only in the bands of the image where the counts say that they are.
+    """
+    assert label.dtype == np.uint8 and max(label.shape) <= 1 << 16, f"{label.dtype}, {label.shape}"
+    flat = np.ascontiguousarray(label).reshape(-1)
+    starts = range(0, len(flat), _BAND)
+    histograms = [cv2.calcHist([flat[i : i + _BAND][None]], [0], None, [256], [0, 256]).ravel() for i in starts]
+    until = np.stack(histograms)[:, :classes].astype(np.int64).cumsum(axis=0)  # (bands, classes)
+    counts, found = until[-1], []
+    for class_id in np.flatnonzero(counts):
+        ranks = rng.choice(counts[class_id], min(counts[class_id], positions), replace=False, shuffle=False)
+        bands = np.searchsorted(until[:, class_id], ranks, side="right")
+        for band in np.unique(bands):
+            start = band * _BAND
+            before = until[band - 1, class_id] if band else 0
+            of_class = np.flatnonzero(flat[start : start + _BAND] == class_id)
+            found.append(start + of_class[ranks[bands == band] - before])
+    places = np.concatenate(found) if found else np.empty(0, np.int64)
+    return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(np.uint16)
+
+
+class _IndexedLabels(Dataset):
+    """image -> `index_label` of its label, with a random stream of its own."""
+
+    def __init__(self, dataset: SegmentationDataset, positions: int):
+        self.dataset = dataset
+        self.positions = positions
+
+    def __getitem__(self, image: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng([_SEED, image])
+        return index_label(self.dataset.read_label(image), len(self.dataset.classes), self.positions, rng)
+
+
+def _make(
+    dataset: SegmentationDataset,
+    folder: Path,
+    positions: int,
+    workers: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts and places of all images, in parts of which those that lie in `folder` are not made again."""
+    parts = {start: range(start, min(start + _PART, len(dataset))) for start in range(0, len(dataset), _PART)}
+    done = {start: kept for start in parts if (kept := _read(folder / f"{start:08d}.npz")) is not None}
+    todo = [image for start, images in parts.items() if start not in done for image in images]
+    finished = len(dataset) - len(todo)
+    source = DataLoader(
+        _IndexedLabels(dataset, positions),
+        sampler=todo,
+        batch_size=None,
+        collate_fn=_as_it_is,
+        num_workers=min(_cores() if workers is None else workers, len(todo)),
+        worker_init_fn=worker_init,
+        # Its own generator: an iterator draws a number when it starts, and a run must not depend on what is cached.
+        generator=torch.Generator(),
+    )
+    pending = []
+    for image, result in zip(todo, source, strict=True):
+        pending.append(result)
+        start = image - image % _PART
+        if image == parts[start][-1]:
+            done[start] = np.stack([counts for counts, _ in pending]), np.concatenate([places for _, places in pending])
+            _write(folder / f"{start:08d}.npz", *done[start])
+            pending = []
+        finished += 1
+        if progress is not None:
+            progress(finished, len(dataset))
+    return tuple(np.concatenate([done[start][i] for start in parts]) for i in range(2))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _as_it_is(item):
+    return item
+
+
+def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
+    """The arrays of a file that `_write` wrote; None where there is none, or a damaged one."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return arrays["counts"], arrays["places"]
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
+    """Writes beside `file`, then renames: nobody sees half an index, and of two equal ones either may stay."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_name(f".{file.stem}-{uuid.uuid4().hex}.npz")
+    try:
+        np.savez_compressed(partial, counts=counts, places=places)
+        os.replace(partial, file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _remove(folder: Path) -> None:
+    """Removes the parts."""
+    for file in folder.glob("[0-9]*.npz"):
+        file.unlink(missing_ok=True)
+    try:
+        folder.rmdir()
+    except OSError:
+        pass  # a killed process left something there, or on a file system without locks another one still writes
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """One process at a time; the system releases it when a process dies. Without locks they do the same work twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield

@@ -1,0 +1,69 @@
+"""Index the classes of a training split, so that class-uniform sampling starts at once:
+
+    python -m scripts.build_class_index data=cityscapes data.root=DIR [folder=DIR]
+
+A training with sampler=class_uniform does the same at its first start. The split is data.train_split; an interrupted
+run continues where it was. Prints, for each class, its pixels and the images that contain it.
+"""
+
+import time
+from dataclasses import dataclass
+
+import hydra
+import numpy as np
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
+from rich.table import Table
+
+from datasets import ClassIndex, index_classes
+from engine import build, reporting
+from engine import config as configuration
+from engine.schema import Data, key
+
+configuration.register()
+
+
+@dataclass
+class ClassIndexRun:
+    data: Data = MISSING  # its root, name and train_split count
+    folder: str | None = None  # where the index is kept, sampler.folder of a training; null: in the cache folder
+    positions: int = key(32, above=0)  # pixels remembered per image and class, sampler.positions of a training
+    workers: int | None = key(None, least=0)  # processes; null: one per core
+
+
+def index(values: DictConfig) -> ClassIndex:
+    """Make or find the index and print what it says. Raises ValueError for data, labels or a folder that fail."""
+    config = configuration.within_bounds(values)
+    console = reporting.make_console()
+    dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+    before = time.perf_counter()
+    with reporting.counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
+        found = index_classes(dataset, config.folder, config.positions, config.workers, progress)
+    seconds = time.perf_counter() - before
+    console.print(table(found, title=f"{dataset.name} {dataset.split}, {len(dataset)} images, {seconds:.1f} s"))
+    return found
+
+
+def table(found: ClassIndex, title: str) -> Table:
+    pixels = found.counts.sum(axis=0)
+    images = np.count_nonzero(found.counts, axis=0)
+    result = Table(title=title, title_justify="left")
+    result.add_column("class")
+    for column in ("pixels", "share %", "images"):
+        result.add_column(column, justify="right")
+    for name, count, containing in zip(found.classes, pixels, images, strict=True):
+        result.add_row(name, f"{count:,}", f"{100 * count / max(1, pixels.sum()):.2f}", str(containing))
+    return result
+
+
+ConfigStore.instance().store(name="class_index_run", node=ClassIndexRun)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="build_class_index")
+def main(values: DictConfig) -> None:
+    with reporting.errors_for_users():
+        index(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Counts and positions of classes: exact, uniform, made once, whoever asks and however often it is interrupted."""
+
+import multiprocessing
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from datasets import ClassIndex, SegmentationDataset, camvid, cityscapes, index_classes
+from datasets.class_index import index_label
+
+
+def of(index: ClassIndex, label: np.ndarray, image: int, class_id: int) -> set[tuple[int, int]]:
+    pixels = [tuple(pixel) for pixel in index.pixels(image, class_id).tolist()]
+    assert len(set(pixels)) == len(pixels), "a position came twice"
+    assert all(label[pixel] == class_id for pixel in pixels)
+    return set(pixels)
+
+
+def equal(a: ClassIndex, b: ClassIndex) -> bool:
+    return np.array_equal(a.counts, b.counts) and np.array_equal(a.places, b.places)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    classes=st.integers(1, 12),
+    positions=st.integers(1, 40),
+    band=st.integers(1, 4000),
+    seed=st.integers(0, 99),
+)
+def test_counts_are_exact_and_positions_lie_in_their_class(size, classes, positions, band, seed):
+    rng = np.random.default_rng(seed)
+    label = rng.choice([*range(rng.integers(1, classes + 1)), 255], size).astype(np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.class_index._BAND", band)
+        counts, places = index_label(label, classes, positions, rng)
+    assert counts.tolist() == [(label == class_id).sum() for class_id in range(classes)]
+    index = ClassIndex(tuple(map(str, range(classes))), counts[None], places, positions)
+    for class_id in range(classes):
+        assert len(of(index, label, 0, class_id)) == min(counts[class_id], positions)
+
+
+def test_every_pixel_of_a_class_is_as_likely(monkeypatch):
+    """Also across the bands in which they are looked for."""
+    monkeypatch.setattr("datasets.class_index._BAND", 7)
+    label = np.zeros((6, 10), np.uint8)
+    label[::2, 3:] = 1  # 21 pixels
+    seen = np.zeros(label.shape, int)
+    for seed in range(3000):
+        _, places = index_label(label, 2, 5, np.random.default_rng(seed))
+        np.add.at(seen, tuple(places[5:].T), 1)
+    assert (seen[label == 0] == 0).all()
+    expected = 3000 * 5 / 21
+    assert np.abs(seen[label == 1] - expected).max() < 5 * expected**0.5
+
+
+def test_large_images_fit_their_positions():
+    """22 megapixels, as the largest of Mapillary Vistas; the only pixel of a class is the last one."""
+    label = np.zeros((4000, 5632), np.uint8)
+    label[-1, -1] = 1
+    counts, places = index_label(label, 2, 3, np.random.default_rng(0))
+    assert counts.tolist() == [label.size - 1, 1] and places[-1].tolist() == [3999, 5631]
+
+
+def test_the_index_of_a_split(camvid_folders):
+    dataset = camvid(camvid_folders, "train")
+    index = index_classes(dataset, positions=4, workers=0)
+    assert index.classes == dataset.classes and len(index) == 6
+    for image in range(6):
+        label = dataset.read_label(image)
+        for class_id in range(11):
+            assert index.counts[image, class_id] == (label == class_id).sum()
+            assert len(of(index, label, image, class_id)) == min(4, index.counts[image, class_id])
+    assert index.images_with(3).tolist() == [i for i in range(6) if (dataset.read_label(i) == 3).any()]
+
+
+def test_it_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, monkeypatch):
+    first = index_classes(camvid(camvid_folders, "train"), workers=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentationDataset, "read_label", lambda *_: pytest.fail("a label was read again"))
+        assert equal(index_classes(camvid(camvid_folders, "train"), workers=0), first)
+        moved = shutil.copytree(camvid_folders, camvid_folders.with_name("moved"))
+        assert equal(index_classes(camvid(moved, "train"), workers=0), first)
+    label = camvid_folders / "train" / "labels" / "0001TP_000000.png"
+    other = camvid_folders / "train" / "labels" / "0001TP_000001.png"
+    label.write_bytes(other.read_bytes())
+    os.utime(label, ns=(1, 1))
+    again = index_classes(camvid(camvid_folders, "train"), workers=0)
+    assert np.array_equal(again.counts[0], first.counts[1])
+
+
+def test_the_same_for_any_number_of_processes_and_beside_the_random_numbers_of_a_run(camvid_folders, tmp_path):
+    dataset = camvid(camvid_folders, "train")
+    state = torch.get_rng_state()
+    alone, two = (index_classes(dataset, tmp_path / str(workers), workers=workers) for workers in (0, 2))
+    assert equal(alone, two)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_interrupted_pass_goes_on_where_it_was(camvid_folders, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.class_index._PART", 2)
+    dataset = camvid(camvid_folders, "train")
+    whole = index_classes(dataset, tmp_path / "whole", workers=0)
+    read, original = [], SegmentationDataset.read_label
+
+    def dies_at_5(self, image):
+        read.append(image)
+        if len(read) == 6:
+            raise KeyboardInterrupt
+        return original(self, image)
+
+    monkeypatch.setattr(SegmentationDataset, "read_label", dies_at_5)
+    with pytest.raises(KeyboardInterrupt):
+        index_classes(dataset, tmp_path / "resumed", workers=0)
+    seen = []
+    resumed = index_classes(dataset, tmp_path / "resumed", workers=0, progress=lambda *counts: seen.append(counts))
+    assert read == [0, 1, 2, 3, 4, 5, 4, 5] and seen == [(5, 6), (6, 6)]
+    assert equal(resumed, whole)
+    assert not list(tmp_path.rglob("parts"))
+
+
+def _index_slowly(root: Path, folder: Path, reads: Path) -> None:
+    original = SegmentationDataset.read_label
+
+    def slow(self, image):
+        with open(reads, "a") as file:
+            file.write(f"{image}\n")
+        time.sleep(0.02)
+        return original(self, image)
+
+    SegmentationDataset.read_label = slow
+    index = index_classes(camvid(root, "train"), folder, workers=0)
+    np.save(folder / f"{os.getpid()}.npy", index.places)
+
+
+def test_of_two_processes_one_makes_it_and_the_other_waits(camvid_folders, tmp_path):
+    (tmp_path / "index").mkdir()
+    context = multiprocessing.get_context("fork")
+    arguments = (camvid_folders, tmp_path / "index", tmp_path / "reads")
+    processes = [context.Process(target=_index_slowly, args=arguments) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert sorted((tmp_path / "reads").read_text().split()) == list("012345")
+    first, second = (np.load(file) for file in (tmp_path / "index").glob("*.npy"))
+    assert np.array_equal(first, second)
+
+
+def test_without_locks_the_results_are_the_same(camvid_folders, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no locks available")
+
+    expected = index_classes(camvid(camvid_folders, "train"), tmp_path / "a", workers=0)
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert equal(index_classes(camvid(camvid_folders, "train"), tmp_path / "b", workers=0), expected)
+
+
+def test_a_damaged_index_is_made_again(camvid_folders, tmp_path):
+    dataset = camvid(camvid_folders, "train")
+    expected = index_classes(dataset, tmp_path, workers=0)
+    (file,) = tmp_path.rglob("index.npz")
+    file.write_bytes(file.read_bytes()[:100])
+    assert equal(index_classes(dataset, tmp_path, workers=0), expected)
+
+
+def test_the_data_folder_is_not_written(camvid_folders, cache):
+    before = sorted(camvid_folders.rglob("*"))
+    index_classes(camvid(camvid_folders, "train"), workers=0)
+    assert sorted(camvid_folders.rglob("*")) == before
+    assert list(cache.rglob("index.npz"))
+
+
+def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written to .*sampler.folder=DIR"):
+        index_classes(camvid(camvid_folders, "train"), tmp_path / "file", workers=0)
+    with pytest.raises(ValueError, match="no labels in split 'test'"):
+        index_classes(cityscapes(cityscapes_root, "test"), tmp_path, workers=0)
+    bad = camvid_folders / "train" / "labels" / "0001TP_000003.png"
+    bad.write_bytes(bad.read_bytes()[:40])
+    for workers in (0, 2):
+        with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
+            index_classes(camvid(camvid_folders, "train"), tmp_path, workers=workers)

@@ -1,0 +1,33 @@
+"""The script makes what a training with class-uniform sampling looks for."""
+
+import numpy as np
+import pytest
+
+from datasets import ClassIndex, SegmentationDataset, index_classes, synthetic
+from scripts.build_class_index import index
+from tests.runs import composed
+
+
+def test_a_training_finds_what_the_script_made(tmp_path, monkeypatch, capsys):
+    made = index(composed("build_class_index", "data=synthetic", f"folder={tmp_path}", "positions=3", "workers=2"))
+    assert isinstance(made, ClassIndex) and len(made) == 200
+    monkeypatch.setattr(SegmentationDataset, "read_label", lambda *_: pytest.fail("a label was read again"))
+    found = index_classes(synthetic(None, "train"), tmp_path, positions=3)
+    assert np.array_equal(found.counts, made.counts) and np.array_equal(found.places, made.places)
+    lines = capsys.readouterr().out.splitlines()
+    (road,) = (line for line in lines if "road" in line)
+    assert f"{made.counts[:, 0].sum():,}" in road and "200" in road
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("positions=0", "positions=0: expected a number above 0"),
+        ("workers=-1", "workers=-1: expected 0 or more"),
+        ("data.train_split=test", "data.train_split=test"),
+        ("+sampler.folder=x", "sampler.folder is not a key"),
+    ],
+)
+def test_wrong_keys_are_named(override, message):
+    with pytest.raises(ValueError, match=message):
+        index(composed("build_class_index", override))
