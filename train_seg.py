@@ -57,7 +57,10 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         f"{len(val_set)} validation images, steps {start_step} to {schedule.total_steps} on {device}"
     )
 
-    train_loader = build.training_loader(config, train_set, schedule.total_steps, start_step, device)
+    with reporting.counted(console, "indexing the classes") as progress:
+        train_loader = build.training_loader(
+            config, train_set, schedule.total_steps, start_step, device, progress=progress
+        )
     val_loader = build.evaluation_loader(val_set, config.data.workers, device, config.trainer.evaluate_images)
     forward = dict(
         image_input=build.image_input(config, device), autocast=build.autocast(config.trainer.precision, device)

@@ -4,8 +4,8 @@ from datasets.camvid import camvid
 from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.coco_stuff import coco_stuff
-from datasets.loading import TrainingCrops, WholeImages, worker_init
-from datasets.samplers import ShuffledMinibatches, minibatches_per_epoch
+from datasets.loading import Draw, TrainingCrops, WholeImages, worker_init
+from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import ClassTable, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
@@ -15,6 +15,8 @@ from datasets.vistas import vistas
 __all__ = [
     "ClassIndex",
     "ClassTable",
+    "ClassUniformMinibatches",
+    "Draw",
     "Sample",
     "SegmentationDataset",
     "ShuffledMinibatches",
@@ -23,8 +25,9 @@ __all__ = [
     "WholeImages",
     "camvid",
     "cityscapes",
-    "coco_stuff",
     "index_classes",
+    "coco_stuff",
+    "evaluation_shard",
     "minibatches_per_epoch",
     "synthetic",
     "verify",

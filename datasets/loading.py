@@ -1,5 +1,7 @@
 """What a DataLoader reads: random crops for training, whole images for evaluation. Pixels travel as uint8."""
 
+from typing import NamedTuple
+
 import cv2
 import numpy as np
 import torch
@@ -9,10 +11,23 @@ from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
 
-class TrainingCrops(Dataset):
-    """Augmented crops, addressed by (epoch, index) as `ShuffledMinibatches` yields them.
+class Draw(NamedTuple):
+    """One crop of a run: from `image`, in `epoch`, containing `pixel` (row, column) of class `class_id`.
 
-    A crop depends on (seed, epoch, index) only: not on the number of workers, nor on what was read before.
+    `place` is its number in the epoch, where an image may be drawn more than once.
+    """
+
+    epoch: int
+    image: int
+    place: int | None = None
+    class_id: int | None = None
+    pixel: tuple[int, int] | None = None
+
+
+class TrainingCrops(Dataset):
+    """Augmented crops, addressed as the samplers yield them: by (epoch, index), or by a `Draw`.
+
+    A crop depends on the seed and its address only: not on the number of workers, nor on what was read before.
     """
 
     def __init__(self, dataset: SegmentationDataset, transform: TrainingTransform, seed: int):
@@ -23,14 +38,17 @@ class TrainingCrops(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, key: tuple[int, int]) -> dict:
+    def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str}."""
-        epoch, index = key
-        rng = np.random.default_rng([self.seed, epoch, index])
+        draw = key if isinstance(key, Draw) else Draw(*key)
+        index = draw.image
+        # Without a place, as for (epoch, index): an image that is drawn once in an epoch needs none.
+        place = [] if draw.place is None else [draw.place]
+        rng = np.random.default_rng([self.seed, draw.epoch, index, *place])
         image, label, name = self.dataset[index]
         if label is None:
             label = self.dataset.read_label(index)  # raises: a split without labels cannot train
-        image, label = self.transform(image, label, rng)
+        image, label = self.transform(image, label, rng, draw.pixel)
         return {"image": _channels_first(image), "label": torch.from_numpy(label), "name": name}
 
 

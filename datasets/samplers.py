@@ -1,9 +1,13 @@
 """Which images each training step sees. A run is one stream of steps, so that resuming is starting later in it."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from torch.utils.data import Sampler
+
+from datasets.class_index import ClassIndex
+from datasets.loading import Draw
 
 
 def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:
@@ -18,38 +22,158 @@ def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:
     return images // crops_per_minibatch
 
 
-class ShuffledMinibatches(Sampler):
-    """The paper's uniform sampling: every epoch shuffles all images and deals them out in minibatches.
+def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
+    """Indices of the images that one of `world_size` processes evaluates: over all of them every image exactly once.
 
-    Iterating yields, for each step `start_step … steps - 1` of the run, a list of `crops_per_minibatch` keys
-    (epoch, index). The order within an epoch depends on (seed, epoch) only; images that do not fill a last minibatch
-    are left out of that epoch. Meant as the `batch_sampler` of a DataLoader over `TrainingCrops`.
+    Nothing is padded, so that the shards' sizes differ by up to one, and some are empty where images are few.
+    """
+    assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
+    return range(rank, images, world_size)
+
+
+class _Minibatches(Sampler):
+    """Deals every epoch's list of `images` keys out in minibatches, and each minibatch in equal parts to the ranks.
+
+    Iterating yields, for each step `start_step … steps - 1` of the run, this rank's keys. The list depends on
+    (seed, epoch) only; what does not fill a last minibatch is left out of that epoch. Meant as the `batch_sampler` of
+    a DataLoader over `TrainingCrops`.
     """
 
-    def __init__(self, images: int, crops_per_minibatch: int, seed: int, steps: int, start_step: int = 0):
+    def __init__(
+        self,
+        images: int,
+        crops_per_minibatch: int,
+        seed: int,
+        steps: int,
+        start_step: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
         self.steps_per_epoch = minibatches_per_epoch(images, crops_per_minibatch)
         assert 0 <= start_step, f"a run has no step {start_step}"
+        assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
+        if crops_per_minibatch % world_size:
+            raise ValueError(
+                f"data.crops_per_minibatch={crops_per_minibatch} cannot be divided over {world_size} processes: "
+                f"expected a multiple of {world_size}"
+            )
         self.images = images
         self.crops_per_minibatch = crops_per_minibatch
         self.seed = seed
         self.steps = steps
         self.start_step = start_step
+        self.rank = rank
+        self.world_size = world_size
+
+    def keys(self, epoch: int) -> Sequence[tuple]:
+        """The whole epoch's list, the same on every rank."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         return max(0, self.steps - self.start_step)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order, order_epoch = None, None
+    def __iter__(self) -> Iterator[list[tuple]]:
+        crops_per_rank = self.crops_per_minibatch // self.world_size
+        keys, keys_epoch = None, None
         for step in range(self.start_step, self.steps):
             epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != order_epoch:
-                order, order_epoch = self.order(epoch), epoch
-            first = position * self.crops_per_minibatch
-            yield [(epoch, index) for index in order[first : first + self.crops_per_minibatch]]
+            if epoch != keys_epoch:
+                keys, keys_epoch = self.keys(epoch), epoch
+            first = position * self.crops_per_minibatch + self.rank * crops_per_rank
+            yield list(keys[first : first + crops_per_rank])
+
+
+class ShuffledMinibatches(_Minibatches):
+    """The paper's uniform sampling: every epoch shuffles all images. Keys are (epoch, index)."""
+
+    def keys(self, epoch: int) -> list[tuple[int, int]]:
+        return [(epoch, index) for index in self.order(epoch)]
 
     def order(self, epoch: int) -> list[int]:
         """The permutation of all images in an epoch."""
-        # The spawn key keeps this stream apart from those of the crops, which are seeded by (seed, epoch, index):
-        # numpy takes (seed, epoch) and (seed, epoch, 0) for the same seed.
-        entropy = np.random.SeedSequence([self.seed, epoch], spawn_key=(0,))
-        return np.random.default_rng(entropy).permutation(self.images).tolist()
+        return _generator(self.seed, epoch, stream=0).permutation(self.images).tolist()
+
+
+class ClassUniformMinibatches(_Minibatches):
+    """The paper's class-uniform sampling (section 4.2): rare classes are shown as often as frequent ones.
+
+    Of the draws of an epoch, as many as the split has images, `fraction` are class-uniform: a class, an image that
+    contains it, a pixel of the class, a crop that contains the pixel. The rest are images without repetition, as in
+    uniform sampling, at random places in between. Keys are `Draw`.
+
+    Classes come in rounds that hold each one once, in random order, so that their counts differ by at most one in the
+    epoch's list and in every beginning of it, such as the part that fills minibatches; likewise a class goes through
+    the images that contain it before one comes again. Classes without pixels are not drawn, which rank 0 warns of.
+
+    Raises:
+        ValueError: no class has a pixel, or the minibatches do not fit the images or the ranks.
+    """
+
+    def __init__(
+        self,
+        index: ClassIndex,
+        crops_per_minibatch: int,
+        seed: int,
+        steps: int,
+        start_step: int = 0,
+        fraction: float = 1.0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        super().__init__(len(index), crops_per_minibatch, seed, steps, start_step, rank, world_size)
+        self.index = index
+        self.fraction = fraction
+        self.images_with = {class_id: index.images_with(class_id) for class_id in range(len(index.classes))}
+        self.present = np.array([class_id for class_id, images in self.images_with.items() if len(images)], np.intp)
+        absent = index.absent()
+        if not len(self.present):
+            raise ValueError(
+                f"sampler=class_uniform: none of the {len(absent)} classes has a labelled pixel in the training "
+                "split; check the labels, or choose sampler=uniform"
+            )
+        if absent and rank == 0:
+            warnings.warn(
+                f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
+                f"split and are not drawn: {', '.join(absent)}",
+                stacklevel=2,
+            )
+
+    def keys(self, epoch: int) -> list[Draw]:
+        rng = _generator(self.seed, epoch, stream=1)
+        count = round(self.fraction * self.images)
+        class_uniform = iter(self._class_uniform(count, rng))
+        uniform = iter(rng.permutation(self.images).tolist())
+        draws = []
+        for place, is_class_uniform in enumerate((rng.permutation(self.images) < count).tolist()):
+            if is_class_uniform:
+                class_id, image, pixel = next(class_uniform)
+                draws.append(Draw(epoch, image, place, class_id, pixel))
+            else:
+                draws.append(Draw(epoch, next(uniform), place))
+        return draws
+
+    def _class_uniform(self, count: int, rng: np.random.Generator) -> list[tuple[int, int, tuple[int, int]]]:
+        """`count` times (class, image, pixel)."""
+        classes = _rounds(self.present, count, rng)
+        images = np.empty(count, np.intp)
+        for class_id in self.present:
+            places = np.flatnonzero(classes == class_id)
+            images[places] = _rounds(self.images_with[class_id], len(places), rng)
+        drawn = []
+        for class_id, image, share in zip(classes.tolist(), images.tolist(), rng.random(count).tolist(), strict=True):
+            pixels = self.index.pixels(image, class_id)
+            row, column = pixels[int(share * len(pixels))].tolist()
+            drawn.append((class_id, image, (row, column)))
+        return drawn
+
+
+def _rounds(items: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """`count` items: permutations of all of them, one after the other, the last one cut off."""
+    rounds = [rng.permutation(items) for _ in range(-(-count // len(items)))]
+    return np.concatenate(rounds)[:count] if rounds else items[:0]
+
+
+def _generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
+    # The spawn key keeps these streams apart from those of the crops, which are seeded by (seed, epoch, index): numpy
+    # takes (seed, epoch) and (seed, epoch, 0) for the same seed.
+    return np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(stream,)))

@@ -42,14 +42,25 @@ class TrainingTransform:
         self.fill = tuple(round(value) for value in fill)
         self.ignore_index = ignore_index
 
-    def __call__(self, image: np.ndarray, label: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous."""
+    def __call__(
+        self,
+        image: np.ndarray,
+        label: np.ndarray,
+        rng: np.random.Generator,
+        pixel: tuple[int, int] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous.
+
+        `pixel`: (row, column) in `image` that the crop must contain; it then lies at a random place in the crop.
+        """
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
         scaled_size = scaled(image.shape[:2], scale * base_scale(image.shape[:2], self.base_size))
         top, left = (
-            int(rng.integers(min(0, size - crop), max(0, size - crop) + 1))
-            for size, crop in zip(scaled_size, self.crop_size, strict=True)
+            int(rng.integers(*_offsets(original, size, crop, place)))
+            for original, size, crop, place in zip(
+                image.shape[:2], scaled_size, self.crop_size, pixel or (None, None), strict=True
+            )
         )
         image, label = scale_and_crop(
             image, label, scaled_size, (top, left), self.crop_size, fill=self.fill, ignore_index=self.ignore_index
@@ -62,6 +73,20 @@ class TrainingTransform:
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
     """(H, W) in pixels times a factor, rounded, at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
+
+
+def at_scale(pixel: int, original: int, size: int) -> int:
+    """Along one axis: the pixel of the scaled image in which the centre of an original pixel lies."""
+    return (2 * pixel + 1) * size // (2 * original)
+
+
+def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[int, int]:
+    """Along one axis: where the crop may start, half open. It lies in the scaled image, or around a smaller one."""
+    low, high = min(0, size - crop), max(0, size - crop)
+    if pixel is not None:
+        place = at_scale(pixel, original, size)
+        low, high = max(low, place - crop + 1), min(high, place)
+    return low, high + 1
 
 
 def base_scale(size: tuple[int, int], base_size: int | None) -> float:

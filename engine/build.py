@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from datasets import (
+    ClassUniformMinibatches,
     SegmentationDataset,
     ShuffledMinibatches,
     TrainingCrops,
@@ -16,6 +17,8 @@ from datasets import (
     camvid,
     cityscapes,
     coco_stuff,
+    evaluation_shard,
+    index_classes,
     minibatches_per_epoch,
     synthetic,
     vistas,
@@ -29,6 +32,7 @@ from engine.schema import (
     BootstrappedLoss,
     CheckpointNorm,
     CheckpointXHatNorm,
+    ClassUniformSampler,
     CocoStuffData,
     Data,
     InPlaceNorm,
@@ -205,26 +209,58 @@ def training_loader(
     total_steps: int,
     start_step: int,
     device: torch.device,
+    rank: int = 0,
+    world_size: int = 1,
+    progress: Callable[[int, int], None] | None = None,
 ) -> DataLoader:
-    """One minibatch of crops for each step from `start_step` to `total_steps`."""
-    data = config.data
+    """One minibatch of crops for each step from `start_step` to `total_steps`; of each, this rank's share.
+
+    Class-uniform sampling needs the class index, which is made here where it is not kept yet: `progress(done, total)`
+    counts its images.
+
+    Raises:
+        ValueError: the minibatches do not fit the images or the ranks, or the class index cannot be made.
+    """
+    data, sampler = config.data, config.sampler
+    options = dict(
+        crops_per_minibatch=data.crops_per_minibatch,
+        seed=config.seed,
+        steps=total_steps,
+        start_step=start_step,
+        rank=rank,
+        world_size=world_size,
+    )
+    if isinstance(sampler, ClassUniformSampler):
+        index = index_classes(dataset, sampler.folder, sampler.positions, progress=progress)
+        minibatches = ClassUniformMinibatches(index, fraction=sampler.fraction, **options)
+    else:
+        minibatches = ShuffledMinibatches(len(dataset), **options)
+    return _loader(training_crops(data, dataset, config.seed), data.workers, device, batch_sampler=minibatches)
+
+
+def training_crops(config: Data, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
+    """The augmented crops that a sampler chooses from."""
     transform = TrainingTransform(
-        (data.crop_size, data.crop_size),
-        scale=tuple(data.scale),
-        flip=data.flip,
-        base_size=data.base_size,
-        fill=tuple(255 * value for value in data.mean),
+        (config.crop_size, config.crop_size),
+        scale=tuple(config.scale),
+        flip=config.flip,
+        base_size=config.base_size,
+        fill=tuple(255 * value for value in config.mean),
         ignore_index=dataset.ignore_index,
     )
-    minibatches = ShuffledMinibatches(len(dataset), data.crops_per_minibatch, config.seed, total_steps, start_step)
-    return _loader(TrainingCrops(dataset, transform, config.seed), data.workers, device, batch_sampler=minibatches)
+    return TrainingCrops(dataset, transform, seed)
 
 
 def evaluation_loader(
-    dataset: SegmentationDataset, workers: int, device: torch.device, images: int | None
+    dataset: SegmentationDataset,
+    workers: int,
+    device: torch.device,
+    images: int | None,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> DataLoader:
-    """Whole images one at a time, in order; the first `images` of them."""
-    indices = range(len(dataset) if images is None else min(images, len(dataset)))
+    """Whole images one at a time, in order; of the first `images` of them those of this rank, none twice."""
+    indices = evaluation_shard(len(dataset) if images is None else min(images, len(dataset)), rank, world_size)
     return _loader(WholeImages(dataset), workers, device, sampler=indices, batch_size=1)
 
 

@@ -53,10 +53,13 @@ def within_bounds(values: DictConfig):
 def from_plain(values: dict) -> SegmentationRun:
     """The run's config from the plain dictionary in a checkpoint: the inverse of `plain`.
 
+    Groups that are younger than the checkpoint have the choice that was the only one before.
+
     Raises:
         ValueError: a key or value does not fit the schema, as in a checkpoint of another version.
     """
     schema = OmegaConf.structured(SegmentationRun)
+    values = {"sampler": {"name": "uniform"}, **values}
     try:
         for group, alternatives in ALTERNATIVES.items():
             schema[group] = OmegaConf.structured(alternatives[values[group]["name"]])

@@ -13,6 +13,7 @@ _FREE_ON_RESUME = (
     "data.root",
     "data.workers",
     "data.verify",
+    "sampler.folder",
     "trainer.device",
     "trainer.evaluate_every_epochs",
     "trainer.evaluate_every_steps",

@@ -149,6 +149,26 @@ class CocoStuffData(Data):
 
 
 @dataclass
+class Sampler:
+    """Which image, and which part of it, each training crop is taken from."""
+
+    name: str = MISSING
+
+
+@dataclass
+class UniformSampler(Sampler):
+    name: str = "uniform"  # every image once per epoch
+
+
+@dataclass
+class ClassUniformSampler(Sampler):
+    name: str = "class_uniform"
+    fraction: float = key(1.0, above=0, most=1)  # of an epoch's crops drawn by class, the rest by image
+    folder: str | None = None  # where the class index is kept; null: in the cache folder
+    positions: int = key(32, above=0)  # pixels that the index remembers per image and class
+
+
+@dataclass
 class Loss:
     name: str = MISSING
 
@@ -203,6 +223,7 @@ class SegmentationRun:
     body: Body = MISSING
     head: Head = MISSING
     loss: Loss = MISSING
+    sampler: Sampler = MISSING
     data: Data = MISSING
     optim: Optim = field(default_factory=Optim)
     trainer: Trainer = field(default_factory=Trainer)
@@ -247,6 +268,7 @@ ALTERNATIVES = {
     },
     "body": {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody},
     "head": {"deeplabv3": DeepLabV3Head},
+    "sampler": {"uniform": UniformSampler, "class_uniform": ClassUniformSampler},
     "data": {name: CocoStuffData if name == "coco_stuff" else Data for name in DATASETS},
     "loss": {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss},
 }

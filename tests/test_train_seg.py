@@ -80,6 +80,25 @@ def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
+@pytest.mark.filterwarnings("ignore:class-uniform sampling")
+def test_class_uniform_sampling_resumes_to_the_same_weights_on_another_index(tmp_path):
+    """In the middle of an epoch; the index is where the cache is, or in a folder of its own."""
+    options = ("sampler=class_uniform", "sampler.fraction=0.5", "trainer.steps=4", "trainer.checkpoint_every_steps=2")
+    train_short(tmp_path / "whole", *options)
+    steps = itertools.count(1)
+
+    def dies_in_step_3(*_, **__):
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("engine.reporting.RunReport.step", dies_in_step_3)
+        train_short(tmp_path / "resumed", *options)
+    train_short(tmp_path / "resumed", *options, "resume=auto", f"sampler.folder={tmp_path / 'index'}")
+    assert list((tmp_path / "index").rglob("index.npz"))
+    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
+
+
 def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
     options = (*SHORT, "trainer.steps=40", "trainer.checkpoint_every_steps=5", "trainer.log_every_steps=1")
     train(composed("train_seg", f"run_dir={tmp_path / 'whole'}", *options))

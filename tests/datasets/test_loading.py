@@ -4,14 +4,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from datasets import (
+    ClassUniformMinibatches,
+    Draw,
     ShuffledMinibatches,
     TrainingCrops,
     TrainingTransform,
     WholeImages,
     camvid,
     cityscapes,
+    index_classes,
     worker_init,
 )
+from tests.trees import write
 
 
 def crops_of(root, seed: int = 0) -> TrainingCrops:
@@ -67,3 +71,38 @@ def test_training_on_a_split_without_labels_says_so(cityscapes_root):
     crops = TrainingCrops(cityscapes(cityscapes_root, "test"), TrainingTransform((8, 8)), seed=0)
     with pytest.raises(ValueError, match="no labels in split 'test'"):
         crops[0, 0]
+
+
+@pytest.fixture
+def sparse(tmp_path):
+    """12 images of class 0, each with one pixel of a class that no other image has, on a border or in a corner."""
+    root = tmp_path / "sparse"
+    borders = [(0, 0), (0, 39), (23, 0), (23, 39), (0, 17), (23, 17), (11, 0), (11, 39), (11, 17), (1, 1)]
+    for image, pixel in enumerate(borders):
+        label = np.zeros((24, 40), np.uint8)
+        label[pixel] = image + 1
+        write(root / "train" / "images" / f"{image}.jpg", np.zeros((24, 40, 3), np.uint8))
+        write(root / "train" / "labels" / f"{image}.png", label)
+    return root
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_class_uniform_crops_show_their_class(sparse, workers):
+    dataset = camvid(sparse, "train")
+    sampler = ClassUniformMinibatches(index_classes(dataset, workers=0), crops_per_minibatch=5, seed=0, steps=20)
+    crops = TrainingCrops(dataset, TrainingTransform((10, 12), scale=(1.0, 2.0)), seed=0)
+    loader = DataLoader(crops, batch_sampler=sampler, num_workers=workers, worker_init_fn=worker_init)
+    for draws, minibatch in zip(sampler, loader, strict=True):
+        for draw, name, label in zip(draws, minibatch["name"], minibatch["label"], strict=True):
+            assert name == str(draw.image) and (label == draw.class_id).any()
+
+
+def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
+    crops = crops_of(camvid_folders)
+    first, second = (crops[Draw(epoch=0, image=3, place=place, class_id=1, pixel=(5, 5))] for place in (0, 7))
+    assert not same(first, second)
+    assert same(first, crops[Draw(epoch=0, image=3, place=0, class_id=1, pixel=(5, 5))])
+
+
+def test_without_pixel_and_place_a_draw_is_its_epoch_and_image(camvid_folders):
+    assert same(crops_of(camvid_folders)[2, 3], crops_of(camvid_folders)[Draw(epoch=2, image=3)])

@@ -1,9 +1,11 @@
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import ShuffledMinibatches
+from datasets import ClassIndex, ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -59,3 +61,138 @@ def test_too_few_images_names_both_numbers_and_the_fix():
         ShuffledMinibatches(images=10, crops_per_minibatch=16, seed=0, steps=1)
     with pytest.raises(ValueError, match="data.crops_per_minibatch=0 must be at least 1"):
         ShuffledMinibatches(images=10, crops_per_minibatch=0, seed=0, steps=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_ranks_share_each_minibatch_of_one_process(world_size):
+    options = dict(crops_per_minibatch=8, seed=1, steps=7, start_step=2)
+    index = index_of(np.ones((30, 4), int))
+    for kind, source in ((ShuffledMinibatches, 30), (ClassUniformMinibatches, index)):
+        whole = list(kind(source, **options))
+        shares = [list(kind(source, **options, rank=rank, world_size=world_size)) for rank in range(world_size)]
+        assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
+        assert all(len(share) == 8 // world_size for part in shares for share in part)
+
+
+def test_minibatches_that_the_ranks_cannot_share_are_refused():
+    with pytest.raises(ValueError, match="data.crops_per_minibatch=8 cannot be divided over 3 processes"):
+        ShuffledMinibatches(images=30, crops_per_minibatch=8, seed=0, steps=1, world_size=3)
+
+
+@pytest.mark.parametrize("images, world_size", [(500, 8), (7, 2), (3, 4), (1, 1)])
+def test_evaluation_shards_hold_every_image_once(images, world_size):
+    shards = [evaluation_shard(images, rank, world_size) for rank in range(world_size)]
+    assert sorted(index for shard in shards for index in shard) == list(range(images))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def index_of(counts: np.ndarray, positions: int = 3) -> ClassIndex:
+    """Pixel n of class c in image i lies at (i, 100 c + n)."""
+    places = [
+        (image, 100 * class_id + n)
+        for image, row in enumerate(counts)
+        for class_id, count in enumerate(row)
+        for n in range(min(count, positions))
+    ]
+    names = tuple(f"class {class_id}" for class_id in range(counts.shape[1]))
+    return ClassIndex(names, counts, np.array(places, np.uint16).reshape(-1, 2), positions)
+
+
+def counted(values, classes: int) -> list[int]:
+    return np.bincount(list(values), minlength=classes).tolist()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    images=st.integers(1, 60),
+    classes=st.integers(1, 12),
+    sparsity=st.floats(0.0, 0.95),
+    fraction=st.sampled_from([0.01, 0.25, 0.5, 1.0]),
+    seed=st.integers(0, 2**40),
+)
+def test_class_uniform_epochs(images, classes, sparsity, fraction, seed):
+    """As the paper's authors describe it: a class, an image that contains it, a pixel of the class."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 6, (images, classes)) * (rng.random((images, classes)) >= sparsity)
+    counts[0, 0] = 5
+    present = np.flatnonzero(counts.sum(axis=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sampler = ClassUniformMinibatches(index_of(counts), 1, seed=seed, steps=images, fraction=fraction)
+    for epoch in range(2):
+        draws = sampler.keys(epoch)
+        assert len(draws) == images, "an epoch is as long as the split"
+        assert [draw.place for draw in draws] == list(range(images)) and {draw.epoch for draw in draws} == {epoch}
+        by_class = [draw for draw in draws if draw.pixel is not None]
+        assert len(by_class) == round(fraction * images)
+        for beginning in range(len(by_class) + 1):
+            shares = counted([draw.class_id for draw in by_class[:beginning]], classes)
+            shown = [shares[class_id] for class_id in present]
+            assert max(shown) - min(shown) <= 1 and sum(shown) == beginning, "equal shares, none of absent classes"
+        for draw in by_class:
+            assert counts[draw.image, draw.class_id] > 0
+            assert draw.pixel[0] == draw.image
+            assert draw.pixel[1] - 100 * draw.class_id in range(min(3, counts[draw.image, draw.class_id]))
+        for class_id in present:
+            eligible = np.flatnonzero(counts[:, class_id])
+            used = counted([draw.image for draw in by_class if draw.class_id == class_id], images)
+            assert max(used[image] for image in eligible) - min(used[image] for image in eligible) <= 1
+        by_image = [draw.image for draw in draws if draw.pixel is None]
+        assert len(set(by_image)) == len(by_image)
+
+
+def test_images_and_pixels_of_a_class_are_as_likely_as_each_other():
+    counts = np.zeros((50, 2), int)
+    counts[:, 0] = 1
+    counts[[3, 8, 20, 41, 49], 1] = 9
+    sampler = ClassUniformMinibatches(index_of(counts), 1, seed=0, steps=1)
+    draws = [draw for epoch in range(60) for draw in sampler.keys(epoch) if draw.class_id == 1]
+    assert len(draws) == 60 * 25
+    assert np.unique([draw.image for draw in draws], return_counts=True)[1].tolist() == [300] * 5
+    pixels = counted([draw.pixel[1] - 100 for draw in draws], 3)
+    assert min(pixels) > 430 and max(pixels) < 570  # 500 each
+
+
+def test_where_the_draws_by_image_lie_is_random():
+    sampler = ClassUniformMinibatches(index_of(np.ones((100, 3), int)), 1, seed=0, steps=1, fraction=0.5)
+    first = [sampler.keys(epoch)[0].pixel is None for epoch in range(100)]
+    assert 25 < sum(first) < 75
+
+
+def test_classes_without_pixels_are_warned_of_once_by_one_rank():
+    counts = np.ones((9, 4), int)
+    counts[:, [1, 3]] = 0
+    options = dict(crops_per_minibatch=3, seed=0, steps=9)
+    with pytest.warns(UserWarning) as warned:
+        sampler = ClassUniformMinibatches(index_of(counts), **options)
+        list(sampler)
+    assert len(warned) == 1 and "2 of 4 classes have no pixel" in str(warned[0].message)
+    assert "class 1, class 3" in str(warned[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ClassUniformMinibatches(index_of(counts), **options, rank=1, world_size=3)
+        ClassUniformMinibatches(index_of(counts[:, [0, 2]]), **options)
+
+
+def test_no_class_at_all_is_an_error():
+    with pytest.raises(ValueError, match="none of the 3 classes has a labelled pixel.*sampler=uniform"):
+        ClassUniformMinibatches(index_of(np.zeros((5, 3), int)), 1, seed=0, steps=1)
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 12, 13, 30])
+def test_starting_late_in_class_uniform_sampling_gives_the_tail(start):
+    index = index_of(np.ones((26, 5), int))
+    options = dict(crops_per_minibatch=4, seed=3, steps=30, fraction=0.7)
+    resumed = ClassUniformMinibatches(index, **options, start_step=start)
+    assert list(resumed) == list(ClassUniformMinibatches(index, **options))[start:]
+    assert len(resumed) == 30 - start
+
+
+def test_class_uniform_epochs_depend_on_seed_and_epoch_only():
+    index = index_of(np.ones((40, 5), int))
+    sampler = ClassUniformMinibatches(index, crops_per_minibatch=4, seed=5, steps=20)
+    longer = ClassUniformMinibatches(index, crops_per_minibatch=8, seed=5, steps=900, rank=1, world_size=2)
+    other = ClassUniformMinibatches(index, crops_per_minibatch=4, seed=6, steps=20)
+    assert sampler.keys(1) == longer.keys(1)
+    assert [draw[1:] for draw in sampler.keys(0)] != [draw[1:] for draw in sampler.keys(1)]
+    assert sampler.keys(0) != other.keys(0)

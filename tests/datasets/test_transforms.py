@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasets import TrainingTransform
-from datasets.transforms import scale_and_crop, scaled
+from datasets.transforms import at_scale, base_scale, scale_and_crop, scaled
 
 FILL, IGNORE = (10, 20, 30), 255
 
@@ -146,3 +146,71 @@ def test_base_size_is_the_longest_side_at_scale_one(size, expected):
     crop, crop_label = transform(image, label, rng)
     assert np.abs(crop.astype(int) - cv2.resize(image, expected[::-1])).max() <= 2
     assert np.array_equal(crop_label, cv2.resize(label, expected[::-1], interpolation=cv2.INTER_NEAREST_EXACT))
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    scale=st.floats(0.2, 3.0),
+    crop_size=st.tuples(st.integers(1, 80), st.integers(1, 80)),
+    place=st.tuples(st.sampled_from([0.0, 1.0]) | st.floats(0, 1), st.sampled_from([0.0, 1.0]) | st.floats(0, 1)),
+    flip=st.sampled_from([0.0, 1.0]),
+    base_size=st.sampled_from([None, 30, 200]),
+    seed=st.integers(0, 99),
+)
+def test_a_crop_contains_the_pixel_it_is_told_to(size, scale, crop_size, place, flip, base_size, seed):
+    """Larger and smaller images than the crop, pixels on borders and in corners, mirrored or not.
+
+    The label holds the coordinate of its pixels along one axis. An image that shrinks loses some of its pixels: the
+    crop shows the one that stands for it, at most half a pixel of the scaled image (and a rounding) away.
+    """
+    pixel = tuple(round(share * (length - 1)) for share, length in zip(place, size, strict=True))
+    transform = TrainingTransform(crop_size, scale=(scale, scale), flip=flip, base_size=base_size, ignore_index=IGNORE)
+    image = np.zeros((*size, 3), np.uint8)
+    scaled_size = scaled(size, scale * base_scale(size, base_size))
+    near = np.ones(crop_size, bool)
+    for axis in (0, 1):
+        coordinates = np.arange(size[axis], dtype=np.uint8)
+        label = np.broadcast_to(coordinates[:, None] if axis == 0 else coordinates, size).copy()
+        _, crop = transform(image, label, np.random.default_rng(seed), pixel)
+        lost = 0 if scaled_size[axis] >= size[axis] else size[axis] / scaled_size[axis] / 2 + 1
+        near &= (crop != IGNORE) & (np.abs(crop.astype(int) - pixel[axis]) <= lost)
+    assert near.any()
+
+
+def test_the_pixel_lies_anywhere_in_the_crop():
+    label = np.zeros((40, 60), np.uint8)
+    label[20, 30] = 1
+    image = np.zeros((40, 60, 3), np.uint8)
+    transform = TrainingTransform((4, 5), scale=(1.0, 1.0))
+    rng = np.random.default_rng(0)
+    seen = np.zeros((4, 5), int)
+    for _ in range(4000):
+        seen += transform(image, label, rng, pixel=(20, 30))[1]
+    assert seen.sum() == 4000 and seen.min() > 130 and seen.max() < 270  # 200 each
+
+
+def test_near_a_border_the_crop_stays_in_the_image():
+    label = np.zeros((40, 60), np.uint8)
+    label[0, 59] = 1
+    transform = TrainingTransform((16, 16), scale=(1.0, 1.0), flip=0.0)
+    for seed in range(20):
+        _, crop = transform(np.zeros((40, 60, 3), np.uint8), label, np.random.default_rng(seed), pixel=(0, 59))
+        assert crop[0, 15] == 1 and (crop != IGNORE).all()
+
+
+def test_the_pixels_place_after_scaling_is_that_of_its_centre():
+    assert [at_scale(pixel, 4, 8) for pixel in range(4)] == [1, 3, 5, 7]
+    assert [at_scale(pixel, 4, 2) for pixel in range(4)] == [0, 0, 1, 1]
+    assert all(at_scale(pixel, 97, 97) == pixel for pixel in range(97))
+    assert at_scale(5631, 5632, 11264) == 11263
+
+
+def test_a_pixel_changes_neither_flip_nor_scale():
+    """The random numbers are drawn in the same order, so that sampling strategies differ in the window alone."""
+    label = np.broadcast_to(np.arange(64, dtype=np.uint8), (48, 64)).copy()
+    image = np.zeros((48, 64, 3), np.uint8)
+    transform = TrainingTransform((100, 140))  # the whole image at every scale
+    for seed in range(10):
+        free, told = (transform(image, label, np.random.default_rng(seed), pixel)[1] for pixel in (None, (5, 60)))
+        assert np.array_equal(free, told)

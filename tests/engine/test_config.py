@@ -28,7 +28,7 @@ def choices(group: str) -> list[str]:
     return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
 
 
-GROUPS = ("norm", "body", "head", "data", "loss", "experiment")
+GROUPS = ("norm", "body", "head", "data", "sampler", "loss", "experiment")
 ALL = [f"{group}={name}" for group in GROUPS for name in choices(group) if name != "package"]
 
 
@@ -136,6 +136,22 @@ def test_data_keys_reach_the_loader():
     assert len(build.evaluation_loader(dataset, 0, torch.device("cpu"), images=3)) == 3
 
 
+def test_sampler_keys_reach_the_loader(tmp_path):
+    sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
+    config = cfg.typed(composed(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0"))
+    dataset, cpu = build.dataset(config.data, "train"), torch.device("cpu")
+    seen = []
+    with pytest.warns(UserWarning, match="7 of 19 classes"):
+        loader = build.training_loader(config, dataset, 9, 2, cpu, progress=lambda *counts: seen.append(counts))
+    assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
+    sampler = loader.batch_sampler
+    assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
+    assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
+    rank = build.training_loader(config, dataset, 9, 2, cpu, rank=1, world_size=2).batch_sampler
+    assert list(rank) == [minibatch[3:] for minibatch in sampler]
+    assert [len(build.evaluation_loader(dataset, 0, cpu, 7, rank, 3)) for rank in range(3)] == [3, 2, 2]
+
+
 @pytest.mark.parametrize(
     "override, message",
     [
@@ -155,6 +171,8 @@ def test_unknown_keys_and_wrong_types_name_the_key(override, message):
 def test_an_option_of_another_alternative_is_an_error():
     with pytest.raises(ConfigCompositionException, match="norm.variant"):
         composed("norm=std", "norm.variant=I")
+    with pytest.raises(ConfigCompositionException, match="sampler.fraction"):
+        composed("sampler.fraction=0.5")
 
 
 @pytest.mark.parametrize(
@@ -174,6 +192,9 @@ def test_an_option_of_another_alternative_is_an_error():
         (["data.mean=[124,116,104]"], "data.mean.*at most 1"),
         (["data.flip=2"], "data.flip=2.0: expected 0 or more, at most 1"),
         (["data.scale=[2,0.7]"], "data.scale.*lowest factor first"),
+        (["sampler=class_uniform", "sampler.fraction=2"], "sampler.fraction=2.0.*above 0, at most 1"),
+        (["sampler=class_uniform", "sampler.fraction=0"], "sampler.fraction=0.0.*above 0, at most 1"),
+        (["sampler=class_uniform", "sampler.positions=0"], "sampler.positions=0: expected a number above 0"),
         (["loss.fraction=3"], "loss.fraction=3.0.*at most 1"),
         (["run_dir=null", "resume=auto"], "resume=auto needs run_dir"),
         (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected .height, width"),
@@ -202,6 +223,12 @@ def test_a_checkpoint_of_another_schema_is_refused():
     values["trainer"]["unheard_of"] = 1
     with pytest.raises(ValueError, match="does not fit this version.*unheard_of"):
         cfg.from_plain(values)
+
+
+def test_a_checkpoint_from_before_there_were_samplers_was_sampled_uniformly():
+    values = cfg.plain(cfg.typed(composed()))
+    del values["sampler"]
+    assert cfg.from_plain(values) == cfg.typed(composed("sampler=uniform"))
 
 
 def test_what_is_printed_is_what_runs(tmp_path):
