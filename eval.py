@@ -94,6 +94,7 @@ def override(config: SegmentationRun, options: Evaluation) -> None:
     config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
     config.trainer.precision = options.precision or config.trainer.precision
     config.trainer.evaluate_images = None
+    configuration.check_package(config)
 
 
 def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:

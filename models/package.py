@@ -1,8 +1,13 @@
 """The released `inplace_abn` package as a norm of our networks."""
 
+from functools import cache
+
 from torch import Tensor, nn
 
+PACKAGE_ACTIVATIONS = ("leaky_relu", "elu", "identity")
 
+
+@cache
 def package_abn() -> type[nn.Module]:
     """The package's InPlaceABN, made to fit every place of a network.
 

@@ -13,7 +13,7 @@ from scripts.bench_abn.__main__ import run
 from scripts.bench_abn.arguments import Benchmark, command_line, with_defaults
 from scripts.bench_abn.cells import Cell
 from scripts.bench_abn.measuring import Work, interleaved, peak_bytes
-from scripts.bench_abn.page import markdown, summary
+from scripts.bench_abn.page import chart, markdown, summary
 from scripts.bench_abn.strategies import (
     BUDGET,
     CHECKPOINTING_B,
@@ -27,7 +27,7 @@ from scripts.bench_abn.strategies import (
     STANDARD,
     SYNC,
 )
-from scripts.bench_abn.targets import EAGER, MISS, NOT_MEASURED, PASS, SHOWN, verdicts
+from scripts.bench_abn.targets import EAGER, MISS, NOT_MEASURED, PASS, PASS_IN_PART, SHOWN, verdicts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = {"batch": 2, "channels": [8], "pixels": [4], "large": False, "rounds": 2, "sample_ms": 0.1}
@@ -79,7 +79,7 @@ def test_the_page_is_made_from_the_record_alone(record):
     run(OmegaConf.structured(Benchmark(out=str(record), measure=False)))
     assert page.read_text() == written
     assert str(record.parent) not in record.read_text() + written
-    assert written.count(f"| {INPLACE_2} |") == 4
+    assert written.count(f"| {INPLACE_2} |") == 5  # in the summary and in four tables
     assert (
         "saved bytes, BN+ACT+CONV, in-place II | 0.5 | 0.5 plus O(C), exactly | 0.5 plus 2 C floats, 2 of 2" in written
     )
@@ -135,6 +135,13 @@ def test_peak_bytes_are_those_of_tensors_that_live_together():
     assert peak_bytes(step, "cpu") == 2 * 1000 * 4
 
 
+def test_the_input_of_an_owning_step_is_free_once_nothing_keeps_it():
+    """A sigmoid keeps its output only: input and output live together, then output and gradient."""
+    block = torch.nn.Sigmoid()
+    x = torch.randn(1000, requires_grad=True)
+    assert peak_bytes(Work(block, block, x, torch.ones(1000)).owning_step, "cpu") == 2 * 1000 * 4
+
+
 def test_every_round_times_every_strategy_once():
     calls = []
     steps = {name: lambda name=name: calls.append(name) for name in "abcd"}
@@ -159,7 +166,7 @@ def synthetic(group: str, size: list[int], times_ms: dict[str, float], **cell: s
 
 def verdict_of(rows: list[dict], *words: str) -> tuple[str, str]:
     """(verdict, measured) of the one target whose words these are."""
-    (found,) = [v for v in verdicts(rows) if all(word in f"{v.about} | {v.to_reach}" for word in words)]
+    (found,) = [v for v in verdicts(rows, []) if all(word in f"{v.about} | {v.to_reach}" for word in words)]
     return found.verdict, found.measured
 
 
@@ -167,19 +174,41 @@ def test_a_ratio_is_judged_by_its_worst_cell():
     size = [4, 64, 112, 112]
     good = synthetic("bn_act", size, {STANDARD: 1.0, INPLACE_2: 0.79, EAGER: 1.31})
     bad = synthetic("bn_act", size, {STANDARD: 1.0, INPLACE_2: 0.81}, shape="CONV2")
-    assert verdict_of(good, "best backend, NCHW") == (PASS, "0.79 (CONV1 contiguous float32)")
+    assert verdict_of(good, "`backend=auto`, NCHW") == (PASS, "0.79 (CONV1 contiguous float32)")
     assert verdict_of(good, "eager backend, NCHW")[0] == MISS
-    verdict, measured = verdict_of([*good, *bad], "best backend, NCHW")
+    verdict, measured = verdict_of([*good, *bad], "`backend=auto`, NCHW")
     assert verdict == MISS and measured == "0.79 – 0.81, 1 of 2; worst CONV2 contiguous float32"
-    assert verdict_of(good, "best backend, channels_last above")[0] == NOT_MEASURED
+    assert verdict_of(good, "`backend=auto`, channels_last above")[0] == NOT_MEASURED
+
+
+def test_a_cell_without_a_measurement_limits_what_is_reached():
+    rows = synthetic("bn_act", [4, 64, 112, 112], {STANDARD: 1.0, INPLACE_2: 0.7})
+    left_out = [{"cell": "bn_act CONV2", "strategy": INPLACE_2, "reason": "failed: OutOfMemoryError"}]
+    found = [v.verdict for v in verdicts(rows, left_out) if v.verdict != NOT_MEASURED]
+    assert found == [PASS_IN_PART]
+    failed = synthetic("bn_act", [4, 64, 112, 112], {STANDARD: 1.0, PACKAGE: 0.7}, shape="CONV2", device="cuda")
+    assert [v.verdict for v in verdicts([*rows, *failed], left_out)].count(PASS_IN_PART) == 1
+
+
+def test_a_cell_that_fails_does_not_lose_the_others(monkeypatch):
+    def failing(steps, *args):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(benchmark, "interleaved", failing)
+    result = benchmark.measure(with_defaults(Benchmark(groups=["bn_act"], layouts=["contiguous"], **TINY)))
+    assert [(entry["strategy"], entry["reason"]) for entry in result["left_out"]] == [
+        ("all", "failed: MemoryError: no room")
+    ]
+    assert "failed: MemoryError: no room" in markdown(result, "chart.png")
+    assert not chart(result["rows"]).axes
 
 
 @pytest.mark.parametrize("size, words", [([4, 64, 112, 112], "above 4 MiB"), ([4, 64, 28, 28], "up to 4 MiB")])
 def test_channels_last_targets_depend_on_the_size(size, words):
     rows = synthetic("bn_act", size, {STANDARD: 1.0, INPLACE_2: 1.0}, layout="channels_last")
-    assert verdict_of(rows, "best backend, channels_last", words)[0] == (MISS if "above" in words else PASS)
+    assert verdict_of(rows, "`backend=auto`, channels_last", words)[0] == (MISS if "above" in words else PASS)
     other = "up to" if "above" in words else "above"
-    assert verdict_of(rows, "best backend, channels_last", other)[0] == NOT_MEASURED
+    assert verdict_of(rows, "`backend=auto`, channels_last", other)[0] == NOT_MEASURED
 
 
 def test_the_package_is_not_charged_for_its_copy():
@@ -221,7 +250,7 @@ def test_the_network_must_be_faster_and_smaller():
 
 
 def test_nothing_measured_is_not_reached():
-    assert {verdict.verdict for verdict in verdicts([])} == {NOT_MEASURED}
+    assert {verdict.verdict for verdict in verdicts([], [])} == {NOT_MEASURED}
 
 
 def test_hydra_composes_the_arguments():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .activations import Activation, activate_, check_activation
-from .backends import check_backend
+from .backends import backend_for, check_backend
 from .bn_act import BatchNormActivation, Strategy
 from .synchronisation import refuse_jointly, synchronised_group
 
@@ -101,11 +101,14 @@ class ABN(nn.Module):
 
         Raises:
             ValueError: x is not (N, num_features, *spatial), has a dtype that the parameters do not fit, or has a
-                single value per channel where minibatch statistics are needed; of a synchronised layer, on every rank.
+                single value per channel where minibatch statistics are needed; of a synchronised layer, on every rank
+                (except inside `torch.compile`, whose graphs cannot look at the other ranks' numbers of values).
         """
         group = synchronised_group(self.group) if self.sync and self.uses_batch_statistics else None
         try:
             self.check_input(x, alone=group is None)
+            if group is not None:
+                backend_for(self.backend, x)  # raises before the others wait
         except ValueError:
             if group is not None:
                 refuse_jointly(self.num_features, x.device, group)
@@ -166,6 +169,8 @@ class ABN(nn.Module):
         name = type(self).__name__
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"{name} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} got a {x.dtype} input: expected float64, float32, bfloat16 or float16")
         statistics = self.running_mean if self.running_mean is not None else self.bias
         if statistics is not None and statistics.dtype != torch.promote_types(x.dtype, torch.float32):
             raise ValueError(
@@ -186,9 +191,11 @@ class ABN(nn.Module):
         added = self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict
         if added:
             state_dict[key] = self.num_batches_tracked
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if added:
-            del state_dict[key]
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        finally:
+            if added:
+                del state_dict[key]
 
     def __deepcopy__(self, memo: dict) -> "ABN":
         if self.group is not None:

@@ -48,10 +48,13 @@ def check_activation(activation: Activation, invertible: bool) -> None:
             f"use activation='leaky_relu' (slope 0.01 stands in for relu in the paper), or a standard or checkpointed "
             f"layer"
         )
-    if name == "elu" and param <= 0:
+    # Written so that NaN fails.
+    if name == "elu" and not 0 < param < math.inf:
         raise ValueError(f"activation_param={param} is not a valid alpha for elu: expected a number above 0")
-    if name == "leaky_relu" and invertible and param <= 0:
+    if name == "leaky_relu" and invertible and not 0 < param < math.inf:
         raise ValueError(f"activation_param={param} makes leaky_relu not invertible: expected a slope above 0")
+    if name == "leaky_relu" and not 0 <= param < math.inf:
+        raise ValueError(f"activation_param={param} is not a valid slope for leaky_relu: expected 0 or more")
 
 
 def activate_(activation: Activation, y: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ class BatchNormActivation(torch.autograd.Function):
         """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
         backend = backend_for(strategy.backend, x)
         statistics_dtype = torch.promote_types(x.dtype, torch.float32)
-        gamma = weight if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype)
-        beta = bias if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype)
+        # Kernels read vectors one value after the other; a hypernetwork, say, may give views.
+        gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype)
+        beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype)
         if use_batch_statistics and strategy.gamma_floor:
             gamma = floored(gamma, strategy.gamma_floor)
         values = x if is_packed(x) else x.contiguous()
@@ -86,15 +87,16 @@ class BatchNormActivation(torch.autograd.Function):
         ctx.activation = activation
         ctx.strategy = strategy
         ctx.group = group
-        ctx.recomputed = None  # z, between its recomputation and this node's backward pass
+        ctx.kept = None  # with z, between its recomputation and this node's backward pass
+        if strategy.recompute_output and not torch.compiler.is_compiling():
+            ctx.output_version = z._version
         return z
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dz: Tensor):
         """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
-        kept = kept_by(ctx)
-        ctx.recomputed = None
+        kept, ctx.kept = ctx.kept or kept_by(ctx), None
         backend = backend_for(ctx.strategy.backend, kept.values)
         if ctx.use_batch_statistics and ctx.group is None:
             dx, dgamma, dbeta = backend.backward(kept, dz)
@@ -132,19 +134,17 @@ def kept_by(node) -> Kept:
         invstd,
         node.activation,
         strategy.recover_x_hat,
-        node.recomputed,
     )
 
 
 def recompute_output(node) -> Tensor:
     """z of a BatchNormActivation node that kept x or x_hat, once for all operations that need it."""
-    if node.recomputed is None:
+    if node.kept is None:
         kept = kept_by(node)
         backend = backend_for(node.strategy.backend, kept.values)
-        node.recomputed = backend.normalise(
-            kept.values, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation
-        )
-    return node.recomputed
+        z = backend.normalise(kept.values, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
+        node.kept = kept._replace(output=z)
+    return node.kept.output
 
 
 def floored(weight: Tensor, gamma_floor: float) -> Tensor:

@@ -113,8 +113,9 @@ class _ForwardHooks:
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         if not torch.compiler.is_compiling():
-            self.open.append(_Recomputation())
-            self.open[-1].__enter__()
+            recomputation = _Recomputation()
+            recomputation.__enter__()
+            self.open.append(recomputation)
 
     def leave(self, module: nn.Module, args: tuple, output) -> None:
         if not torch.compiler.is_compiling():
@@ -129,12 +130,15 @@ class _Recomputation(saved_tensors_hooks):
         self.outer: tuple[Callable, Callable] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
     def pack(self, tensor: Tensor):
-        node = tensor.grad_fn  # an in-place operation or a view would have put another node there
+        # A view, or an in-place operation that is differentiated, would have put another node there; one that is not
+        # (under no_grad, or on a detached z) has changed the version.
+        node = tensor.grad_fn
         if isinstance(node, BatchNormActivation._backward_cls) and node.strategy.recompute_output:
-            return node
+            if tensor._version == node.output_version:
+                return node
         if self.outer is not None:
             return self.outer[0](tensor)
-        return tensor, tensor._version
+        return tensor.detach(), tensor._version  # with its grad_fn, an operation's output would keep itself alive
 
     def unpack(self, packed) -> Tensor:
         if isinstance(packed, BatchNormActivation._backward_cls):

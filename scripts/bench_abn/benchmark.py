@@ -30,7 +30,7 @@ def measure(config: Benchmark) -> dict:
     known["freed_memory_kept"] = config.device == "cuda" or keep_freed_memory()
     rows, left_out = [], []
     with ExitStack() as settings:
-        settings.enter_context(_alone_in_a_group(config.device))
+        settings.enter_context(_alone_in_a_group())
         settings.enter_context(torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024))
         settings.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True))
         for cell in cells(
@@ -47,7 +47,10 @@ def measure(config: Benchmark) -> dict:
                 reason = f"the time was over: minutes={config.minutes:g}"
                 left_out.append({"cell": str(cell), "strategy": "all", "reason": reason})
                 continue
-            measured, reasons = measure_cell(cell, config)
+            try:
+                measured, reasons = measure_cell(cell, config)
+            except Exception as error:  # out of memory, say: what was measured before is not lost
+                measured, reasons = [], {"all": _reason(error)}
             rows += measured
             left_out += [{"cell": str(cell), "strategy": name, "reason": reason} for name, reason in reasons.items()]
             print(f"{time.monotonic() - started_s:6.1f} s  {cell}", flush=True)
@@ -76,8 +79,8 @@ def measure_cell(cell: Cell, config: Benchmark) -> tuple[list[dict], dict[str, s
     for strategy in chosen:
         try:
             facts[strategy.name], steps[strategy.name] = prepare(strategy, cell, x, dz, config)
-        except RuntimeError as error:  # of a compiler or of the package: the others can still be measured
-            left_out[strategy.name] = f"failed: {str(error).strip().splitlines()[0]}"
+        except Exception as error:  # of a compiler or of the package: the others can still be measured
+            left_out[strategy.name] = _reason(error)
     if STANDARD not in steps:
         return [], left_out
     if cell.group != "network":
@@ -115,6 +118,11 @@ def prepare(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, config: Bench
     return facts, captured(work.step) if config.graphs else work.step
 
 
+def _reason(error: Exception) -> str:
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"
+
+
 def _row(known: dict, times_ms: list[float], standard_ms: list[float]) -> dict:
     ratios = [ours / standard for ours, standard in zip(times_ms, standard_ms, strict=True)]
     lower, upper = ratios[0], ratios[0]
@@ -130,12 +138,12 @@ def _row(known: dict, times_ms: list[float], standard_ms: list[float]) -> dict:
 
 
 @contextmanager
-def _alone_in_a_group(device: str) -> Iterator[None]:
+def _alone_in_a_group() -> Iterator[None]:
     """torch.distributed with this process as its only one; the group that is there already, if there is one."""
     if dist.is_initialized():
         yield
         return
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it will exchange nothing
     try:
         yield
     finally:

@@ -25,15 +25,15 @@ class Work(NamedTuple):
 
     def step(self) -> tuple[Tensor, ...]:
         """The gradients of x and of all parameters."""
-        return self._gradients(self.x.clone() if self.overwrites else self.x)
+        return self._gradients(self.forward(self.x.clone() if self.overwrites else self.x))
 
     def owning_step(self) -> tuple[Tensor, ...]:
         """`step` for an x that nobody else holds, as in a network: its memory is free once it is not needed."""
-        return self._gradients(self.x.clone())
+        return self._gradients(self.forward(self.x.clone()))
 
-    def _gradients(self, x: Tensor) -> tuple[Tensor, ...]:
+    def _gradients(self, output: Tensor) -> tuple[Tensor, ...]:
         wanted = [tensor for tensor in (self.x, *self.block.parameters()) if tensor.requires_grad]
-        return torch.autograd.grad(self.forward(x), wanted, self.dz)
+        return torch.autograd.grad(output, wanted, self.dz)
 
     def saved_bytes(self) -> tuple[int, int]:
         """Bytes that autograd keeps, parameters aside: of all tensors, and of those with up to C values.

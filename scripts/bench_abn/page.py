@@ -39,7 +39,8 @@ METHOD = f"""
 - *Standard* is `F.batch_norm` and an in-place leaky ReLU (slope 0.01); cuDNN may benchmark its algorithms, and use
   tf32 for the convolutions of all strategies. *Compiled* is `torch.compile(fullgraph=True)` with static shapes around
   the whole block, the activation not in place (in place it takes the compiler far longer); *budget 0.5* compiles with
-  `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one. The column *backend* says
+  `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one, which exchanges
+  nothing. The column *backend* says
   what computes a strategy of ours, by default what `backend=auto` chooses.
 - On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.memory`). With
   glibc's defaults every large buffer may be taken from the system page by page, for several times the cost of its
@@ -79,9 +80,14 @@ def markdown(result: dict, picture: str) -> str:
     if arguments["graphs"]:
         lines += ["", "Times are those of replayed CUDA graphs: the device's work, without the time to launch it."]
     lines += ["", "## Targets", "", "| | paper | to reach | measured | |", "|---|---|---|---|---|"]
-    lines += ["| " + " | ".join(verdict) + " |" for verdict in verdicts(result["rows"])]
+    lines += ["| " + " | ".join(verdict) + " |" for verdict in verdicts(result["rows"], result["left_out"])]
     lines += ["", "A target is reached when every shape, layout and dtype that it is about reaches it.", ""]
-    lines += ["## Summary", "", "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers:", ""]
+    lines += [
+        "## Summary",
+        "",
+        "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers:",
+        "",
+    ]
     lines += [*summary(result["rows"]), ""]
     lines += [f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({picture})", ""]
     lines += ["## How it was measured", METHOD]
@@ -156,6 +162,8 @@ def _left_out(entries: list[dict]) -> list[str]:
 def chart(rows: list[dict]) -> Figure:
     """Figure 4: a panel for each layout and dtype, bars for each shape, the ratio to standard on them."""
     cells = by_cell(rows)
+    if not cells:
+        return Figure()
     group = "bn_act_conv" if any(c[STANDARD]["group"] == "bn_act_conv" for c in cells) else cells[0][STANDARD]["group"]
     panels: dict[str, list[Rows]] = {}
     for cell in cells:

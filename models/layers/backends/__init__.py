@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
@@ -27,15 +28,16 @@ def backend_for(name: str, x: Tensor) -> Backend:
     """The backend that a layer asked for by name, for an input.
 
     "auto" is `triton` on CUDA, on the CPU what `prefers_compiled` says, and `eager` where those cannot run. Inside
-    `torch.compile` it is always `compiled`, whose formulas the compiler fuses with what surrounds them; and `eager` for
-    tensors that tools look at (fake ones, counters of operations or memory), which see nothing of a fused kernel.
+    `torch.compile` it is always `compiled`, whose formulas the compiler fuses with what surrounds them. It is `eager`
+    for empty tensors, and for those that tools look at (fake ones, counters of operations or memory): a tool would see
+    nothing of a fused kernel.
 
     Raises:
         ValueError: the backend cannot compute on the device or in the dtype of x.
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
-    if name == "eager" or type(x) is not Tensor or is_in_torch_dispatch_mode():
+    if name == "eager" or type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or x.numel() == 0:
         return EagerBackend()
     if name == "auto":
         return _fastest(x)
@@ -46,7 +48,7 @@ def backend_for(name: str, x: Tensor) -> Backend:
     if not kernels.runs_on(x):
         raise ValueError(
             f"backend='triton' got a {x.dtype} tensor on {x.device.type}: expected float32, bfloat16 or float16 on "
-            f"CUDA; choose backend='auto'"
+            f"{'the CPU, as TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
         )
     return kernels.TritonBackend()
 

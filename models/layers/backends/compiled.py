@@ -240,16 +240,22 @@ def run(formula: Callable, settings: Settings, *tensors: Tensor | None):
     if torch.compiler.is_compiling():
         vectors = iter(_written(*(t for t in tensors if t is not None and t.dim() == 1)))
         return formula(settings, *(next(vectors) if t is not None and t.dim() == 1 else t for t in tensors))
-    blocks = next(t for t in tensors if t.dim() == 3)
-    compiled = _compiled(formula, settings, blocks.dtype, blocks.device.type)
+    blocks = next(t for t in tensors if t is not None and t.dim() == 3)
+    if 1 in blocks.shape[1:]:  # each place of a size of 1 would be compiled anew, for tensors that are mostly small
+        compiled = functools.partial(formula, settings)
+    else:
+        compiled = _compiled(formula, settings, any(t is None for t in tensors), blocks.dtype, blocks.device.type)
     with torch.no_grad():
         # Detached, a view has no base: Dynamo would guard the sizes of that as well.
         return compiled(*(t if t is None else t.detach() for t in tensors))
 
 
 @functools.cache
-def _compiled(formula: Callable, settings: Settings, dtype: torch.dtype, device_type: str) -> Callable:
-    """The formula, compiled for all sizes together, except that a size of 1 is a case of its own."""
+def _compiled(formula: Callable, settings: Settings, in_part: bool, dtype: torch.dtype, device_type: str) -> Callable:
+    """The formula, compiled for all sizes together, except that one block is a case of its own.
+
+    `in_part`: some of its tensors are None.
+    """
     check_compiler(device_type)
     # dynamic=True is for numbers too: plain ones would become inputs of the compiled function.
     axis, slope, eps = (_constant(v) for v in (settings.axis, settings.activation.param, settings.eps))
@@ -259,7 +265,8 @@ def _compiled(formula: Callable, settings: Settings, dtype: torch.dtype, device_
         return formula(Settings(axis(), Activation(name, slope()), eps()), *tensors)
 
     # Dynamo limits the recompilations of a code object, which all functions made here would share.
-    traced.__code__ = traced.__code__.replace(co_name=f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}")
+    own_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}" + "_in_part" * in_part
+    traced.__code__ = traced.__code__.replace(co_name=own_name)
     options = {
         "cpp.dynamic_threads": True,  # Inductor's cache on disk would return a single-threaded loop to many threads
         "size_asserts": False,  # Dynamo has guarded the sizes already; asserting them again costs microseconds

@@ -433,6 +433,8 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
     as many channels as its tile is wide.
     """
     n, c, length = shape
+    if length >= 2**31:  # the kernels count pixels of a map in 32 bits
+        raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
     if length > 1:
         threads, resident = 128, 8 * processors
@@ -551,9 +553,11 @@ class TritonBackend(Backend):
         activation: Activation,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if running_mean is not None and not (running_mean.is_contiguous() and running_var.is_contiguous()):
+            return super().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
         plan = _plan_for(x)
         partials = _partial_moments(plan, x)
-        mean, invstd = partials.new_empty((2, plan.shape[1]))
+        mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # not both need be kept
         running = (running_mean, running_var, float(momentum), float(eps))
         z = _normalise(plan, x, out, activation, (mean, invstd, gamma, beta, partials, *running))
         return z, mean, invstd

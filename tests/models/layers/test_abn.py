@@ -365,6 +365,8 @@ def test_unfit_inputs_are_refused(cls):
         layer(torch.randn(2, 5, 4, 4))
     with pytest.raises(ValueError, match=r"\.double\(\)"):
         layer(torch.randn(2, CHANNELS, 4, 4, dtype=torch.float64))
+    with pytest.raises(ValueError, match="torch.int64 input: expected float64"):
+        layer(torch.ones(2, CHANNELS, 4, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="autocast"):
         layer.bfloat16()(torch.randn(2, CHANNELS, 4, 4, dtype=torch.bfloat16))
 
@@ -376,6 +378,8 @@ def test_unfit_inputs_are_refused(cls):
         ({"activation": "swish"}, "'swish' is not known; choose one of leaky_relu"),
         ({"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
         ({"activation": "elu", "activation_param": -1.0}, "above 0"),
+        ({"activation_param": float("nan")}, "slope above 0"),
+        ({"activation_param": float("inf")}, "slope above 0"),
         ({"variant": "III"}, "'III': expected 'I' or 'II'"),
         ({"gamma_floor": 0.0}, "gamma_floor=0.0"),
     ],
@@ -383,6 +387,13 @@ def test_unfit_inputs_are_refused(cls):
 def test_options_without_a_meaning_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         InPlaceABN(CHANNELS, **options)
+
+
+@pytest.mark.parametrize("cls", [ABN, CheckpointedABN])
+@pytest.mark.parametrize("slope", [-0.1, float("nan")])
+def test_slopes_that_no_derivative_can_be_taken_of_are_refused(cls, slope):
+    with pytest.raises(ValueError, match="not a valid slope.*0 or more"):
+        cls(CHANNELS, activation_param=slope)
 
 
 def test_standard_layer_has_relu():

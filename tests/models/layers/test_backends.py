@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.layers import ABN, CheckpointedABN, InPlaceABN, backends
+from models.layers import ABN, CheckpointedABN, InPlaceABN, backends, bn_act
 from models.layers.backends import backend_for
 from models.layers.backends.compiled import CompiledBackend
 from models.layers.backends.eager import EagerBackend
@@ -68,6 +68,30 @@ def test_compiled_layers_equal_eager_ones(cls, training):
         results.append([z, *gradients, layer.running_mean, layer.running_var])
     for ours, expected in zip(*results, strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["auto", "compiled"])
+@pytest.mark.parametrize("shape", [(0, 4, 5, 5), (2, 4, 0, 5)])
+def test_empty_inputs_in_eval(backend, shape):
+    assert InPlaceABN(4, backend=backend).eval()(torch.randn(shape)).shape == shape
+
+
+@pytest.mark.parametrize("cls", [CheckpointedABN, InPlaceABN])
+def test_backends_are_given_vectors_without_gaps(cls, monkeypatch):
+    """Kernels read them one value after the other; a hypernetwork, say, may give columns of a matrix."""
+    seen = []
+
+    class Recording(EagerBackend):
+        def forward(self, x, gamma, beta, *args):
+            seen.extend([gamma, beta])
+            return super().forward(x, gamma, beta, *args)
+
+    monkeypatch.setattr(bn_act, "backend_for", lambda name, x: Recording())
+    vectors = {"weight": torch.rand(4, 2)[:, 0], "bias": torch.tensor(0.3).expand(4)}
+    layer, x = cls(4), torch.randn(2, 4, 3, 3)
+    z = torch.func.functional_call(layer, vectors, x)
+    assert all(vector.is_contiguous() for vector in seen) and len(seen) == 2
+    torch.testing.assert_close(z, torch.func.functional_call(ABN(4), vectors, x))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

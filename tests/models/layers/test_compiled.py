@@ -1,5 +1,6 @@
 """The compiled formulas against the reference, operator by operator, and what TorchInductor makes of them."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from models.layers import CheckpointedABN, InPlaceABN
 from models.layers.activations import INVERTIBLE_ACTIVATIONS, Activation
 from models.layers.backends import compiled as compiled_backend
 from models.layers.backends.compiled import CompiledBackend, compiler_available, prefers_compiled
@@ -165,6 +167,22 @@ def test_one_compilation_for_all_shapes(compiler, monkeypatch, layout):
         torch.testing.assert_close(ours.normalise(x, mean, invstd, gamma, beta, LEAKY), z)
     functions = {"contiguous": 3, "channels_last": 2}[layout]  # the moments of channels_last are PyTorch's
     assert counters["stats"]["unique_graphs"] - before == functions
+
+
+def test_sizes_of_1_do_not_use_up_the_recompilations(compiler):
+    """Both things a layer can keep, in every combination of sizes of 1 that leaves more than one value."""
+    for n, c, h, w in itertools.product((1, 3), (1, 4), (1, 5), (1, 6)):
+        if n * h * w == 1:
+            continue
+        for layout in LAYOUTS:
+            for cls in (CheckpointedABN, InPlaceABN):
+                x = torch.randn(n, c, h, w).contiguous(memory_format=LAYOUTS[layout])
+                results = []
+                for backend in ("eager", "compiled"):
+                    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+                    z = cls(c, backend=backend)(leaf)
+                    results.append((z, *torch.autograd.grad(z, leaf, torch.arange(z.numel()).view(z.shape).float())))
+                torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
 def test_writes_over_the_input(compiler):

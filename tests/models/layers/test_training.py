@@ -1,6 +1,8 @@
 """The layers in real training code: whole networks, recomputation, copies, compilation, shortcuts."""
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -165,6 +167,63 @@ def test_recomputation_leaves_other_hooks_working(strategy):
         ours = gradients(network, images())
     expected = gradients(plain, images())
     assert_close(ours, expected, atol=1e-10 * max(g.abs().max().item() for g in expected))
+
+
+@pytest.mark.parametrize("strategy", CHECKPOINTED)
+def test_what_is_kept_is_asked_for_once(strategy):
+    """Hooks around a prepared network, such as those of torch.utils.checkpoint, may refuse to unpack twice."""
+    network = recompute_activations(blocks(STRATEGIES[strategy]))
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    unpacked = []
+
+    def unpack(packed):
+        unpacked.append(packed[0])
+        return packed[1]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (object(), tensor), unpack):
+        expected = gradients(network, x)
+    assert len(unpacked) == len(set(unpacked))
+    loss = checkpoint(network, x, use_reentrant=False).square().mean()
+    assert_close(torch.autograd.grad(loss, list(network.parameters())), expected)
+
+
+@pytest.mark.parametrize("strategy", CHECKPOINTED)
+@pytest.mark.parametrize("how", ["no_grad", "detach"])
+def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, how):
+    class Network(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.norm, self.conv = norm(4), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x):
+            z = self.norm(x)
+            if how == "detach":
+                z.detach().clamp_(max=0.5)
+            else:
+                with torch.no_grad():
+                    z.mul_(2)
+            return self.conv(z)
+
+    torch.manual_seed(0)
+    network = recompute_activations(Network(STRATEGIES[strategy]).double())
+    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    output = network(x)
+    z = F.leaky_relu(F.batch_norm(x, None, None, training=True), 0.01)
+    z = z.clamp(max=0.5) if how == "detach" else 2 * z
+    dz = torch.randn_like(output)
+    (ours,) = torch.autograd.grad(output, network.conv.weight, dz)
+    torch.testing.assert_close(ours, torch.nn.grad.conv2d_weight(z, ours.shape, dz), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", CHECKPOINTED)
+def test_a_network_without_a_backward_pass_is_freed(strategy):
+    """An operation that keeps its own output must not keep itself alive by it."""
+    network = recompute_activations(nn.Sequential(STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3), nn.Sigmoid(), nn.ReLU()))
+    output = network(torch.randn(2, 4, 8, 8))
+    alive = weakref.ref(output)
+    del output
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
