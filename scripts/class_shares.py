@@ -1,0 +1,146 @@
+"""What training sees of each class under uniform and under class-uniform sampling:
+
+    python -m scripts.class_shares data=camvid data.root=DIR out=docs/results/class_shares_camvid
+
+Cuts the crops that a training would see, with its scales, windows and flips, and counts in them the pixels of each
+class and the crops that show it. Writes out.json with the counts, and out.png made from them.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import hydra
+import numpy as np
+from hydra.core.config_store import ConfigStore
+from matplotlib.figure import Figure
+from omegaconf import MISSING, DictConfig
+from torch.utils.data import DataLoader
+
+from datasets import (
+    ClassUniformMinibatches,
+    ShuffledMinibatches,
+    index_classes,
+    minibatches_per_epoch,
+    worker_init,
+)
+from engine import build, reporting
+from engine import config as configuration
+from engine.environment import environment
+from engine.schema import Data, key
+
+configuration.register()
+
+LABELS = {"uniform": "uniform", "class_uniform": "class-uniform"}
+
+
+@dataclass
+class ClassShares:
+    data: Data = MISSING
+    out: str = MISSING  # path of the two files, without suffix
+    epochs: int = key(5, above=0)
+    seed: int = key(0, least=0)
+    fraction: float = key(1.0, above=0, most=1)  # sampler.fraction
+
+
+def compare(values: DictConfig) -> dict:
+    """Count, write both files, return what the JSON file holds. Raises ValueError for data or keys that do not fit."""
+    config = configuration.within_bounds(values)
+    data, console = config.data, reporting.make_console()
+    dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
+    with reporting.counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
+        index = index_classes(dataset, progress=progress)
+    steps = config.epochs * minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
+    options = dict(crops_per_minibatch=data.crops_per_minibatch, seed=config.seed, steps=steps)
+    samplers = {
+        "uniform": ShuffledMinibatches(len(dataset), **options),
+        "class_uniform": ClassUniformMinibatches(index, fraction=config.fraction, **options),
+    }
+    crops = build.training_crops(data, dataset, config.seed)
+    seen = {}
+    with reporting.progress_bar(console) as progress:
+        for name, sampler in samplers.items():
+            loader = DataLoader(crops, batch_sampler=sampler, num_workers=data.workers, worker_init_fn=worker_init)
+            seen[name] = count(reporting.tracked(progress, loader, LABELS[name]), len(dataset.classes))
+    result = {
+        "dataset": dataset.name,
+        "split": dataset.split,
+        "images": len(dataset),
+        "crop_size": data.crop_size,
+        "scale": list(data.scale),
+        "crops": steps * data.crops_per_minibatch,
+        "epochs": config.epochs,
+        "seed": config.seed,
+        "fraction": config.fraction,
+        "classes": list(dataset.classes),
+        "pixels_in_images": index.counts.sum(axis=0).tolist(),
+        **seen,
+        "environment": environment(),
+    }
+    out = Path(config.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
+    out.with_name(f"{out.name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    figure(result).savefig(out.with_name(f"{out.name}.png"), dpi=120)
+    return result
+
+
+def count(minibatches: Iterable[dict], classes: int) -> dict[str, list[int]]:
+    """{"pixels": labelled pixels per class in all crops, "crops": crops per class that show it}."""
+    pixels, crops = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
+    for minibatch in minibatches:
+        for label in minibatch["label"].numpy():
+            of_class = np.bincount(label.reshape(-1), minlength=256)[:classes]
+            pixels += of_class
+            crops += of_class > 0
+    return {"pixels": pixels.tolist(), "crops": crops.tolist()}
+
+
+def figure(result: dict) -> Figure:
+    """Shares of the labelled pixels, and of the crops that show a class, for the classes that the split has."""
+    present = [i for i, pixels in enumerate(result["pixels_in_images"]) if pixels]
+    present.sort(key=lambda i: -result["pixels_in_images"][i])
+    shares = {
+        name: (
+            100 * np.array(result[name]["pixels"]) / max(1, sum(result[name]["pixels"])),
+            100 * np.array(result[name]["crops"]) / result["crops"],
+        )
+        for name in LABELS
+    }
+    drawing = Figure(figsize=(11, 4.2), layout="constrained")
+    panels = ("share of the labelled pixels, %", "crops that show the class, %")
+    for panel, (axes, title) in enumerate(zip(drawing.subplots(1, 2), panels, strict=True)):
+        for offset, (name, label) in zip((-0.2, 0.2), LABELS.items(), strict=True):
+            axes.bar(np.arange(len(present)) + offset, shares[name][panel][present], width=0.4, label=label)
+        axes.set_xticks(range(len(present)), [result["classes"][i] for i in present], rotation=40, ha="right")
+        axes.set(ylabel=title)
+        axes.grid(axis="y", alpha=0.3)
+    axes_of_pixels, axes_of_crops = drawing.axes
+    axes_of_pixels.set_yscale("log")
+    axes_of_pixels.set_ylim(top=100)
+    axes_of_pixels.yaxis.set_major_formatter("{x:g}")
+    axes_of_pixels.axhline(100 / len(present), color="grey", linewidth=1, linestyle="--")
+    axes_of_pixels.annotate(
+        "equal shares", (len(present) - 0.5, 100 / len(present)), ha="right", va="bottom", color="grey"
+    )
+    axes_of_crops.set_ylim(0, 100)
+    axes_of_pixels.legend(frameon=False, title="sampling", loc="upper right")
+    drawing.suptitle(
+        f"{result['dataset']} {result['split']}: {result['crops']} crops of {result['crop_size']} pixels, scales "
+        f"{result['scale'][0]} to {result['scale'][1]}"
+    )
+    return drawing
+
+
+ConfigStore.instance().store(name="class_shares_run", node=ClassShares)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="class_shares")
+def main(values: DictConfig) -> None:
+    with reporting.errors_for_users():
+        compare(values)
+
+
+if __name__ == "__main__":
+    main()
