@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.schema import ALTERNATIVES, Evaluation, PackageNorm, SegmentationRun
+from models.package import PACKAGE_ACTIVATIONS
 
 
 def register() -> None:
@@ -95,11 +96,7 @@ def check(config: SegmentationRun) -> None:
         if type(chosen) is not alternatives[name]:
             raise ValueError(f"{group}.name={name} does not change the {group}: give {group}={name}")
     data, trainer = config.data, config.trainer
-    if isinstance(config.norm, PackageNorm) and trainer.precision != "float32":
-        raise ValueError(
-            f"trainer.precision={trainer.precision} with norm=package: the released package computes in float32 only; "
-            f"give trainer.precision=float32, or norm=inplace"
-        )
+    check_package(config)
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
     crops, parts = data.crops_per_minibatch, trainer.accumulation_steps
@@ -121,6 +118,23 @@ def check(config: SegmentationRun) -> None:
         raise ValueError(f"data.scale={data.scale}: expected the lowest factor first")
     if config.resume is not None and config.run_dir is None:
         raise ValueError(f"resume={config.resume} needs run_dir=…, the folder of the run to continue")
+
+
+def check_package(config: SegmentationRun) -> None:
+    """Raise ValueError for what the released package cannot do, where it is the norm."""
+    norm, precision = config.norm, config.trainer.precision
+    if not isinstance(norm, PackageNorm):
+        return
+    if precision != "float32":
+        raise ValueError(
+            f"trainer.precision={precision} with norm=package: the released package computes in float32 only; give "
+            f"trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
+        )
+    if norm.activation not in PACKAGE_ACTIVATIONS:
+        raise ValueError(
+            f"norm.activation={norm.activation} with norm=package: the released package has "
+            f"{', '.join(PACKAGE_ACTIVATIONS)}; choose one of them, or norm=inplace"
+        )
 
 
 def _check_bounds(config, prefix: str = "") -> None:
