@@ -1,0 +1,55 @@
+"""The figures of class shares: the committed numbers are those that the script measures."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.class_shares import compare, figure
+from tests.runs import REPOSITORY, composed
+
+RESULTS = REPOSITORY / "docs" / "results"
+COMMITTED = sorted(RESULTS.glob("class_shares_*.json"))
+
+
+def shares(result: dict, sampling: str) -> list[float]:
+    seen = result[sampling]
+    pixels, crops = sum(seen["pixels"]), result["crops"]
+    return [count / pixels for count in seen["pixels"]] + [count / crops for count in seen["crops"]]
+
+
+@pytest.mark.filterwarnings("ignore:class-uniform sampling")
+def test_the_numbers_of_the_drawn_streets_are_measured_again(tmp_path):
+    """Up to what another version of OpenCV draws and scales differently."""
+    committed = json.loads((RESULTS / "class_shares_synthetic.json").read_text())
+    measured = compare(composed("class_shares", f"out={tmp_path / 'again'}", "data.workers=1"))
+    assert json.loads((tmp_path / "again.json").read_text()) == measured
+    assert (tmp_path / "again.png").stat().st_size > 10_000
+    for sampling in ("uniform", "class_uniform"):
+        assert shares(measured, sampling) == pytest.approx(shares(committed, sampling), abs=2e-3)
+    assert {**measured, **committed}.keys() == measured.keys() == committed.keys()
+
+
+@pytest.mark.parametrize("file", COMMITTED, ids=lambda file: file.stem)
+def test_figures_show_the_committed_numbers(file: Path):
+    result = json.loads(file.read_text())
+    drawn = [class_id for class_id, pixels in enumerate(result["pixels_in_images"]) if pixels]
+    pixels, crops = figure(result).axes
+    labels = [label.get_text() for label in pixels.get_xticklabels()]
+    assert sorted(labels) == sorted(result["classes"][class_id] for class_id in drawn)
+    for axes, quantity, total in ((pixels, "pixels", None), (crops, "crops", result["crops"])):
+        for bars, sampling in zip(axes.containers, ("uniform", "class_uniform"), strict=True):
+            counts = dict(zip(result["classes"], result[sampling][quantity], strict=True))
+            expected = [100 * counts[label] / (total or sum(counts.values())) for label in labels]
+            assert [bar.get_height() for bar in bars] == pytest.approx(expected)
+    assert file.with_suffix(".png").is_file()
+
+
+def test_class_uniform_sampling_shows_rare_classes_more_often():
+    assert len(COMMITTED) == 2
+    for file in COMMITTED:
+        result = json.loads(file.read_text())
+        present = [class_id for class_id, pixels in enumerate(result["pixels_in_images"]) if pixels]
+        rarest = min(present, key=lambda class_id: result["pixels_in_images"][class_id])
+        for quantity in ("pixels", "crops"):
+            assert result["class_uniform"][quantity][rarest] > result["uniform"][quantity][rarest]
