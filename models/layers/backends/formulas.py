@@ -1,0 +1,127 @@
+"""The paper's equations as plain functions, which TorchInductor fuses into one loop over the pixels per pass.
+
+The functions see a tensor as *blocks*: (blocks, C, pixels), or (blocks, pixels, C) for channels_last. Sums run over
+each block and then over the blocks, which stays in the cache and rounds less than one long sum. All arithmetic is in
+float32, in float64 for float64 tensors.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation, activate_, activation_backward, invert_activation
+
+
+class Settings(NamedTuple):
+    """What is compiled in as a constant."""
+
+    axis: int  # of the pixels in a block: 2, or 1 for channels_last
+    activation: Activation = Activation("identity")
+    eps: float = 0.0
+
+
+def moments(settings: Settings, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of every channel, (C,).
+
+    The variance is the mean of the blocks' variances plus the variance of the blocks' means: nothing cancels.
+    """
+    x = _wide(x)
+    means = x.mean(settings.axis, keepdim=True)
+    variances = (x - means).square().mean(settings.axis)  # (blocks, C)
+    means = means.squeeze(settings.axis)
+    mean = means.mean(0)
+    return mean, variances.mean(0) + (means - mean).square().mean(0)
+
+
+def normalise(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> Tensor:
+    """z = phi(scale * (x - mean) + beta), where scale = gamma * invstd."""
+    mean, scale, beta = _per_channel(settings, mean, scale, beta)
+    return activate_(settings.activation, scale * (_wide(x) - mean) + beta).to(x.dtype)
+
+
+def normalise_(settings: Settings, x: Tensor, mean: Tensor, scale: Tensor, beta: Tensor) -> None:
+    """`normalise`, with z written over x."""
+    x.copy_(normalise(settings, x, mean, scale, beta))
+
+
+def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """z, mean, biased variance and invstd."""
+    mean, var = moments(settings, x)
+    invstd = torch.rsqrt(var + settings.eps)
+    return normalise(settings, x, *written(mean, gamma * invstd), beta), mean, var, invstd
+
+
+def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+    """`forward`, with z written over x."""
+    z, *vectors = forward(settings, x, gamma, beta)
+    x.copy_(z)
+    return None, *vectors
+
+
+def x_hat_and_dy(
+    settings: Settings,
+    values: Tensor,
+    dz: Tensor,
+    offset: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from what was kept, see `Kept`: z if gamma and beta are None."""
+    dtype, values, dz = values.dtype, _wide(values), _wide(dz)
+    offset, factor = _per_channel(settings, offset, factor)
+    if gamma is None:
+        z, u = values, invert_activation(settings.activation, values, rounded_to=dtype)
+        x_hat = (u - offset) * factor
+    else:
+        gamma, beta = _per_channel(settings, gamma, beta)
+        x_hat = (values - offset) * factor
+        z = activate_(settings.activation, gamma * x_hat + beta)
+    return x_hat, activation_backward(settings.activation, z, dz)
+
+
+def sums(settings: Settings, *kept_and_dz: Tensor | None) -> tuple[Tensor, Tensor]:
+    """sum dL/dy and sum dL/dy * x_hat, from the arguments of `x_hat_and_dy`."""
+    x_hat, dy = x_hat_and_dy(settings, *kept_and_dz)
+    return dy.sum(settings.axis).sum(0), (dy * x_hat).sum(settings.axis).sum(0)
+
+
+def input_gradient(
+    settings: Settings, mean_dy: Tensor, mean_dy_x_hat: Tensor, scale: Tensor, *kept_and_dz: Tensor | None
+) -> Tensor:
+    """dL/dx = scale * (dL/dy - mean_dy - x_hat * mean_dy_x_hat), where scale = gamma * invstd  (section 3.3)."""
+    x_hat, dy = x_hat_and_dy(settings, *kept_and_dz)
+    mean_dy, mean_dy_x_hat, scale = _per_channel(settings, mean_dy, mean_dy_x_hat, scale)
+    return (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(kept_and_dz[0].dtype)
+
+
+def backward(settings: Settings, scale: Tensor, *kept_and_dz: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dL/dx, dL/dgamma and dL/dbeta."""
+    dbeta, dgamma = sums(settings, *kept_and_dz)
+    values = kept_and_dz[0]
+    count = values.shape[0] * values.shape[settings.axis]
+    means = written(dbeta / count, dgamma / count)
+    return input_gradient(settings, *means, scale, *kept_and_dz), dgamma, dbeta
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(wide_dtype(x))
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """(C,) -> (C, 1) where the pixels of a block come after its channels, to broadcast over blocks."""
+    return tuple(v.unsqueeze(1) for v in vectors) if settings.axis == 2 else vectors
+
+
+def written(*vectors: Tensor) -> tuple[Tensor, ...]:
+    """Vectors (C,) that were computed in the graph, for a loop over the pixels.
+
+    The compiler writes a stack to memory before the loop. Single vectors it would compute anew for every pixel, with
+    their divisions and square roots.
+    """
+    return torch.stack(vectors).unbind() if vectors else ()
