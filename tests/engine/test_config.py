@@ -88,6 +88,17 @@ def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
     assert layer.sync and layer.backend == "eager"
 
 
+@pytest.mark.parametrize("norm", ["std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace"])
+def test_every_norm_fits_every_body(norm):
+    for body in choices("body"):
+        config = cfg.typed(composed(f"norm={norm}", f"body={body}", "norm.sync=true"))
+        with FakeTensorMode():
+            network = build.network(config, classes=3)
+            network(torch.empty(2, 3, 64, 96)).square().mean().backward()
+        assert all(parameter.grad is not None for parameter in network.parameters())
+        assert all(module.sync for module in network.modules() if isinstance(module, ABN))
+
+
 def test_the_released_package_is_a_norm_choice():
     """Where it is not installed, the message says how to; where it is, a residual network trains a step in it."""
     config = cfg.typed(composed("norm=package", "norm.activation=elu"))

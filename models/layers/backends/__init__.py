@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
-from .interface import Backend, Kept, per_channel, update_running_statistics
+from .interface import Backend, Kept, update_running_statistics
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
-__all__ = ["BACKENDS", "Backend", "Kept", "backend_for", "check_backend", "per_channel", "update_running_statistics"]
+__all__ = ["BACKENDS", "Backend", "Kept", "backend_for", "check_backend", "update_running_statistics"]
 
 
 def check_backend(name: str) -> None:

@@ -17,6 +17,7 @@ from models.blocks import IdentityResidualBlock
 from models.bodies import resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from models.layers.backends.compiled import compiler_available
 from models.segmentation import SegmentationNetwork
 
 STRATEGIES = {
@@ -336,6 +337,23 @@ def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     assert_close(gradients(compiled, x), gradients(network, x))
     if strategy not in CHECKPOINTED:
         assert activation_bytes(compiled, x) <= activation_bytes(network, x)
+
+
+@pytest.mark.parametrize("strategy", ["std", "inplace"])
+def test_inductor_keeps_no_more_activations(strategy):
+    """It may also keep copies of convolution weights in a layout of its own, which are far smaller here."""
+    if not compiler_available("cpu"):
+        pytest.skip("needs a C++ compiler")
+    torch._dynamo.reset()
+    network = blocks(STRATEGIES[strategy]).float()
+    x = torch.randn(2, 4, 32, 32)
+
+    def kept(forward) -> int:
+        _, saved = saved_for_backward(lambda: forward(x))
+        sizes = [tensor.untyped_storage().nbytes() for tensor in saved]
+        return sum(size for size in sizes if size >= x.nbytes)
+
+    assert 0 < kept(torch.compile(network, fullgraph=True)) <= kept(network)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
