@@ -88,7 +88,7 @@ class BatchNormActivation(torch.autograd.Function):
         ctx.strategy = strategy
         ctx.group = group
         ctx.kept = None  # with z, between its recomputation and this node's backward pass
-        if strategy.recompute_output and not torch.compiler.is_compiling():
+        if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
             ctx.output_version = z._version
         return z
 

@@ -290,6 +290,18 @@ def test_copies_averages_and_state_dicts(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_evaluation_equals_standard_and_training_goes_on_after_it(strategy, mode):
+    network, standard = segmentation_network(STRATEGIES[strategy]), segmentation_network(ABN)
+    with mode():
+        torch.testing.assert_close(network.eval()(images()), standard.eval()(images()), rtol=0, atol=1e-10)
+    expected = gradients(standard.train(), images())
+    assert_close(
+        gradients(network.train(), images()), expected, atol=1e-10 * max(g.abs().max().item() for g in expected)
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_accumulated_gradients(strategy):
     network = segmentation_network(STRATEGIES[strategy])
     first, second = images(), images() + 1
