@@ -5,6 +5,8 @@ import os
 from datasets.layout import Layout
 from datasets.segmentation import ClassTable, SegmentationDataset
 
+IMAGES = {"train": 367, "val": 101, "test": 233}  # in the official splits
+
 _UNLABELLED = 11
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 
@@ -25,7 +27,7 @@ _CLASSES = {
 
 _LAYOUT = Layout(
     name="camvid",
-    splits=("train", "val", "test"),
+    splits=tuple(IMAGES),
     tree="""
 DIR/train/images/*.jpg    or    DIR/train/*.png
 DIR/train/labels/*.png          DIR/trainannot/*.png
@@ -48,10 +50,10 @@ def camvid_classes() -> ClassTable:
     )
 
 
-def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
+def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """CamVid's split "train" (367 images), "val" (101) or "test" (233), from either of its two common layouts.
 
-    Raises ValueError where the folder, the split, an image's label or every image is missing.
+    Raises ValueError where the folder, the split, an image's label (`strict`) or every image is missing.
     """
     root = _LAYOUT.check(root, split)
     if (root / split / "images").is_dir():
@@ -61,5 +63,5 @@ def camvid(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
     images = _LAYOUT.images(root, image_folder, _SUFFIXES)
     _LAYOUT.require_any(images, root, looked_for=f"{image_folder}/*.png and *.jpg", split=split)
     labels = _LAYOUT.images(root, label_folder, (".png",))
-    files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png")
+    files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png", strict=strict)
     return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes())

@@ -6,6 +6,8 @@ from pathlib import Path
 from datasets.layout import Layout, list_files
 from datasets.segmentation import ClassTable, Files, SegmentationDataset
 
+IMAGES = {"train": 2975, "val": 500, "test": 1525}  # in the official splits
+
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
 _WITHHELD = "test"  # its published label files are placeholders
@@ -35,7 +37,7 @@ _CLASSES = {
 
 _LAYOUT = Layout(
     name="cityscapes",
-    splits=("train", "val", "test"),
+    splits=tuple(IMAGES),
     tree=f"""
 DIR/leftImg8bit/train/CITY/CITY_SEQ_FRAME{_IMAGE_SUFFIX}
 DIR/leftImg8bit/val/...
@@ -60,12 +62,12 @@ def cityscapes_classes() -> ClassTable:
     )
 
 
-def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
+def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """Cityscapes' split "train" (2975 images), "val" (500) or "test" (1525, without labels).
 
     Names are CITY_SEQ_FRAME. Labels are the `labelIds` files, mapped to train ids while reading; predictions are
     regular ids at full size, under any name that starts with the image's. Raises ValueError where the folder, the
-    split, an image's label or every image is missing.
+    split, an image's label (`strict`) or every image is missing.
     """
     root = _LAYOUT.check(root, split)
     images = _in_cities(root, root / "leftImg8bit" / split, _IMAGE_SUFFIX, "leftImg8bit_trainvaltest.zip")
@@ -74,7 +76,8 @@ def cityscapes(root: str | os.PathLike | None, split: str) -> SegmentationDatase
         files = [Files(name=name, image=path, label=None) for name, path in images.items()]
     else:
         labels = _in_cities(root, root / "gtFine" / split, _LABEL_SUFFIX, "gtFine_trainvaltest.zip")
-        files = _LAYOUT.pair(images, labels, root, looked_for=f"{root / 'gtFine' / split}/CITY/NAME{_LABEL_SUFFIX}")
+        looked_for = f"{root / 'gtFine' / split}/CITY/NAME{_LABEL_SUFFIX}"
+        files = _LAYOUT.pair(images, labels, root, looked_for, strict)
     return SegmentationDataset(name="cityscapes", split=split, files=files, table=cityscapes_classes())
 
 

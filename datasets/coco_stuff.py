@@ -7,7 +7,12 @@ from pathlib import Path
 from datasets.layout import Layout, list_files
 from datasets.segmentation import ClassTable, Files, SegmentationDataset
 
-LISTS = ("challenge", "full")
+# In the official splits, by the list of images.
+IMAGES = {
+    "challenge": {"train": 40000, "val": 5000, "test": 40670},
+    "full": {"train": 118287, "val": 5000, "test": 40670},
+}
+LISTS = tuple(IMAGES)
 
 _WITHHELD = "test"
 _FIRST_ID, _OTHER_ID = 92, 183  # of the stuff classes and of "other", which is every thing
@@ -28,7 +33,7 @@ _CLASSES = tuple(
 
 _LAYOUT = Layout(
     name="coco_stuff",
-    splits=("train", "val", "test"),
+    splits=tuple(IMAGES["full"]),
     tree="""
 DIR/train2017/*.jpg                                  (or DIR/images/train2017/, ...)
 DIR/val2017/*.jpg
@@ -68,14 +73,19 @@ def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) 
 
 
 def coco_stuff(
-    root: str | os.PathLike | None, split: str, lists: str = "challenge", other_class: bool = False
+    root: str | os.PathLike | None,
+    split: str,
+    lists: str = "challenge",
+    other_class: bool = False,
+    strict: bool = True,
 ) -> SegmentationDataset:
     """COCO-Stuff's split "train", "val" (5000 images) or "test" (40670 images without labels).
 
     `lists`: "challenge" has the 40000 training and 5000 validation images of the 2017 challenge, "full" all images of
     the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel maps
     where they are there, else `stuffthingmaps`: both give the same. `other_class` as in `coco_stuff_classes`. Raises
-    ValueError where the folder, the split, a list, an image that it names, an image's label or every image is missing.
+    ValueError where the folder, the split, a list, every image, or (`strict`) an image that the list names or an
+    image's label is missing.
     """
     if lists not in LISTS:
         raise ValueError(f"data.lists={lists}: expected one of {', '.join(LISTS)}")
@@ -84,10 +94,11 @@ def coco_stuff(
     if split == _WITHHELD:
         files = [Files(name=name, image=path, label=None) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
-    if lists == "challenge":
-        images = _listed(root, split, images)
+    names = _listed(root, split, images, strict) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
-    files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png")
+    if names is not None:
+        images, labels = ({name: found[name] for name in names if name in found} for found in (images, labels))
+    files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/NAME.png", strict=strict)
     return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(stuffthingmaps, other_class))
 
 
@@ -120,8 +131,8 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
     )
 
 
-def _listed(root: Path, split: str, images: dict[str, Path]) -> dict[str, Path]:
-    """The images of the challenge's list: a text file with one image id per line."""
+def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> list[str]:
+    """The names of the challenge's list, a text file with one image id per line; `strict`: all are in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
     if file is None:
@@ -137,10 +148,10 @@ def _listed(root: Path, split: str, images: dict[str, Path]) -> dict[str, Path]:
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")
     missing = [name for name in names if name not in images]
-    if missing or not names:
+    if len(missing) == len(names) or (strict and missing):
         what = f"{len(missing)} of its {len(names)} images, such as {missing[0]}.jpg," if missing else "all images"
         raise _LAYOUT.error(f"coco_stuff: {file}: {what} are missing in the folder of the split", root)
-    return {name: images[name] for name in sorted(set(names))}
+    return sorted(set(names))
 
 
 def _colours(count: int) -> tuple[tuple[int, int, int], ...]:

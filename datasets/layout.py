@@ -66,16 +66,28 @@ class Layout:
         if not found:
             raise self.error(f"{self.name}: no images in split {split!r}, looked for {looked_for}", root)
 
-    def pair(self, images: Mapping[str, Path], labels: Mapping[str, Path], root: Path, looked_for: str) -> list[Files]:
-        """Each image with its label, by stem. ValueError names the first images without one and counts them."""
+    def pair(
+        self,
+        images: Mapping[str, Path],
+        labels: Mapping[str, Path],
+        root: Path,
+        looked_for: str,
+        strict: bool = True,
+    ) -> list[Files]:
+        """Each image with its label, by stem. ValueError names the first images without one and counts them.
+
+        Not `strict`: images without a label and labels without an image are there too, with None in the place of the
+        other, to be reported one by one. ValueError only where no image has its label.
+        """
         missing = [stem for stem in images if stem not in labels]
-        if missing:
+        if len(missing) == len(images) or (strict and missing):
             names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
             raise self.error(
                 f"{self.name}: {len(missing)} of {len(images)} images have no label: {names}; looked for {looked_for}",
                 root,
             )
-        return [Files(name=stem, image=path, label=labels[stem]) for stem, path in images.items()]
+        stems = images if strict else sorted({*images, *labels})
+        return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
 
 
 def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:

@@ -15,11 +15,18 @@ _ILLEGAL = 254  # marks, in the lookup table, a raw value that the label files m
 
 
 class Files(NamedTuple):
-    """One image of a split: its name, its image file, and its label file (None where the split has no labels)."""
+    """One image of a split: its name, its image file, and its label file (None where the split has no labels).
+
+    Where it was not required that every image has its label, either file may be None.
+    """
 
     name: str
-    image: Path
+    image: Path | None
     label: Path | None
+
+
+class UnknownIds(ValueError):
+    """A label file holds values that are not in the class table."""
 
 
 class Sample(NamedTuple):
@@ -65,11 +72,11 @@ class ClassTable:
             object.__setattr__(self, name, array)
 
     def train_ids(self, raw: np.ndarray) -> np.ndarray:
-        """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). ValueError names values outside the table."""
+        """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). UnknownIds names values outside the table."""
         train_ids = cv2.LUT(raw, self._to_train)
         if (train_ids == _ILLEGAL).any():
             foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
-            raise ValueError(
+            raise UnknownIds(
                 f"contains the ids {_shortened(foreign)}, which are not in the class table; expected only "
                 f"{_ranges(self.label_ids)}"
             )
@@ -151,8 +158,8 @@ class SegmentationDataset(Dataset):
         raw = self.decode_label(path)
         try:
             return self.table.train_ids(raw)
-        except ValueError as error:
-            raise ValueError(
+        except UnknownIds as error:
+            raise UnknownIds(
                 f"{path}: {error}. Check that this is the label file that {self.name} distributes (not a colour "
                 "picture, nor labels converted by another tool)."
             ) from None

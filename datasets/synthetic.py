@@ -13,19 +13,26 @@ from datasets.cityscapes import cityscapes
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
 
+IMAGES = {"train": 200, "val": 40}  # unless told otherwise
+
 _VERSION = 1  # raise it with every change of the pictures: the cache is keyed by it
 _MARKER = "synthetic-streets.json"
 _CITIES = {"train": ("drawnburg", "inkstadt"), "val": ("sketchheim",)}
 
 
 def synthetic(
-    root: str | os.PathLike | None, split: str, images: tuple[int, int] = (200, 40), seed: int = 0
+    root: str | os.PathLike | None,
+    split: str,
+    images: tuple[int, int] = tuple(IMAGES.values()),
+    seed: int = 0,
+    strict: bool = True,
 ) -> SegmentationDataset:
     """Split "train" or "val" of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
 
     `images` = (train, val). The pictures are written the first time, into `root`, which must be missing, empty or
     written by this function; without a root into the user's cache folder. They depend on `images` and `seed` only.
-    Raises ValueError for another split, or a root that holds something else.
+    Raises ValueError for another split, a root that holds something else, or files that are missing in it (labels:
+    `strict`).
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
@@ -39,7 +46,7 @@ def synthetic(
             f"data.root={folder} holds synthetic streets written with {written}, expected {settings}. "
             "Choose another data.root, or leave it empty to use the cache folder."
         )
-    streets = cityscapes(folder, split)
+    streets = cityscapes(folder, split, strict)
     return SegmentationDataset(name="synthetic", split=split, files=streets.files, table=streets.table)
 
 

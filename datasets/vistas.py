@@ -10,6 +10,8 @@ from datasets.layout import Layout, list_files
 from datasets.reading import decode_instances, decode_label
 from datasets.segmentation import ClassTable, Files, SegmentationDataset
 
+IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
+
 _FOLDERS = {"train": "training", "val": "validation", "test": "testing"}
 _WITHHELD = "test"
 _V2_LABELS = 124
@@ -67,12 +69,12 @@ def vistas_classes(config: Path) -> ClassTable:
     )
 
 
-def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
+def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """Vistas' split "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
 
     Labels are the palette indices of `labels`; where an image has none there, those of its 16-bit file in `instances`.
     Predictions are positions in the config file's list, as PNGs with its palette. Raises ValueError where the folder,
-    the split, the config file, an image's label or every image is missing, and for v2.0.
+    the split, the config file, an image's label (`strict`) or every image is missing, and for v2.0.
     """
     root = _LAYOUT.check(root, split)
     folder = root / _FOLDERS[split]
@@ -83,7 +85,8 @@ def vistas(root: str | os.PathLike | None, split: str) -> SegmentationDataset:
         files = [Files(name=name, image=path, label=None) for name, path in images.items()]
     else:
         labels = _labels(root, folder)
-        files = _LAYOUT.pair(images, labels, root, looked_for=f"{folder}/labels/NAME.png and v1.2/labels/NAME.png")
+        looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
+        files = _LAYOUT.pair(images, labels, root, looked_for, strict)
     return SegmentationDataset("vistas", split, files, table, decode_label=_decode)
 
 

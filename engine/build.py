@@ -24,6 +24,11 @@ from datasets import (
     vistas,
     worker_init,
 )
+from datasets.camvid import IMAGES as CAMVID_IMAGES
+from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
+from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
+from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
+from datasets.vistas import IMAGES as VISTAS_IMAGES
 from engine.loop import Autocast, ImageInput
 from engine.losses import BootstrappedCrossEntropy, CrossEntropy
 from engine.schedule import Schedule, in_steps
@@ -67,12 +72,27 @@ def device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def dataset(config: Data, split: str) -> SegmentationDataset:
-    """One split of the dataset, its files paired and counted but not yet read. Raises ValueError for missing files."""
+def dataset(config: Data, split: str, strict: bool = True) -> SegmentationDataset:
+    """One split of the dataset, its files paired and counted but not yet read. Raises ValueError for missing files.
+
+    Not `strict`: images without labels and labels without images are among its files, with None for what is missing.
+    """
     if isinstance(config, CocoStuffData):
-        return coco_stuff(config.root, split, lists=config.lists, other_class=config.other_class)
+        return coco_stuff(config.root, split, lists=config.lists, other_class=config.other_class, strict=strict)
     builders = {"camvid": camvid, "cityscapes": cityscapes, "synthetic": synthetic, "vistas": vistas}
-    return builders[config.name](config.root, split)
+    return builders[config.name](config.root, split, strict=strict)
+
+
+def official_images(config: Data) -> dict[str, int]:
+    """The number of images in each split of the dataset, as its publishers state it."""
+    if isinstance(config, CocoStuffData):
+        return COCO_STUFF_IMAGES[config.lists]
+    return {
+        "camvid": CAMVID_IMAGES,
+        "cityscapes": CITYSCAPES_IMAGES,
+        "synthetic": SYNTHETIC_IMAGES,
+        "vistas": VISTAS_IMAGES,
+    }[config.name]
 
 
 def labelled_dataset(config: Data, key: str, split: str) -> SegmentationDataset:
