@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from datasets import SegmentationDataset
 from engine.loop import Autocast, ImageInput, evaluate
 from engine.metrics import segmentation_scores
-from engine.pictures import comparison, write_png
+from engine.pictures import comparison, inside, write_png
 from engine.reporting import tracked
 
 
@@ -73,12 +73,12 @@ class PredictionWriter:
         self.overlays_left = len(dataset) if overlay_images is None else overlay_images
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
-        file = self.dataset.prediction_filename(minibatch["name"][0])
+        name = self.dataset.prediction_filename(minibatch["name"][0])
         if self.predictions is not None:
             encoded = self.dataset.encode_prediction(predictions[0].numpy())
-            write_png(self.predictions / file, encoded, self.dataset.prediction_palette)
+            write_png(inside(self.predictions, name), encoded, self.dataset.prediction_palette)
         if self.overlays is not None and self.overlays_left > 0:
-            write_png(self.overlays / file, _comparison(self.dataset, minibatch, predictions))
+            write_png(inside(self.overlays, name), _comparison(self.dataset, minibatch, predictions))
             self.overlays_left -= 1
 
 

@@ -1,5 +1,6 @@
 """Pictures of predictions for people to look at."""
 
+import os
 from pathlib import Path
 
 import cv2
@@ -30,6 +31,15 @@ def comparison(
             blended = cv2.addWeighted(dataset.colour(train_ids), OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
             panels.append(np.where((train_ids == dataset.ignore_index)[..., None], image, blended))
     return np.concatenate(panels, axis=1)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder; ValueError where a name that came with data leads out of it (.., /, a link)."""
+    path = Path(os.path.realpath(folder / name))
+    folder = Path(os.path.realpath(folder))
+    if folder not in path.parents:
+        raise ValueError(f"the name {name!r} would be written to {path}, outside of {folder}: rename it in the data")
+    return path
 
 
 def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None) -> None:
