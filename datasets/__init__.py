@@ -6,7 +6,7 @@ from datasets.class_index import ClassIndex, index_classes
 from datasets.coco_stuff import coco_stuff
 from datasets.loading import Draw, TrainingCrops, WholeImages, worker_init
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
-from datasets.segmentation import ClassTable, Sample, SegmentationDataset
+from datasets.segmentation import INSTANCES_PER_CLASS, ClassTable, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
 from datasets.verify import verify
@@ -17,6 +17,7 @@ __all__ = [
     "ClassTable",
     "ClassUniformMinibatches",
     "Draw",
+    "INSTANCES_PER_CLASS",
     "Sample",
     "SegmentationDataset",
     "ShuffledMinibatches",

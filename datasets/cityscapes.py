@@ -3,13 +3,17 @@
 import os
 from pathlib import Path
 
+import numpy as np
+
 from datasets.layout import Layout, list_files
-from datasets.segmentation import ClassTable, Files, SegmentationDataset
+from datasets.reading import decode_uint16
+from datasets.segmentation import INSTANCES_PER_CLASS, ClassTable, Files, SegmentationDataset
 
 IMAGES = {"train": 2975, "val": 500, "test": 1525}  # in the official splits
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
+_INSTANCE_SUFFIX = "_gtFine_instanceIds.png"  # values from 1000 on: 1000 * id + number; below: an id, of a group
 _WITHHELD = "test"  # its published label files are placeholders
 
 # name: (id in label and prediction files, RGB). The order is the train id. Source: the official label table.
@@ -35,6 +39,36 @@ _CLASSES = {
     "bicycle": (33, (119, 11, 32)),
 }
 
+# Category: its evaluated classes, in the order of train ids. Source: the official label table.
+_CATEGORIES = {
+    "flat": ("road", "sidewalk"),
+    "construction": ("building", "wall", "fence"),
+    "object": ("pole", "traffic light", "traffic sign"),
+    "nature": ("vegetation", "terrain"),
+    "sky": ("sky",),
+    "human": ("person", "rider"),
+    "vehicle": ("car", "truck", "bus", "train", "motorcycle", "bicycle"),
+}
+
+# Pixels of an average instance. Source: `avgClassSize` of the official evaluation of pixel-level labels.
+_INSTANCE_SIZES = {
+    "person": 3462.4756337644,
+    "rider": 3930.4788056518,
+    "car": 12794.0202738185,
+    "truck": 27855.1264367816,
+    "bus": 35732.1511111111,
+    "train": 67583.7075812274,
+    "motorcycle": 6298.7200839748,
+    "bicycle": 4672.3249222261,
+}
+
+# Value of an instanceIds file -> what `SegmentationDataset.scored` returns: 1000 * train id + number, or -1.
+_INSTANCE_IDS = np.full((34, INSTANCES_PER_CLASS), -1, np.int32)
+_INSTANCE_IDS[[class_id for class_id, _ in _CLASSES.values()]] = np.arange(
+    len(_CLASSES) * INSTANCES_PER_CLASS, dtype=np.int32
+).reshape(-1, INSTANCES_PER_CLASS)
+_INSTANCE_IDS = _INSTANCE_IDS.reshape(-1)
+
 _LAYOUT = Layout(
     name="cityscapes",
     splits=tuple(IMAGES),
@@ -43,6 +77,7 @@ DIR/leftImg8bit/train/CITY/CITY_SEQ_FRAME{_IMAGE_SUFFIX}
 DIR/leftImg8bit/val/...
 DIR/leftImg8bit/test/...
 DIR/gtFine/train/CITY/CITY_SEQ_FRAME{_LABEL_SUFFIX}
+DIR/gtFine/train/CITY/CITY_SEQ_FRAME{_INSTANCE_SUFFIX}   for iIoU only
 DIR/gtFine/val/...
 """,
     source="unpack leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip into one folder (docs/data.md)",
@@ -59,15 +94,18 @@ def cityscapes_classes() -> ClassTable:
         official_ids=tuple(ids),
         label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(ids)}},
         official_void=0,
+        benchmark="cityscapes",
+        categories=tuple(category for category, classes in _CATEGORIES.items() for _ in classes),
+        instance_sizes=_INSTANCE_SIZES,
     )
 
 
 def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """Cityscapes' split "train" (2975 images), "val" (500) or "test" (1525, without labels).
 
-    Names are CITY_SEQ_FRAME. Labels are the `labelIds` files, mapped to train ids while reading; predictions are
-    regular ids at full size, under any name that starts with the image's. Raises ValueError where the folder, the
-    split, an image's label (`strict`) or every image is missing.
+    Names are CITY_SEQ_FRAME. Labels are the `labelIds` files, mapped to train ids while reading; `instanceIds` files
+    may be missing. Predictions are regular ids at full size, under any name that starts with the image's. Raises
+    ValueError where the folder, the split, an image's label (`strict`) or every image is missing.
     """
     root = _LAYOUT.check(root, split)
     images = _in_cities(root, root / "leftImg8bit" / split, _IMAGE_SUFFIX, "leftImg8bit_trainvaltest.zip")
@@ -77,8 +115,21 @@ def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) 
     else:
         labels = _in_cities(root, root / "gtFine" / split, _LABEL_SUFFIX, "gtFine_trainvaltest.zip")
         looked_for = f"{root / 'gtFine' / split}/CITY/NAME{_LABEL_SUFFIX}"
-        files = _LAYOUT.pair(images, labels, root, looked_for, strict)
-    return SegmentationDataset(name="cityscapes", split=split, files=files, table=cityscapes_classes())
+        instances = _in_cities(root, root / "gtFine" / split, _INSTANCE_SUFFIX, "gtFine_trainvaltest.zip")
+        paired = _LAYOUT.pair(images, labels, root, looked_for, strict)
+        files = [entry._replace(instances=instances.get(entry.name)) for entry in paired]
+    return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), decode_instances=_decode_instances)
+
+
+def _decode_instances(path: Path) -> np.ndarray:
+    """As `SegmentationDataset.scored` returns it."""
+    raw = decode_uint16(path)
+    if raw.max(initial=0) >= len(_INSTANCE_IDS):
+        raise ValueError(
+            f"{path}: contains the value {raw.max()}; expected 1000 * id + number with ids up to 33, or an id. Check "
+            "that this is the instanceIds file that cityscapes distributes."
+        )
+    return _INSTANCE_IDS[raw]
 
 
 def _in_cities(root: Path, folder: Path, suffix: str, archive: str) -> dict[str, Path]:

@@ -52,6 +52,7 @@ DIR/annotations/stuff_val2017_pixelmaps/*.png             DIR/stuffthingmaps/val
 def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) -> ClassTable:
     """The 91 stuff classes, and "other" (all things) as a 92nd where `other_class`; else its pixels are ignored.
 
+    The paper counts the 91, the official score "other" as well: its pixels can be told from unlabelled ones either way.
     Label files hold COCO's ids: 92-182, 183 = other, 0 = unlabelled. Those of `stuffthingmaps` hold id - 1, the things
     as ids 1-91 of their own, and 255 = unlabelled. Predictions are COCO's ids in both cases. There are no official
     colours (the palette inside the challenge's files is a shuffled colour map): ours are made up.
@@ -59,16 +60,19 @@ def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) 
     stuff = {_FIRST_ID + train_id: train_id for train_id in range(len(_CLASSES))}
     other = len(_CLASSES) if other_class else 255
     if stuffthingmaps:
-        ids = {**dict.fromkeys(_THING_IDS, other), **stuff}
-        label_ids = {**{coco_id - 1: train_id for coco_id, train_id in ids.items()}, 255: 255}
+        others = [coco_id - 1 for coco_id in _THING_IDS]
+        label_ids = {**{coco_id - 1: train_id for coco_id, train_id in stuff.items()}, 255: 255}
     else:
-        label_ids = {0: 255, **stuff, _OTHER_ID: other}
+        others = [_OTHER_ID]
+        label_ids = {**stuff, 0: 255}
     return ClassTable(
         names=_CLASSES + ("other",) * other_class,
         palette=_colours(len(_CLASSES)) + ((255, 255, 255),) * other_class,
         official_ids=tuple(stuff) + (_OTHER_ID,) * other_class,
-        label_ids=label_ids,
+        label_ids={**label_ids, **dict.fromkeys(others, other)},
         official_void=0,
+        benchmark="coco_stuff",
+        official_only={"other": others},
     )
 
 

@@ -64,12 +64,15 @@ class WholeImages(Dataset):
     def __getitem__(self, index: int) -> dict:
         """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str, "index": int}.
 
-        There is no "label" where the split has none.
+        The label is in `ClassTable.scored_ids`. Where every image has instances there is "instances" too, int32 (H, W)
+        as in `SegmentationDataset.scored`. There is no "label" where the split has none.
         """
-        image, label, name = self.dataset[index]
+        (image, label, name), instances = self.dataset.scored(index)
         item = {"image": _channels_first(image), "name": name, "index": index}
         if label is not None:
             item["label"] = torch.from_numpy(label)
+        if instances is not None:
+            item["instances"] = torch.from_numpy(instances)
         return item
 
 

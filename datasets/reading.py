@@ -44,12 +44,17 @@ def decode_label(path: Path) -> np.ndarray:
 
 
 def decode_instances(path: Path) -> np.ndarray:
-    """The classes in a file of instances, uint8 (H, W): its 16-bit values are 256 * class + number of the instance."""
+    """The classes in a file of instances, uint8 (H, W): its values are 256 * class + number of the instance."""
+    return (decode_uint16(path) // 256).astype(np.uint8)
+
+
+def decode_uint16(path: Path) -> np.ndarray:
+    """The values of a file of instances, uint16 (H, W). ValueError where they are not that."""
     raw = _decode(_read_complete(path), cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise ValueError(f"{path}: cannot be decoded as instances; expected an intact PNG. {RESTORE}")
-    _check_values(path, raw, np.uint16, "instances with one 16-bit value, 256 * class + instance, per pixel")
-    return (raw // 256).astype(np.uint8)
+    _check_values(path, raw, np.uint16, "instances with one 16-bit value per pixel")
+    return raw
 
 
 def read_size(path: Path) -> tuple[int, int]:

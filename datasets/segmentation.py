@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from datasets.reading import RESTORE, decode_image, decode_label
 
+INSTANCES_PER_CLASS = 1000  # in an image; see `SegmentationDataset.scored`
 _ILLEGAL = 254  # marks, in the lookup table, a raw value that the label files must not contain; never leaves this file
 
 
@@ -23,6 +24,7 @@ class Files(NamedTuple):
     name: str
     image: Path | None
     label: Path | None
+    instances: Path | None = None  # which instance each pixel belongs to, where the official score asks for it
 
 
 class UnknownIds(ValueError):
@@ -44,6 +46,10 @@ class ClassTable:
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
     label file may contain to a train id or to `ignore_index`; any other raw value is an error. `official_void` is what
     an ignored pixel becomes in an official prediction file; `coloured_predictions`: such files carry the palette.
+
+    What only the official evaluation looks at, where there is one, `benchmark`: `official_only` maps classes that it
+    counts and the paper does not to their raw values (they are the last of `names`, or ignored in training);
+    `categories` has one entry per class; `instance_sizes` maps classes to the average pixels of an instance.
     """
 
     names: tuple[str, ...]
@@ -53,7 +59,12 @@ class ClassTable:
     ignore_index: int = 255
     official_void: int = 0
     coloured_predictions: bool = False
+    benchmark: str | None = None
+    official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    categories: tuple[str, ...] = ()
+    instance_sizes: Mapping[str, float] = field(default_factory=dict)
     _to_train: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
+    _to_scored: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_colour: np.ndarray = field(init=False, repr=False, compare=False)  # (256, 3) uint8
 
@@ -61,26 +72,49 @@ class ClassTable:
         count = len(self.names)
         assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL < self.ignore_index <= 255
         assert set(self.label_ids.values()) <= {*range(count), self.ignore_index}
+        assert len(self.scored) < _ILLEGAL and self.scored[:count] == self.names
+        assert len(self.categories) in (0, count) and set(self.instance_sizes) <= set(self.names)
         to_train = np.full(256, _ILLEGAL, np.uint8)
         for raw, train_id in self.label_ids.items():
             to_train[raw] = train_id
+        to_scored = to_train.copy()
+        for name, values in self.official_only.items():
+            to_scored[list(values)] = self.scored.index(name)
         to_official = np.full(256, self.official_void, np.uint8)
         to_official[:count] = self.official_ids
         to_colour = np.zeros((256, 3), np.uint8)
         to_colour[:count] = self.palette
-        for name, array in (("_to_train", to_train), ("_to_official", to_official), ("_to_colour", to_colour)):
-            object.__setattr__(self, name, array)
+        tables = {"train": to_train, "scored": to_scored, "official": to_official, "colour": to_colour}
+        for name, array in tables.items():
+            object.__setattr__(self, f"_to_{name}", array)
+
+    @property
+    def counted(self) -> tuple[str, ...]:
+        """The classes of the paper's mIoU: `names`, without those that only the official score counts."""
+        return tuple(name for name in self.names if name not in self.official_only)
+
+    @property
+    def scored(self) -> tuple[str, ...]:
+        """Every ground-truth class of a score: `counted`, then `official_only`."""
+        return self.counted + tuple(self.official_only)
 
     def train_ids(self, raw: np.ndarray) -> np.ndarray:
         """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). UnknownIds names values outside the table."""
-        train_ids = cv2.LUT(raw, self._to_train)
-        if (train_ids == _ILLEGAL).any():
+        return self._mapped(raw, self._to_train)
+
+    def scored_ids(self, raw: np.ndarray) -> np.ndarray:
+        """As `train_ids`, but positions in `scored`: of the trained classes their train ids, the others behind them."""
+        return self._mapped(raw, self._to_scored)
+
+    def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:
+        mapped = cv2.LUT(raw, table)
+        if (mapped == _ILLEGAL).any():
             foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
             raise UnknownIds(
                 f"contains the ids {_shortened(foreign)}, which are not in the class table; expected only "
                 f"{_ranges(self.label_ids)}"
             )
-        return train_ids
+        return mapped
 
     def official(self, train_ids: np.ndarray) -> np.ndarray:
         """Train ids, uint8 (H, W) -> ids of the official prediction files, uint8 (H, W)."""
@@ -97,8 +131,8 @@ class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
     `name` is the dataset's ("cityscapes"), `files` its images in a fixed order. `decode_label` reads a label file's raw
-    values, uint8 (H, W). Reading checks what it reads and raises a ValueError that names the file, what is wrong with
-    it, what was expected and what to do.
+    values, uint8 (H, W); `decode_instances` a file of instances, as `scored` returns it. Reading checks what it reads
+    and raises a ValueError that names the file, what is wrong with it, what was expected and what to do.
     """
 
     def __init__(
@@ -108,12 +142,14 @@ class SegmentationDataset(Dataset):
         files: Sequence[Files],
         table: ClassTable,
         decode_label: Callable[[Path], np.ndarray] = decode_label,
+        decode_instances: Callable[[Path], np.ndarray] | None = None,
     ):
         self.name = name
         self.split = split
         self.files = tuple(Files(*entry) for entry in files)
         self.table = table
         self.decode_label = decode_label
+        self.decode_instances = decode_instances
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -132,13 +168,38 @@ class SegmentationDataset(Dataset):
         """Whether every image has a label; False for test splits whose labels are withheld."""
         return all(entry.label is not None for entry in self.files)
 
+    @property
+    def has_instances(self) -> bool:
+        """Whether every image has a file of instances."""
+        return all(entry.instances is not None for entry in self.files)
+
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Sample:
+        return self._sample(index, self.table.train_ids)
+
+    def scored(self, index: int) -> tuple[Sample, np.ndarray | None]:
+        """What an evaluation compares: as `dataset[index]` but with the label in `ClassTable.scored_ids`; instances.
+
+        Instances: int32 (H, W), INSTANCES_PER_CLASS * train id + number, and -1 where no single instance of an
+        evaluated class is marked. None unless every image has them.
+        """
+        sample = self._sample(index, self.table.scored_ids)
+        if sample.label is None or not self.has_instances:
+            return sample, None
+        entry = self.files[index]
+        instances = self.decode_instances(entry.instances)
+        if instances.shape != sample.label.shape:
+            raise ValueError(
+                size_mismatch(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
+            )
+        return sample, instances
+
+    def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
         entry = self.files[index]
         image = self.read_image(index)
-        label = None if entry.label is None else self.read_label(index)
+        label = None if entry.label is None else self._read_label(index, ids)
         if label is not None and label.shape != image.shape[:2]:
             raise ValueError(size_mismatch(entry, image_size=image.shape[1::-1], label_size=label.shape[::-1]))
         return Sample(image=image, label=label, name=entry.name)
@@ -149,6 +210,9 @@ class SegmentationDataset(Dataset):
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError where the file or one of its ids is bad."""
+        return self._read_label(index, self.table.train_ids)
+
+    def _read_label(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         path = self.files[index].label
         if path is None:
             raise ValueError(
@@ -157,7 +221,7 @@ class SegmentationDataset(Dataset):
             )
         raw = self.decode_label(path)
         try:
-            return self.table.train_ids(raw)
+            return ids(raw)
         except UnknownIds as error:
             raise UnknownIds(
                 f"{path}: {error}. Check that this is the label file that {self.name} distributes (not a colour "

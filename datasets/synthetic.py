@@ -47,7 +47,9 @@ def synthetic(
             "Choose another data.root, or leave it empty to use the cache folder."
         )
     streets = cityscapes(folder, split, strict)
-    return SegmentationDataset(name="synthetic", split=split, files=streets.files, table=streets.table)
+    return SegmentationDataset(
+        "synthetic", split, streets.files, streets.table, decode_instances=streets.decode_instances
+    )
 
 
 def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
 from engine.loop import Autocast, ImageInput, evaluate
-from engine.metrics import segmentation_scores
+from engine.metrics import Counts, all_scores
 from engine.pictures import comparison, inside, write_png
 from engine.reporting import tracked
 
@@ -25,17 +25,21 @@ def evaluate_dataset(
     autocast: Autocast,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> tuple[dict, Tensor]:
-    """Scores as `segmentation_scores` gives them, and the confusion matrix; `loader` reads images of `dataset`."""
-    confusion = evaluate(
+    """Scores as `all_scores` gives them, and the confusion matrix int64 (K, K) of the K trained classes.
+
+    `loader` reads images of `dataset`.
+    """
+    counts = Counts(dataset.table)
+    evaluate(
         network,
         tracked(progress, loader, f"evaluating {dataset.name} {dataset.split}"),
-        classes=len(dataset.classes),
-        ignore_index=dataset.ignore_index,
+        counts=counts,
         image_input=image_input,
         autocast=autocast,
         on_prediction=on_prediction,
     )
-    return segmentation_scores(confusion, dataset.classes), confusion
+    trained = len(dataset.classes)
+    return all_scores(counts, dataset.table, dataset.has_instances), counts.confusion[:trained, :trained]
 
 
 class PictureCollector:
@@ -86,4 +90,6 @@ def _comparison(dataset: SegmentationDataset, minibatch: dict, predictions: Tens
     """Of a minibatch of one image, with predictions uint8 (1, H, W)."""
     image = minibatch["image"][0].permute(1, 2, 0).numpy()  # (H, W, 3)
     label = minibatch["label"][0].numpy() if "label" in minibatch else None
+    if label is not None:  # without the classes that only scores see
+        label = np.where(label < len(dataset.classes), label, dataset.ignore_index).astype(np.uint8)
     return comparison(image, label, predictions[0].numpy(), dataset)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from datasets.transforms import base_scale, scaled
 from engine.memory import peak_memory_mib, reset_peak_memory
-from engine.metrics import confusion_matrix
+from engine.metrics import Counts
 from engine.reporting import RunReport
 from engine.schedule import Schedule
 
@@ -159,23 +159,19 @@ def evaluate(
     network: nn.Module,
     minibatches: Iterable[dict],
     *,
-    classes: int,
-    ignore_index: int,
+    counts: Counts,
     image_input: ImageInput,
     autocast: Autocast,
     on_prediction: Callable[[dict, Tensor], None] | None = None,
-) -> Tensor:
-    """Predict whole images, single scale. Returns the confusion matrix, int64 (classes, classes), on the CPU.
+) -> None:
+    """Predict whole images, single scale, and add them to `counts`.
 
     `minibatches` are of `datasets.WholeImages`. `on_prediction(minibatch, predictions)` sees every one, with the
     predictions uint8 (N, H, W) on the CPU. Minibatches without labels are predicted and not counted.
     """
-    confusion = torch.zeros(classes, classes, dtype=torch.int64)
     for minibatch in minibatches:
         predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast)
         if "label" in minibatch:
-            labels = minibatch["label"].to(predictions.device)
-            confusion += confusion_matrix(predictions, labels, classes, ignore_index).cpu()
+            counts.add(predictions, minibatch)
         if on_prediction is not None:
             on_prediction(minibatch, predictions.cpu())
-    return confusion

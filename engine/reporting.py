@@ -211,15 +211,35 @@ class RunReport:
 
 
 def iou_table(scores: dict, title: str) -> Table:
-    """The scores of `engine.metrics.segmentation_scores` as a table for the console, in percent."""
-    table = Table(title=title, title_justify="left", min_width=40)
-    table.add_column("class")
-    table.add_column("IoU %", justify="right")
-    for name, iou in scores["iou"].items():
-        table.add_row(name, "–" if iou is None else f"{100 * iou:.2f}")
+    """The scores of `engine.metrics.all_scores` as a table for the console, in percent; official ones on the right."""
+    official = scores["official"]
+    instances = "iiou" in official
+    table = Table(title=title, title_justify="left", caption_justify="left", min_width=40)
+    for column in ("class", "IoU %", *(["iIoU %" if instances else "official %"] if official else [])):
+        table.add_column(column, justify="left" if column == "class" else "right")
+
+    def row(name: str, value: float | str | None, beside: float | str | None = "", style: str | None = None) -> None:
+        cells = (
+            cell if isinstance(cell, str) else "–" if cell is None else f"{100 * cell:.2f}" for cell in (value, beside)
+        )
+        table.add_row(name, *list(cells)[: len(table.columns) - 1], style=style)
+
+    beside = official["iiou"] if instances else official.get("iou", {})
+    for name in {**scores["iou"], **beside}:
+        row(name, scores["iou"].get(name, ""), beside.get(name, ""))
     table.add_section()
-    table.add_row("mean (mIoU)", f"{100 * scores['miou']:.2f}", style="bold")
-    table.add_row("pixel accuracy", f"{100 * scores['pixel_accuracy']:.2f}")
+    row("mean (mIoU)", scores["miou"], official.get("mean_iiou" if instances else "miou", ""), style="bold")
+    row("pixel accuracy", scores["pixel_accuracy"], official.get("pixel_accuracy", ""))
+    for name in ("mean_accuracy", "frequency_weighted_iou"):
+        if name in official:
+            row(name.replace("_", " ").replace("iou", "IoU"), "", official[name])
+    if instances:
+        table.add_section()
+        for name, iou in official["category_iou"].items():
+            row(name, iou, official["category_iiou"].get(name, ""))
+        row("mean of categories", official["mean_category_iou"], official["mean_category_iiou"], style="bold")
+        if official["mean_iiou"] is None:
+            table.caption = "no iIoU: not every image has its instanceIds file"
     return table
 
 
