@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
-from datasets.reading import RESTORE, decode_image, decode_label
+from datasets.reading import EVERYTHING, RESTORE, Window, decode_image, decode_label, read_size
 
 INSTANCES_PER_CLASS = 1000  # in an image; see `SegmentationDataset.scored`
 _ILLEGAL = 254  # marks, in the lookup table, a raw value that the label files must not contain; never leaves this file
@@ -130,9 +130,10 @@ class ClassTable:
 class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
-    `name` is the dataset's ("cityscapes"), `files` its images in a fixed order. `decode_label` reads a label file's raw
-    values, uint8 (H, W); `decode_instances` a file of instances, as `scored` returns it. Reading checks what it reads
-    and raises a ValueError that names the file, what is wrong with it, what was expected and what to do.
+    `name` is the dataset's ("cityscapes"), `files` its images in a fixed order. `decode_label` reads the raw
+    values in a window of a label file, uint8 (H, W); `decode_instances` a file of instances, as `scored` returns it.
+    Reading checks what it reads and raises a ValueError that names the file, what is wrong with it, what was expected
+    and what to do.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class SegmentationDataset(Dataset):
         split: str,
         files: Sequence[Files],
         table: ClassTable,
-        decode_label: Callable[[Path], np.ndarray] = decode_label,
+        decode_label: Callable[[Path, Window], np.ndarray] = decode_label,
         decode_instances: Callable[[Path], np.ndarray] | None = None,
     ):
         self.name = name
@@ -204,22 +205,38 @@ class SegmentationDataset(Dataset):
             raise ValueError(size_mismatch(entry, image_size=image.shape[1::-1], label_size=label.shape[::-1]))
         return Sample(image=image, label=label, name=entry.name)
 
-    def read_image(self, index: int) -> np.ndarray:
-        """Image `index` as uint8 (H, W, 3) RGB. ValueError where the file is missing, truncated or not an image."""
-        return decode_image(self.files[index].image)
+    def size(self, index: int) -> tuple[int, int]:
+        """(H, W) of image `index`, from the headers of its files. ValueError where its label's size is another."""
+        entry = self.files[index]
+        width, height = read_size(entry.image)
+        if entry.label is not None and (label_size := read_size(entry.label)) != (width, height):
+            raise ValueError(size_mismatch(entry, image_size=(width, height), label_size=label_size))
+        return height, width
 
-    def read_label(self, index: int) -> np.ndarray:
-        """Label of image `index` as train ids, uint8 (H, W). ValueError where the file or one of its ids is bad."""
-        return self._read_label(index, self.table.train_ids)
+    def read_image(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
+        """Image `index` or a window of it, uint8 (H, W, 3) RGB.
 
-    def _read_label(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        ValueError where the file is missing, truncated or not an image. What lies below the window is not checked.
+        """
+        return decode_image(self.files[index].image, window)
+
+    def read_label(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
+        """Label of image `index` or a window of it, as train ids, uint8 (H, W).
+
+        ValueError where the file is bad or an id in the window is foreign.
+        """
+        return self._read_label(index, self.table.train_ids, window)
+
+    def _read_label(
+        self, index: int, ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
+    ) -> np.ndarray:
         path = self.files[index].label
         if path is None:
             raise ValueError(
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
                 "choose a split with labels, such as val"
             )
-        raw = self.decode_label(path)
+        raw = self.decode_label(path, window)
         try:
             return ids(raw)
         except UnknownIds as error:

@@ -5,6 +5,8 @@ and then cropping gives, because the crop keeps its sub-pixel position: pixel ce
 of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
 """
 
+import math
+
 import cv2
 import numpy as np
 
@@ -51,23 +53,29 @@ class TrainingTransform:
     ) -> tuple[np.ndarray, np.ndarray]:
         """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous.
 
-        `pixel`: (row, column) in `image` that the crop must contain; it then lies at a random place in the crop.
+        `pixel`: (row, column) in `image` that the crop must contain; it then lies at a random place in the crop. Either
+        may be anything that has a shape and gives an array where it is sliced: that happens once.
         """
-        mirrored = rng.random() < self.flip
-        scale = rng.uniform(*self.scale)
-        scaled_size = scaled(image.shape[:2], scale * base_scale(image.shape[:2], self.base_size))
-        top, left = (
-            int(rng.integers(*_offsets(original, size, crop, place)))
-            for original, size, crop, place in zip(
-                image.shape[:2], scaled_size, self.crop_size, pixel or (None, None), strict=True
-            )
-        )
+        scaled_size, offset, mirrored = self.draw(image.shape[:2], rng, pixel)
         image, label = scale_and_crop(
-            image, label, scaled_size, (top, left), self.crop_size, fill=self.fill, ignore_index=self.ignore_index
+            image, label, scaled_size, offset, self.crop_size, fill=self.fill, ignore_index=self.ignore_index
         )
         if mirrored:
             image, label = cv2.flip(image, 1), cv2.flip(label, 1)
         return image, label
+
+    def draw(
+        self, size: tuple[int, int], rng: np.random.Generator, pixel: tuple[int, int] | None = None
+    ) -> tuple[tuple[int, int], tuple[int, int], bool]:
+        """For an image of `size` (H, W): its scaled size, where the crop begins in that (top, left), and the flip."""
+        mirrored = rng.random() < self.flip
+        scale = rng.uniform(*self.scale)
+        scaled_size = scaled(size, scale * base_scale(size, self.base_size))
+        top, left = (
+            int(rng.integers(*_offsets(*axis)))
+            for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
+        )
+        return scaled_size, (top, left), mirrored
 
 
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
@@ -106,6 +114,7 @@ def scale_and_crop(
     """The window of `crop_size` at `offset` (top, left; may be negative) of the image resized to `scaled_size`.
 
     image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. What lies outside the resized image is padding.
+    Each is sliced once, to the pixels that are needed, so that one which is read where it is sliced is read there only.
     """
     rows, cols = (
         _Window(original, size, start, crop)
@@ -113,13 +122,13 @@ def scale_and_crop(
     )
     matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
     warped = cv2.warpAffine(
-        image,
+        image[rows.needed, cols.needed],
         matrix,
         (cols.last - cols.first, rows.last - rows.first),
         flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
         borderMode=cv2.BORDER_REPLICATE,
     )
-    nearest = label[rows.nearest].take(cols.nearest, axis=1)
+    nearest = label[rows.needed, cols.needed][rows.nearest].take(cols.nearest, axis=1)
     if warped.shape[:2] == tuple(crop_size):
         return warped, nearest
     image_crop = np.empty((*crop_size, 3), np.uint8)
@@ -133,17 +142,23 @@ def scale_and_crop(
 class _Window:
     """Along one axis: which pixels of the crop the scaled image covers, and where those lie in the original image.
 
-    `first`, `last`: the covered pixels of the crop, half open. `step`, `start`: pixel `first + i` has the coordinate
-    `start + i * step` in the original image. `nearest`: index of the original pixel nearest to each one.
+    `first`, `last`: the covered pixels of the crop, half open. `needed`: the original pixels that they are made from;
+    the others count from its start. `step`, `start`: pixel `first + i` has the coordinate `start + i * step`.
+    `nearest`: index of the original pixel nearest to each one.
     """
 
     def __init__(self, original: int, size: int, offset: int, crop: int):
         self.first = max(0, -offset)
         self.last = min(crop, size - offset)
         self.step = original / size
-        self.start = (self.first + offset + 0.5) * self.step - 0.5
+        start = (self.first + offset + 0.5) * self.step - 0.5
+        end = start + (self.last - self.first - 1) * self.step
         # floor((x + 0.5) * original / size), asked of OpenCV itself: where that falls between two pixels the choice is
         # arbitrary, and this way it is the one that resizing the whole label makes.
         indices = np.arange(original, dtype=np.float32)[None]
         everywhere = cv2.resize(indices, (size, 1), interpolation=cv2.INTER_NEAREST_EXACT)[0]
-        self.nearest = everywhere[self.first + offset : self.last + offset].astype(np.intp)
+        nearest = everywhere[self.first + offset : self.last + offset].astype(np.intp)
+        # Between floor and ceiling of the coordinates; one more at each end, as rounding may move them.
+        self.needed = slice(max(0, math.floor(start) - 1), min(original, math.floor(end) + 3))
+        self.start = start - self.needed.start
+        self.nearest = nearest - self.needed.start

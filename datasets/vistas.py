@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.layout import Layout, list_files
-from datasets.reading import decode_instances, decode_label
+from datasets.reading import Window, decode_instances, decode_label
 from datasets.segmentation import ClassTable, Files, SegmentationDataset
 
 IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
@@ -111,5 +111,5 @@ def _labels(root: Path, folder: Path) -> dict[str, Path]:
     return {name: path for kind in kinds if kind.is_dir() for name, path in list_files(kind, (".png",)).items()}
 
 
-def _decode(path: Path) -> np.ndarray:
-    return decode_instances(path) if path.parent.name == "instances" else decode_label(path)
+def _decode(path: Path, window: Window) -> np.ndarray:
+    return (decode_instances if path.parent.name == "instances" else decode_label)(path, window)

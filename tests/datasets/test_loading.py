@@ -46,6 +46,27 @@ def test_crop_depends_on_seed_epoch_and_index(camvid_folders):
     assert not same(crops[0, 3], other_seed[0, 3])
 
 
+@pytest.mark.parametrize("base_size", [None, 17, 90])
+def test_a_crop_decodes_what_it_needs_of_the_image_and_gives_what_the_whole_gives(camvid_folders, base_size):
+    dataset = camvid(camvid_folders, "train")
+    transform = TrainingTransform((16, 20), base_size=base_size)
+    crops = TrainingCrops(dataset, transform, seed=3)
+    for epoch in range(20):
+        for index in range(6):
+            whole = dataset[index]
+            rng = np.random.default_rng([3, epoch, index])
+            image, label = transform(whole.image, whole.label, rng, pixel=(5, 9))
+            crop = crops[Draw(epoch, index, pixel=(5, 9))]
+            assert np.array_equal(crop["image"].permute(1, 2, 0).numpy(), image)
+            assert np.array_equal(crop["label"].numpy(), label)
+
+
+def test_sizes_of_image_and_label_are_compared_while_training(camvid_folders):
+    write(camvid_folders / "train" / "labels" / "0001TP_000002.png", np.zeros((12, 20), np.uint8))
+    with pytest.raises(ValueError, match="0001TP_000002.png: the label is 20x12 pixels and its image .* is 40x24"):
+        crops_of(camvid_folders)[0, 2]
+
+
 def test_training_crops_are_uint8_and_channels_first(camvid_folders):
     item = crops_of(camvid_folders)[0, 1]
     assert item["image"].shape == (3, 16, 20) and item["image"].dtype == torch.uint8

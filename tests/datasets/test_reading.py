@@ -1,0 +1,131 @@
+"""Windows of image files: exactly the pixels of the whole image, without decoding what lies below them."""
+
+from io import BytesIO
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets.reading import decode_image, decode_instances, decode_label, read_size
+
+HEIGHT, WIDTH = 75, 53
+# A row, the first and the last rows, and windows whose end lies anywhere in a JPEG's blocks of 8 or 16 rows.
+WINDOWS = [(slice(start, stop), slice(5, 48)) for start, stop in [(0, 1), (74, 75), (0, 75)]] + [
+    (slice(stop - 9, stop), slice(0, 53)) for stop in range(9, 75)
+]
+
+
+def photograph() -> np.ndarray:
+    noise = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
+    return cv2.GaussianBlur(noise, (0, 0), 1.5)
+
+
+def labels(ids: int = 66) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, ids, (HEIGHT, WIDTH), dtype=np.uint8)
+
+
+def saved(path: Path, image: Image.Image, **options) -> Path:
+    buffer = BytesIO()
+    image.save(buffer, "JPEG" if path.suffix == ".jpg" else "PNG", **options)
+    path.write_bytes(buffer.getvalue())
+    return path
+
+
+def palette(ids: int) -> Image.Image:
+    image = Image.fromarray(labels(ids))
+    image.putpalette([value for i in range(ids) for value in (i, 255 - i, 7)])
+    return image
+
+
+IMAGES = {
+    "png": ("x.png", "RGB", {}),
+    "png with alpha": ("x.png", "RGBA", {}),
+    "gray png": ("x.png", "L", {}),
+    "palette png": ("x.png", "P", {}),
+    "jpeg 4:4:4": ("x.jpg", "RGB", {"subsampling": 0}),
+    "jpeg 4:2:2": ("x.jpg", "RGB", {"subsampling": 1}),
+    "jpeg 4:2:0": ("x.jpg", "RGB", {"subsampling": 2}),
+    "jpeg with restarts": ("x.jpg", "RGB", {"restart_marker_rows": 1}),
+    "jpeg with a comment": ("x.jpg", "RGB", {"comment": b"\xff\xd8\xff\xc0" * 9}),
+    "progressive jpeg": ("x.jpg", "RGB", {"progressive": True}),
+    "gray jpeg": ("x.jpg", "L", {}),
+    "cmyk jpeg": ("x.jpg", "CMYK", {}),
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_a_window_of_an_image_is_that_of_the_whole(kind, tmp_path, capfd):
+    name, mode, options = IMAGES[kind]
+    path = saved(tmp_path / name, Image.fromarray(photograph()).convert(mode), **options)
+    whole = decode_image(path)
+    assert whole.shape == (HEIGHT, WIDTH, 3)
+    for window in WINDOWS:
+        assert np.array_equal(decode_image(path, window), whole[window]), window
+    assert capfd.readouterr().err == ""  # where libraries complain of what lies below the window
+
+
+LABELS = {
+    "palette": (palette(66), {}),
+    "palette of 4 bits": (palette(16), {"bits": 4}),
+    "palette of 1 bit": (palette(2), {"bits": 1}),
+    "gray": (Image.fromarray(labels()), {}),
+    "palette in one chunk": (palette(66), {"compress_level": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_a_window_of_a_label_is_that_of_the_whole(kind, tmp_path, capfd):
+    image, options = LABELS[kind]
+    path = saved(tmp_path / "x.png", image, **options)
+    whole = decode_label(path)
+    assert np.array_equal(whole, np.asarray(image))
+    for window in WINDOWS:
+        assert np.array_equal(decode_label(path, window), whole[window]), window
+    assert capfd.readouterr().err == ""
+
+
+def test_a_window_of_instances_is_that_of_the_whole(tmp_path):
+    path = tmp_path / "x.png"
+    cv2.imwrite(str(path), labels().astype(np.uint16) * 256 + 17)
+    for window in WINDOWS:
+        assert np.array_equal(decode_instances(path, window), labels()[window])
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg"])
+def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
+    rows = np.random.default_rng(0).integers(0, 256, (400, 300, 3), dtype=np.uint8)
+    path = saved(tmp_path / f"x{suffix}", Image.fromarray(rows))
+    whole = decode_image(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + bytes(len(data) // 2 - 20) + data[-20:])
+    top = slice(0, 150), slice(0, 300)
+    assert np.array_equal(decode_image(path, top), whole[top])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "name, content, complaint",
+    [
+        ("x.png", b"", "empty"),
+        ("x.png", b"\x89PNG\r\n\x1a\n" + b"IEND", "cannot be decoded as an image"),
+        ("x.jpg", b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", "cannot be decoded as an image"),
+        ("x.jpg", b"\xff\xd8\xff\xd9", "cannot be decoded as an image"),
+        ("x.jpg", b"\xff\xd8" + b"\xff" * 20 + b"\xff\xd9", "cannot be decoded as an image"),
+    ],
+)
+def test_damaged_headers_are_reported(name, content, complaint, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        decode_image(path, (slice(0, 4), slice(0, 4)))
+
+
+def test_the_size_is_that_of_the_stored_pixels(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    path = saved(tmp_path / "x.jpg", Image.fromarray(photograph()), exif=exif)
+    assert read_size(path) == (WIDTH, HEIGHT)
+    window = slice(3, 30), slice(7, 9)
+    assert np.array_equal(decode_image(path, window), decode_image(path)[window])
