@@ -9,7 +9,7 @@ from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, eval
 from datasets.segmentation import INSTANCES_PER_CLASS, ClassTable, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
-from datasets.verify import verify
+from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ClassUniformMinibatches",
     "Draw",
     "INSTANCES_PER_CLASS",
+    "Inspection",
     "Sample",
     "SegmentationDataset",
     "ShuffledMinibatches",
@@ -29,6 +30,7 @@ __all__ = [
     "index_classes",
     "coco_stuff",
     "evaluation_shard",
+    "inspect",
     "minibatches_per_epoch",
     "synthetic",
     "verify",

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import cv2
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder
 from datasets.fingerprint import fingerprint
-from datasets.loading import worker_init
+from datasets.parallel import in_order
 from datasets.segmentation import SegmentationDataset
 
 POSITIONS = 32  # remembered per image and class
@@ -152,16 +151,7 @@ def _make(
     done = {start: kept for start in parts if (kept := _read(folder / f"{start:08d}.npz")) is not None}
     todo = [image for start, images in parts.items() if start not in done for image in images]
     finished = len(dataset) - len(todo)
-    source = DataLoader(
-        _IndexedLabels(dataset, positions),
-        sampler=todo,
-        batch_size=None,
-        collate_fn=_as_it_is,
-        num_workers=min(_cores() if workers is None else workers, len(todo)),
-        worker_init_fn=worker_init,
-        # Its own generator: an iterator draws a number when it starts, and a run must not depend on what is cached.
-        generator=torch.Generator(),
-    )
+    source = in_order(_IndexedLabels(dataset, positions), todo, workers)
     pending = []
     for image, result in zip(todo, source, strict=True):
         pending.append(result)
@@ -174,14 +164,6 @@ def _make(
         if progress is not None:
             progress(finished, len(dataset))
     return tuple(np.concatenate([done[start][i] for start in parts]) for i in range(2))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _as_it_is(item):
-    return item
 
 
 def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:

@@ -1,16 +1,51 @@
-"""One pass over a data set before the first training step, so that a bad file does not stop the run hours later."""
+"""Checks of a whole split: `verify` before the first training step, `inspect` once, of every byte."""
 
 import os
-from collections.abc import Callable
+import re
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from PIL import Image
+from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder
 from datasets.fingerprint import fingerprint
-from datasets.reading import read_size
-from datasets.segmentation import SegmentationDataset, size_mismatch
+from datasets.parallel import in_order
+from datasets.reading import RESTORE, decode_image, read_size
+from datasets.segmentation import SegmentationDataset, UnknownIds, size_mismatch
 
 _CHECKS = 1  # raise it with every change of the checks: what was remembered is then checked again
 _SHOWN = 5
+# What libjpeg prints when the pixels suffer. It also prints what is harmless, and then the pixels come as they should.
+_DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
+
+
+class Problem(NamedTuple):
+    """`kind`: "unreadable image", "unknown ids", …, the same for all problems alike. `message` names the file."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    `problems`: in the order of the files. Of the labels that can be read: `pixels`, int64 (classes,), and `images`,
+    int64 (classes,), which contain the class; `ignored`, pixels of no class.
+    """
+
+    problems: tuple[Problem, ...]
+    pixels: np.ndarray
+    images: np.ndarray
+    ignored: int
 
 
 def verify(
@@ -28,12 +63,13 @@ def verify(
         return
     problems = []
     with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
-        for done, found in enumerate(pool.map(lambda index: _check(dataset, index), range(len(dataset))), start=1):
+        checks = pool.map(lambda index: _check(dataset, index, read_size, dataset.read_label), range(len(dataset)))
+        for done, (found, _) in enumerate(checks, start=1):
             problems += found
             if progress is not None:
                 progress(done, len(dataset))
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems[:_SHOWN])
+        listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
         more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
             f"{dataset.name}, split {dataset.split!r}: {len(problems)} problem(s) in {len(dataset)} images:\n"
@@ -46,18 +82,127 @@ def verify(
         pass  # a read-only home: nothing is lost but the time of the next check
 
 
-def _check(dataset: SegmentationDataset, index: int) -> list[str]:
-    """What is wrong with one image and its label, as messages."""
-    problems, image_size, label_size = [], None, None
-    try:
-        image_size = read_size(dataset.files[index].image)
-    except ValueError as error:
-        problems.append(str(error))
-    if dataset.files[index].label is not None:
+def inspect(
+    dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Inspection:
+    """Checks every image and label of a split as `verify` does, but decodes all pixels, and counts the labels'.
+
+    Reports whatever it finds and never raises for a file. The dataset need not be strict: images without labels and
+    labels without images are problems. A PNG carries check sums, so that any damage is found; a JPEG does not, and
+    what is found is what leaves its decoder without a sensible code, too early or too late at the end.
+
+    `workers` processes (default: one per core; 0: none but this one); `progress(done, total)` after each image.
+    """
+    classes = len(dataset.classes)
+    problems = _unpaired(dataset)
+    pixels, images = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for done, (found, counts) in enumerate(in_order(_Inspected(dataset), range(len(dataset)), workers), start=1):
+        problems += found
+        pixels += counts
+        images += counts > 0
+        if progress is not None:
+            progress(done, len(dataset))
+    return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
+
+
+class _Inspected(Dataset):
+    """image -> its problems, and int64 (256,) pixels of each train id."""
+
+    def __init__(self, dataset: SegmentationDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[list[Problem], np.ndarray]:
         try:
-            label_size = dataset.read_label(index).shape[::-1]
+            with _printed_by_decoders():  # what they say of labels comes as an error as well
+                problems, label = _check(self.dataset, index, _decoded_size, self._read_label)
+        except Exception as error:  # nobody knows all files: the others are to be checked in any case
+            problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
+            problems, label = [problem], None
+        return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
+
+    def _read_label(self, index: int) -> np.ndarray:
+        label, path = self.dataset.read_label(index), self.dataset.files[index].label
+        try:
+            with Image.open(path) as file:
+                file.verify()  # the check sums, which Pillow leaves out when it decodes a palette PNG
+        except (OSError, SyntaxError) as error:
+            raise ValueError(f"{path}: damaged pixels, Pillow says {str(error)!r}. {RESTORE}") from None
+        return label
+
+
+def _check(
+    dataset: SegmentationDataset,
+    index: int,
+    size_of: Callable[[Path], tuple[int, int]],
+    read_label: Callable[[int], np.ndarray],
+) -> tuple[list[Problem], np.ndarray | None]:
+    """What is wrong with one image and its label, and the label, train ids uint8 (H, W), where it can be read.
+
+    `size_of` reads the image: its (width, height). Like `read_label`, it raises ValueError for a bad file.
+    """
+    entry = dataset.files[index]
+    problems, image_size, label = [], None, None
+    if entry.image is not None:
+        try:
+            image_size = size_of(entry.image)
         except ValueError as error:
-            problems.append(str(error))
-    if image_size is not None and label_size is not None and image_size != label_size:
-        problems.append(size_mismatch(dataset.files[index], image_size=image_size, label_size=label_size))
-    return problems
+            problems.append(Problem("unreadable image", str(error)))
+    if entry.label is not None:
+        try:
+            label = read_label(index)
+        except UnknownIds as error:
+            problems.append(Problem("unknown ids", str(error)))
+        except ValueError as error:
+            problems.append(Problem("unreadable label", str(error)))
+    if image_size is not None and label is not None and image_size != label.shape[::-1]:
+        message = size_mismatch(entry, image_size=image_size, label_size=label.shape[::-1])
+        problems.append(Problem("sizes differ", message))
+    return problems, label
+
+
+def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
+    """Images without a label, in a split with labels, and labels without an image."""
+    labelled = any(entry.label is not None for entry in dataset.files)
+    without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
+    without_image = [entry.label for entry in dataset.files if entry.image is None]
+    return [
+        *(Problem("image without label", f"{path}: has no label; expected one. {RESTORE}") for path in without_label),
+        *(Problem("label without image", f"{path}: has no image; expected one. {RESTORE}") for path in without_image),
+    ]
+
+
+def _decoded_size(path: Path) -> tuple[int, int]:
+    """(width, height) of an image whose pixels were all decoded; ValueError also where the decoder complains."""
+    with _printed_by_decoders() as lines:
+        size = decode_image(path).shape[1::-1]
+    complaint = next(filter(_DAMAGE.search, lines), None)
+    if complaint is not None:
+        raise ValueError(f"{path}: damaged pixels, the decoder says {complaint!r}. {RESTORE}")
+    return size
+
+
+@contextmanager
+def _printed_by_decoders() -> Iterator[list[str]]:
+    """The lines that this process prints to its standard error, complete at the end: libjpeg tells nobody else.
+
+    Meant for a process with one thread.
+    """
+    lines = []
+    standard_error = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+            try:
+                yield lines
+            finally:
+                os.dup2(standard_error, 2)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
+    finally:
+        os.close(standard_error)
+
+
+def _histogram(label: np.ndarray) -> np.ndarray:
+    """uint8 (H, W) -> int64 (256,) pixels of each value; OpenCV counts in float32, exact to 2^24 pixels at a time."""
+    bands = np.array_split(label, 1 + label.size // 2**23)
+    return sum(cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64) for band in bands)

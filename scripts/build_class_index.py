@@ -7,6 +7,7 @@ run continues where it was. Prints, for each class, its pixels and the images th
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import hydra
@@ -40,18 +41,19 @@ def index(values: DictConfig) -> ClassIndex:
     with reporting.counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
         found = index_classes(dataset, config.folder, config.positions, config.workers, progress)
     seconds = time.perf_counter() - before
-    console.print(table(found, title=f"{dataset.name} {dataset.split}, {len(dataset)} images, {seconds:.1f} s"))
+    title = f"{dataset.name} {dataset.split}, {len(dataset)} images, {seconds:.1f} s"
+    pixels, images = found.counts.sum(axis=0), np.count_nonzero(found.counts, axis=0)
+    console.print(class_table(title, found.classes, pixels, images))
     return found
 
 
-def table(found: ClassIndex, title: str) -> Table:
-    pixels = found.counts.sum(axis=0)
-    images = np.count_nonzero(found.counts, axis=0)
+def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, images: np.ndarray) -> Table:
+    """For each class its pixels, their share in those of all classes, and the images that contain it."""
     result = Table(title=title, title_justify="left")
     result.add_column("class")
     for column in ("pixels", "share %", "images"):
         result.add_column(column, justify="right")
-    for name, count, containing in zip(found.classes, pixels, images, strict=True):
+    for name, count, containing in zip(classes, pixels, images, strict=True):
         result.add_row(name, f"{count:,}", f"{100 * count / max(1, pixels.sum()):.2f}", str(containing))
     return result
 

@@ -1,0 +1,176 @@
+"""Check a dataset completely, once, after it was downloaded and unpacked:
+
+    python -m scripts.verify_data data=cityscapes data.root=DIR [splits=[train,val]] [out=FILE.json]
+
+Compares the number of images with the official one, looks for a label of every image and an image of every label, and
+decodes every file: unreadable and damaged ones, labels of another size than their image, ids that are not in the
+table of classes. Goes on after a problem. Prints all kinds of problems with the first files of each, then the pixels
+of every class. The exit status is 0 only where there is no problem. A part of a dataset is good for training, but its
+number of images is reported.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from datasets import Inspection, inspect
+from datasets.verify import Problem
+from engine import build, reporting
+from engine import config as configuration
+from engine.environment import environment
+from engine.schema import Data, key
+from scripts.build_class_index import class_table
+
+configuration.register()
+
+_SHOWN = 5
+
+
+@dataclass
+class VerifyData:
+    data: Data = MISSING  # its root, name, and what chooses images and classes count
+    splits: list[str] | None = None  # null: all
+    out: str | None = None  # JSON file with all problems and counts
+    workers: int | None = key(None, least=0)  # processes; null: one per core
+
+
+@dataclass(frozen=True)
+class SplitReport:
+    """`images`, found and official; `inspection` is None where the split cannot be opened."""
+
+    split: str
+    images: int
+    official_images: int
+    classes: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    inspection: Inspection | None
+
+    @property
+    def has_labels(self) -> bool:
+        return self.inspection is not None and bool(self.inspection.pixels.any() or self.inspection.ignored)
+
+    def by_kind(self) -> dict[str, list[str]]:
+        """{kind: messages}"""
+        messages = defaultdict(list)
+        for problem in self.problems:
+            messages[problem.kind].append(problem.message)
+        return dict(messages)
+
+    def plain(self) -> dict:
+        """For JSON."""
+        report = {"images": self.images, "official_images": self.official_images, "problems": self.by_kind()}
+        if self.has_labels:
+            counts = zip(self.inspection.pixels.tolist(), self.inspection.images.tolist(), strict=True)
+            columns = ({"pixels": pixels, "images": images} for pixels, images in counts)
+            report["classes"] = dict(zip(self.classes, columns, strict=True))
+            report["ignored_pixels"] = self.inspection.ignored
+        return report
+
+
+def verify_data(values: DictConfig) -> list[SplitReport]:
+    """Check the splits, print what was found, write `out`. Raises ValueError for wrong keys only, never for data."""
+    config = configuration.within_bounds(values)
+    console = reporting.make_console()
+    official = build.official_images(config.data)
+    unknown = [split for split in config.splits or () if split not in official]
+    if unknown or config.splits == []:
+        raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
+    splits = config.splits or list(official)
+    reports = [check_split(config.data, split, official[split], config.workers, console) for split in splits]
+    show(reports, title=", ".join(filter(None, (config.data.name, config.data.root))), console=console)
+    if config.out is not None:
+        write(Path(config.out), config.data, reports)
+    return reports
+
+
+def check_split(config: Data, split: str, official_images: int, workers: int | None, console: Console) -> SplitReport:
+    """Open a split, which may be incomplete, and inspect all of it."""
+    try:
+        dataset = build.dataset(config, split, strict=False)
+    except ValueError as error:
+        return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
+    with reporting.counted(console, f"checking {dataset.name} {split}") as progress:
+        inspection = inspect(dataset, workers, progress)
+    problems = inspection.problems
+    images = sum(entry.image is not None for entry in dataset.files)
+    if images != official_images:
+        message = f"expected {official_images}, found {images}: a part of the dataset, or an archive left packed"
+        problems = (Problem("number of images", message), *problems)
+    return SplitReport(split, images, official_images, dataset.classes, problems, inspection)
+
+
+def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
+    """Print the classes, then the problems, then one line per split: what matters most comes last."""
+    for report in filter(lambda report: report.has_labels, reports):
+        console.print(histogram(report))
+        absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
+        if absent:
+            text = f"{report.split}: without a pixel: {', '.join(absent)}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+    layout_is_known = any(report.inspection for report in reports)  # or was shown
+    for report in reports:
+        for kind, messages in report.by_kind().items():
+            console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red", highlight=False)
+            for message in messages[:_SHOWN]:
+                problem, found_layout, explanation = message.partition("\nExpected layout")
+                text = problem if layout_is_known else problem + found_layout + explanation
+                layout_is_known |= bool(found_layout)
+                console.print(indent(text, "  "), markup=False, highlight=False, soft_wrap=True)
+            if len(messages) > _SHOWN:
+                console.print(f"  … and {len(messages) - _SHOWN} more", highlight=False)
+            console.print()
+    summary = Table(title=title, title_justify="left")
+    summary.add_column("split")
+    for column in ("images", "official", "problems"):
+        summary.add_column(column, justify="right")
+    for report in reports:
+        style = "bold red" if report.problems else "green"
+        summary.add_row(
+            report.split, str(report.images), str(report.official_images), str(len(report.problems)), style=style
+        )
+    console.print(summary)
+
+
+def histogram(report: SplitReport) -> Table:
+    found = report.inspection
+    share = 100 * found.ignored / (found.ignored + found.pixels.sum())
+    table = class_table(f"{report.split}: labelled pixels", report.classes, found.pixels, found.images)
+    table.add_section()
+    table.add_row("ignored", f"{found.ignored:,}", f"{share:.2f} of all", "")
+    return table
+
+
+def write(path: Path, config: Data, reports: Sequence[SplitReport]) -> None:
+    result = {
+        "dataset": config.name,
+        "problems": sum(len(report.problems) for report in reports),
+        "splits": {report.split: report.plain() for report in reports},
+        "environment": environment(),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+ConfigStore.instance().store(name="verify_data_run", node=VerifyData)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="verify_data")
+def main(values: DictConfig) -> None:
+    with reporting.errors_for_users():
+        reports = verify_data(values)
+    sys.exit(any(report.problems for report in reports))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The report of a complete check: exact counts, every kind of problem with its first files, the exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from datasets import index_classes, synthetic
+from scripts.verify_data import main, verify_data
+from tests import trees
+from tests.runs import REPOSITORY, composed
+
+
+def test_complete_data_is_a_success_with_exact_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify_data", "data=synthetic", f"out={tmp_path / 'report.json'}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["problems"] == 0 and list(report["splits"]) == ["train", "val"] and report["environment"]
+    for split, images in (("train", 200), ("val", 40)):
+        found = report["splits"][split]
+        assert found["images"] == found["official_images"] == images and found["problems"] == {}
+        index = index_classes(synthetic(None, split), tmp_path, workers=0)
+        assert [column["pixels"] for column in found["classes"].values()] == index.counts.sum(axis=0).tolist()
+        assert [column["images"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
+        assert found["ignored_pixels"] == images * 256 * 128 - index.counts.sum()
+        absent = ", ".join(index.absent())
+        assert f"{split}: without a pixel: {absent}" in printed and "motorcycle" in absent
+
+
+def test_every_problem_is_reported_and_is_a_failure(tmp_path):
+    root = trees.cityscapes(tmp_path / "data")
+    for path in (root / "leftImg8bit" / "val").rglob("*.png"):
+        path.write_bytes(b"")
+    for path in (root / "leftImg8bit" / "test").rglob("*.png"):
+        path.unlink()
+    for number in range(7):
+        image, _ = trees.pair(number, [0])
+        trees.write(root / f"leftImg8bit/train/aachen/aachen_{number:06d}_000020_leftImg8bit.png", image)
+    overrides = ("data=cityscapes", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
+    command = [sys.executable, "-m", "scripts.verify_data", *overrides]
+    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert completed.returncode == 1 and completed.stderr == "", completed.stderr
+    splits = json.loads((tmp_path / "report.json").read_text())["splits"]
+    counts = {split: {kind: len(found) for kind, found in splits[split]["problems"].items()} for split in splits}
+    assert counts == {
+        "train": {"number of images": 1, "image without label": 7},
+        "val": {"number of images": 1, "unreadable image": 2},
+        "test": {"split cannot be opened": 1},
+    }
+    assert "expected 2975, found 11" in completed.stdout and "expected 500, found 2" in completed.stdout
+    lines = completed.stdout.splitlines()
+    start = lines.index("train: image without label, 7:")
+    named = [line.partition(":")[0].rpartition("/")[2] for line in lines[start + 1 : start + 6]]
+    assert named == [f"aachen_{number:06d}_000020_leftImg8bit.png" for number in range(5)]
+    assert lines[start + 6] == "  … and 2 more"
+    assert "no images in split 'test'" in completed.stdout and "Expected layout" not in completed.stdout
+
+
+def test_the_layout_is_shown_where_no_split_can_be_opened(tmp_path, capsys):
+    reports = verify_data(composed("verify_data", "data=vistas", f"data.root={tmp_path}", "workers=0"))
+    assert [len(report.problems) for report in reports] == [1, 1, 1]
+    assert capsys.readouterr().out.count("Expected layout of vistas") == 1
+
+
+def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
+    root = trees.coco_stuff(tmp_path / "data")
+    data = ("verify_data", "data=coco_stuff", f"data.root={root}", "workers=0")
+    numbers = {}
+    for lists in ("challenge", "full"):
+        reports = verify_data(composed(*data, f"data.lists={lists}", "splits=[test,train]"))
+        numbers[lists] = {report.split: (report.images, report.official_images) for report in reports}
+    assert numbers["challenge"] == {"test": (2, 40670), "train": (3, 40000)}
+    assert numbers["full"] == {"test": (2, 40670), "train": (4, 118287)}
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("splits=[train,foo]", r"splits=\['train', 'foo'\]: expected some of train, val"),
+        ("splits=[]", r"splits=\[\]: expected some of train, val"),
+        ("workers=-1", "workers=-1: expected 0 or more"),
+    ],
+)
+def test_wrong_keys_are_named(override, message):
+    with pytest.raises(ValueError, match=message):
+        verify_data(composed("verify_data", override))
