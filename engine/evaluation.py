@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.loop import Autocast, ImageInput, evaluate
+from engine.inference import WHOLE_IMAGE, Views, predict
+from engine.loop import Autocast, ImageInput
 from engine.metrics import Counts, all_scores
 from engine.pictures import comparison, inside, write_png
 from engine.reporting import tracked
@@ -24,20 +25,20 @@ def evaluate_dataset(
     image_input: ImageInput,
     autocast: Autocast,
     on_prediction: Callable[[dict, Tensor], None],
+    views: Views = WHOLE_IMAGE,
 ) -> tuple[dict, Tensor]:
     """Scores as `all_scores` gives them, and the confusion matrix int64 (K, K) of the K trained classes.
 
-    `loader` reads images of `dataset`.
+    Args:
+        loader: reads whole images of `dataset`, of any sizes. Those without labels are predicted and not counted.
+        on_prediction: sees every (minibatch, predictions), the latter uint8 (N, H, W) on the CPU.
     """
     counts = Counts(dataset.table)
-    evaluate(
-        network,
-        tracked(progress, loader, f"evaluating {dataset.name} {dataset.split}"),
-        counts=counts,
-        image_input=image_input,
-        autocast=autocast,
-        on_prediction=on_prediction,
-    )
+    for minibatch in tracked(progress, loader, f"evaluating {dataset.name} {dataset.split}"):
+        predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast, views=views)
+        if "label" in minibatch:
+            counts.add(predictions, minibatch)
+        on_prediction(minibatch, predictions.cpu())
     trained = len(dataset.classes)
     return all_scores(counts, dataset.table, dataset.has_instances), counts.confusion[:trained, :trained]
 

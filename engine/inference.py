@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from datasets.transforms import base_scale, scaled
 from engine.loop import Autocast, ImageInput
 from models.segmentation import SegmentationNetwork
 
@@ -60,9 +59,11 @@ def predict(
     """
     network.eval()
     own_size = tuple(images.shape[-2:])
-    size = _size_at(own_size, image_input, scale=1.0)
+    size = image_input.size(own_size)
     if views.at_once(size):
-        inputs = image_input.whole(images)
+        inputs = image_input(images)
+        if size != own_size:
+            inputs = F.interpolate(inputs, size, mode="bilinear").contiguous(memory_format=image_input.memory_format)
         with autocast():
             logits = network(inputs)
         predictions = logits.argmax(dim=1).to(torch.uint8)
@@ -71,10 +72,6 @@ def predict(
     if size == own_size:
         return predictions
     return F.interpolate(predictions[:, None], own_size, mode="nearest-exact")[:, 0]
-
-
-def _size_at(own_size: tuple[int, int], image_input: ImageInput, scale: float) -> tuple[int, int]:
-    return scaled(own_size, scale * base_scale(own_size, image_input.base_size))
 
 
 def _predict_views(
@@ -89,7 +86,7 @@ def _predict_views(
     images = images.to(image_input.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
     seen = [
-        _View(network, image_input, autocast, views, pixels, _size_at(images.shape[-2:], image_input, scale), mirrored)
+        _View(network, image_input, autocast, views, pixels, image_input.size(images.shape[-2:], scale), mirrored)
         for scale in views.scales
         for mirrored, pixels in enumerate(orientations)
     ]
@@ -155,7 +152,7 @@ class _View:
             strip = torch.zeros(shape, device=self.images.device)
             for left, column_weights in columns:
                 logits = self._window(top, left, len(row_weights), len(column_weights))
-                strip[..., left : left + len(column_weights)] += logits * column_weights.to(logits.device)
+                strip[..., left : left + len(column_weights)] += logits * column_weights.to(logits.device)  # in float32
             strip *= row_weights[:, None].to(strip.device)
             if begun is not None:
                 strip[:, :, : begun.shape[2]] += begun
@@ -164,13 +161,13 @@ class _View:
             begun = strip[:, :, finished:]
 
     def _window(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Logits of one window, given in cells: float32 (N, classes, height, width). The image's end may cut it."""
+        """Logits of one window, given in cells: (N, classes, height, width). The image's end may cut it."""
         rows = range(top * self.stride, min((top + height) * self.stride, self.size[0]))
         columns = range(left * self.stride, min((left + width) * self.stride, self.size[1]))
         inputs = self.image_input(resized_region(self.images, self.size, rows, columns))
         with self.autocast():
             logits = self.network(inputs, size=(height, width))  # its own resolution: nothing is interpolated
-        return logits.float()
+        return logits
 
 
 def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Tensor]]:

@@ -1,16 +1,14 @@
-"""Training and evaluation, with everything they use as an explicit argument."""
+"""Training, with everything it uses as an explicit argument."""
 
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from datasets.transforms import base_scale, scaled
 from engine.memory import peak_memory_mib, reset_peak_memory
-from engine.metrics import Counts
 from engine.reporting import RunReport
 from engine.schedule import Schedule
 
@@ -42,13 +40,9 @@ class ImageInput:
         images = images.to(self.device, non_blocking=True)
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
 
-    def whole(self, images: Tensor) -> Tensor:
-        """As a call, with the longest side resized to `base_size`, bilinearly as in the training."""
-        inputs = self(images)
-        size = scaled(images.shape[-2:], base_scale(images.shape[-2:], self.base_size))
-        if size == tuple(images.shape[-2:]):
-            return inputs
-        return F.interpolate(inputs, size, mode="bilinear").contiguous(memory_format=self.memory_format)
+    def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
+        """(H, W) at which the network sees a whole image of `own_size`, times `scale`."""
+        return scaled(own_size, scale * base_scale(own_size, self.base_size))
 
 
 def train(
@@ -137,41 +131,3 @@ def train_step(
     optimizer.step()
     scheduler.step()
     return total_loss
-
-
-@torch.inference_mode()
-def predict(network: nn.Module, images: Tensor, *, image_input: ImageInput, autocast: Autocast) -> Tensor:
-    """uint8 images (N, 3, H, W) -> predicted train ids, uint8 (N, H, W), on the network's device.
-
-    The network sees the images at `image_input.base_size`; its predictions get their size back (nearest pixel).
-    """
-    network.eval()
-    inputs = image_input.whole(images)
-    with autocast():
-        logits = network(inputs)
-    predictions = logits.argmax(dim=1).to(torch.uint8)
-    if predictions.shape[-2:] == images.shape[-2:]:
-        return predictions
-    return F.interpolate(predictions[:, None], images.shape[-2:], mode="nearest-exact")[:, 0]
-
-
-def evaluate(
-    network: nn.Module,
-    minibatches: Iterable[dict],
-    *,
-    counts: Counts,
-    image_input: ImageInput,
-    autocast: Autocast,
-    on_prediction: Callable[[dict, Tensor], None] | None = None,
-) -> None:
-    """Predict whole images, single scale, and add them to `counts`.
-
-    `minibatches` are of `datasets.WholeImages`. `on_prediction(minibatch, predictions)` sees every one, with the
-    predictions uint8 (N, H, W) on the CPU. Minibatches without labels are predicted and not counted.
-    """
-    for minibatch in minibatches:
-        predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast)
-        if "label" in minibatch:
-            counts.add(predictions, minibatch)
-        if on_prediction is not None:
-            on_prediction(minibatch, predictions.cpu())

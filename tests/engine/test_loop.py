@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from engine import build, schema
-from engine.loop import ImageInput, predict, train_step
+from engine.inference import predict
+from engine.loop import ImageInput, train_step
 from engine.losses import BootstrappedCrossEntropy
 from engine.schedule import Schedule, in_steps
 
