@@ -7,17 +7,19 @@ import sys
 import pytest
 
 from datasets import index_classes, synthetic
-from scripts.verify_data import main, verify_data
+from scripts.verify_data import verify_data
 from tests import trees
 from tests.runs import REPOSITORY, composed
 
 
-def test_complete_data_is_a_success_with_exact_counts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["verify_data", "data=synthetic", f"out={tmp_path / 'report.json'}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
+def run(*overrides: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "scripts.verify_data", *overrides]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_complete_data_is_a_success_with_exact_counts(tmp_path):
+    completed = run("data=synthetic", f"out={tmp_path / 'report.json'}")
+    assert completed.returncode == 0 and completed.stderr == "", completed.stderr
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["problems"] == 0 and list(report["splits"]) == ["train", "val"] and report["environment"]
     for split, images in (("train", 200), ("val", 40)):
@@ -28,7 +30,7 @@ def test_complete_data_is_a_success_with_exact_counts(tmp_path, monkeypatch, cap
         assert [column["images"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
         assert found["ignored_pixels"] == images * 256 * 128 - index.counts.sum()
         absent = ", ".join(index.absent())
-        assert f"{split}: without a pixel: {absent}" in printed and "motorcycle" in absent
+        assert f"{split}: without a pixel: {absent}" in completed.stdout and "motorcycle" in absent
 
 
 def test_every_problem_is_reported_and_is_a_failure(tmp_path):
@@ -40,9 +42,7 @@ def test_every_problem_is_reported_and_is_a_failure(tmp_path):
     for number in range(7):
         image, _ = trees.pair(number, [0])
         trees.write(root / f"leftImg8bit/train/aachen/aachen_{number:06d}_000020_leftImg8bit.png", image)
-    overrides = ("data=cityscapes", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
-    command = [sys.executable, "-m", "scripts.verify_data", *overrides]
-    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    completed = run("data=cityscapes", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
     assert completed.returncode == 1 and completed.stderr == "", completed.stderr
     splits = json.loads((tmp_path / "report.json").read_text())["splits"]
     counts = {split: {kind: len(found) for kind, found in splits[split]["problems"].items()} for split in splits}
