@@ -8,15 +8,16 @@ from omegaconf import DictConfig
 from engine import build, checkpoint, reporting
 from engine import config as configuration
 from engine.evaluation import PredictionWriter, evaluate_dataset
+from engine.inference import WHOLE_IMAGE, Views
 from engine.schema import Evaluation, SegmentationRun
 
 configuration.register()
 
 
 def evaluate(values: DictConfig) -> dict:
-    """Score a checkpoint on a split: whole images, single scale, no flip.
+    """Score a checkpoint on a split; whole images at a single scale, where the command does not name other views.
 
-    What the command does not name (network, data, precision) is as in the training.
+    What it does not name of network, data and precision is as in the training.
 
     Returns:
         The results, as written to the JSON file; nothing for a split without labels.
@@ -33,6 +34,7 @@ def evaluate(values: DictConfig) -> dict:
     results_file = Path(options.results or default_results_file(options, config))
     override(config, options)
     split = options.data.split or config.data.val_split
+    views = build.views(options)
 
     device = build.device(options.device)
     dataset = build.dataset(config.data, split)
@@ -58,6 +60,7 @@ def evaluate(values: DictConfig) -> dict:
             image_input=build.image_input(config, device),
             autocast=build.autocast(config.trainer.precision, device),
             on_prediction=writer,
+            views=views,
         )
 
     results = {}
@@ -69,6 +72,7 @@ def evaluate(values: DictConfig) -> dict:
             scores=scores,
             confusion=confusion,
             images=len(loader),
+            views=views.record(),
             checkpoint=path,
             config=configuration.plain(config),
         )
@@ -90,11 +94,8 @@ def override(config: SegmentationRun, options: Evaluation) -> None:
     if options.data.root is not None and not _folder(options.data.root).is_dir():
         raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
     config.data.root = options.data.root or config.data.root
-    config.data.base_size = options.data.base_size or config.data.base_size
-    config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
-    config.trainer.precision = options.precision or config.trainer.precision
     config.trainer.evaluate_images = None
-    configuration.check_package(config)
+    configuration.override(config, options)
 
 
 def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
@@ -111,8 +112,21 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
         words.append("pooling{}x{}".format(*options.head.pooling_size))
     if options.precision not in (None, config.trainer.precision):
         words.append(options.precision)
+    words += _words(build.views(options))
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return folder / f"{'_'.join(['results', *words])}.json"
+
+
+def _words(views: Views) -> list[str]:
+    """What of the views differs from a whole image at a single scale."""
+    words = []
+    if views.window is not None:
+        words.append(f"window{views.window}")
+        if views.overlap != WHOLE_IMAGE.overlap:
+            words.append(f"overlap{views.overlap:g}")
+    if views.scales != WHOLE_IMAGE.scales:
+        words.append("scales" + "-".join(f"{scale:g}" for scale in views.scales))
+    return [*words, "flip"] if views.flip else words
 
 
 def _folder(path: str | None) -> Path | None:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from engine import build, checkpoint, loop, reporting
 from engine import config as configuration
 from engine.evaluation import PictureCollector, evaluate_dataset
+from engine.inference import WHOLE_IMAGE
 from engine.run_directory import RunDirectory
 
 configuration.register()
@@ -74,6 +75,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
             "best_miou": best_miou,
             "config": plain_config,
             "classes": list(train_set.classes),
+            "palette": [list(colour) for colour in train_set.palette],
         }
         checkpoint.save(path, state)
 
@@ -115,6 +117,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         scores=scores,
         confusion=confusion,
         images=len(val_loader),
+        views=WHOLE_IMAGE.record(),
         checkpoint=run.last,
         config=plain_config,
     )

@@ -29,6 +29,7 @@ from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
 from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
 from datasets.vistas import IMAGES as VISTAS_IMAGES
+from engine.inference import Views
 from engine.loop import Autocast, ImageInput
 from engine.losses import BootstrappedCrossEntropy, CrossEntropy
 from engine.schedule import Schedule, in_steps
@@ -49,6 +50,7 @@ from engine.schema import (
     PackageNorm,
     ResNeXtBody,
     SegmentationRun,
+    TrainedNetwork,
     WiderResNetBody,
 )
 from models.bodies.resnext import ResNeXt
@@ -304,3 +306,8 @@ def image_input(config: SegmentationRun, device: torch.device) -> ImageInput:
 def autocast(precision: str, device: torch.device) -> Autocast:
     """Makes the context of a forward pass in the given precision ("float32" or "bfloat16")."""
     return partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def views(options: TrainedNetwork) -> Views:
+    """What of an image the network sees."""
+    return Views(options.window.size, options.window.overlap, tuple(options.tta.scales), options.tta.flip)

@@ -7,7 +7,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema import ALTERNATIVES, Evaluation, PackageNorm, SegmentationRun
+from engine.schema import ALTERNATIVES, Evaluation, PackageNorm, Prediction, SegmentationRun, TrainedNetwork, Window
 from models.package import PACKAGE_ACTIVATIONS
 
 
@@ -16,12 +16,13 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(name="segmentation_run", node=SegmentationRun)
     store.store(name="evaluation", node=Evaluation)
+    store.store(name="prediction", node=Prediction)
     for group, alternatives in ALTERNATIVES.items():
         for name, schema in alternatives.items():
             store.store(group=group, name=f"{name}_schema", node=schema)
 
 
-def typed(values: DictConfig) -> SegmentationRun | Evaluation:
+def typed(values: DictConfig) -> SegmentationRun | Evaluation | Prediction:
     """The dataclass instance of a config that Hydra composed, checked.
 
     Raises:
@@ -33,9 +34,26 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation:
         raise ValueError(f"head.pooling_size={pooling_size}: expected (height, width) in feature cells")
     if isinstance(config, SegmentationRun):
         check(config)
-    elif config.overlay_images is not None and config.overlays is None:
+        return config
+    if isinstance(config, Evaluation) and config.overlay_images is not None and config.overlays is None:
         raise ValueError(f"overlay_images={config.overlay_images} needs overlays=DIR, the folder to write them to")
+    if config.window.size is None and config.window.overlap != Window().overlap:
+        raise ValueError(f"window.overlap={config.window.overlap} needs window.size=PIXELS, the side of the windows")
     return config
+
+
+def override(config: SegmentationRun, options: TrainedNetwork) -> None:
+    """Put what the command names in place of what the training had. ValueError where the network cannot do that."""
+    config.data.base_size = options.data.base_size or config.data.base_size
+    config.head.pooling_size = options.head.pooling_size or config.head.pooling_size
+    config.trainer.precision = options.precision or config.trainer.precision
+    check_package(config)
+    size, stride = options.window.size, config.body.output_stride
+    if size is not None and size % stride:
+        raise ValueError(
+            f"window.size={size}: expected a multiple of the network's output stride {stride}, such as "
+            f"{-(-size // stride) * stride}"
+        )
 
 
 def within_bounds(values: DictConfig):

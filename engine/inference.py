@@ -7,7 +7,7 @@ those only the rows that one row of windows covers are kept.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,10 @@ class Views:
     def at_once(self, size: tuple[int, int]) -> bool:
         """Whether an image of (H, W) pixels takes a single pass through the network."""
         return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
+
+    def record(self) -> dict:
+        """The fields, as JSON holds them."""
+        return {**asdict(self), "scales": list(self.scales)}
 
 
 WHOLE_IMAGE = Views()

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from PIL import Image
 
 from datasets import SegmentationDataset
@@ -28,9 +30,37 @@ def comparison(
     panels = [image]
     for train_ids in (label, prediction):
         if train_ids is not None:
-            blended = cv2.addWeighted(dataset.colour(train_ids), OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
+            blended = overlay(image, dataset.colour(train_ids))
             panels.append(np.where((train_ids == dataset.ignore_index)[..., None], image, blended))
     return np.concatenate(panels, axis=1)
+
+
+def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
+    """Colours of a prediction blended over its image, all uint8 (H, W, 3) RGB."""
+    return cv2.addWeighted(colours, OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
+
+
+def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:
+    """Which share of each class's pixels is predicted as what, in percent; rows are labels, int (K, K).
+
+    Rows without pixels stay empty.
+    """
+    pixels = confusion.sum(axis=1, keepdims=True)
+    percent = np.where(pixels > 0, 100 * confusion / np.maximum(pixels, 1), np.nan)
+    side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
+    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # a few percent must be seen
+    for row, column in zip(*np.nonzero(percent >= 0.5), strict=True):
+        colour = "white" if percent[row, column] > 40 else "black"
+        text = f"{percent[row, column]:.0f}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set(xlabel="predicted", ylabel="label")
+    axes.set_title(f"{title}: % of each label's pixels", loc="left")
+    figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)
+    return figure
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -27,6 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from datasets import SegmentationDataset, verify
 from engine.environment import environment
+from engine.pictures import confusion_picture
 
 logger = logging.getLogger("engine")
 
@@ -250,22 +251,29 @@ def write_results(
     scores: dict,
     confusion: Tensor,
     images: int,
+    views: dict,
     checkpoint: Path,
     config: dict,
 ) -> dict:
-    """Write and return the results of one evaluation, with what is needed to repeat it."""
+    """Write and return the results of one evaluation, with what is needed to repeat it.
+
+    Beside `path`, NAME_confusion.png is the picture of the confusion matrix. `views`: of `inference.Views.record`.
+    """
     results = {
         "dataset": dataset.name,
         "split": dataset.split,
         **scores,
         "confusion_matrix": confusion.tolist(),
         "images": images,
+        "views": views,
         "checkpoint": str(checkpoint),
         "config": config,
         "environment": environment(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_without_nan(results)) + "\n")
+    picture = confusion_picture(confusion.numpy(), dataset.classes, title=f"{dataset.name} {dataset.split}")
+    picture.savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
     return results
 
 

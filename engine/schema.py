@@ -230,31 +230,68 @@ class SegmentationRun:
 
 
 @dataclass
-class EvaluationData:
-    root: str | None = None  # null: where the network was trained
-    split: str | None = None  # null: the validation split of the training
+class TrainedData:
     base_size: int | None = key(None, above=0)  # null: as in training
 
 
 @dataclass
-class EvaluationHead:
+class EvaluationData(TrainedData):
+    root: str | None = None  # null: where the network was trained
+    split: str | None = None  # null: the validation split of the training
+
+
+@dataclass
+class TrainedHead:
     pooling_size: list[int] | None = key(None, above=0)  # null: as in training
 
 
 @dataclass
-class Evaluation:
-    """Everything that defines one run of eval.py; what it does not name comes from the checkpoint."""
+class Window:
+    """Images larger than this are seen in overlapping squares, for a memory that does not grow with the image."""
+
+    size: int | None = key(None, above=0)  # pixels of a side, a multiple of body.output_stride; null: whole images
+    overlap: float = key(0.25, least=0, most=0.9)  # least share of a side that neighbours have in common
+
+
+@dataclass
+class TestTimeAugmentation:
+    """Views of every image whose softmax is averaged."""
+
+    scales: list[float] = key([1.0], above=0)  # 1 is data.base_size
+    flip: bool = False  # each scale also mirrored left to right
+
+
+@dataclass
+class TrainedNetwork:
+    """A checkpoint and how it is to predict; what is not named is as in the checkpoint."""
 
     checkpoint: str = MISSING
+    head: TrainedHead = field(default_factory=TrainedHead)
+    window: Window = field(default_factory=Window)
+    tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
+    device: str = key("auto", one_of=DEVICES)
+    precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
+
+
+@dataclass
+class Evaluation(TrainedNetwork):
+    """Everything that defines one run of eval.py."""
+
     data: EvaluationData = field(default_factory=EvaluationData)
-    head: EvaluationHead = field(default_factory=EvaluationHead)
     predictions: str | None = None  # folder for predictions in the dataset's official encoding
     overlays: str | None = None  # folder for pictures: image | ground truth | prediction
     overlay_images: int | None = key(None, above=0)  # how many of them; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)
-    device: str = key("auto", one_of=DEVICES)
-    precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
+
+
+@dataclass
+class Prediction(TrainedNetwork):
+    """Everything that defines one run of scripts.predict."""
+
+    data: TrainedData = field(default_factory=TrainedData)
+    input: str = MISSING  # an image, or a folder whose PNG and JPEG files are predicted, those of its folders too
+    output: str = MISSING  # folder
 
 
 ALTERNATIVES = {

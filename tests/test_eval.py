@@ -52,6 +52,10 @@ def test_other_evaluations_have_results_of_their_own():
     assert file("run/checkpoints/last.pt", "data.root=elsewhere/streets") == "run/results_streets.json"
     assert file("somewhere/net.pt", "precision=bfloat16") == "somewhere/results_net_bfloat16.json"
     assert file("run/checkpoints/last.pt", "head.pooling_size=[3,5]") == "run/results_pooling3x5.json"
+    assert file("run/checkpoints/last.pt", "tta.scales=[1]", "tta.flip=false") == "run/results.json"
+    assert file("run/checkpoints/last.pt", "tta.scales=[0.7,1,1.2]") == "run/results_scales0.7-1-1.2.json"
+    views = ("window.size=64", "window.overlap=0.5", "tta.flip=true")
+    assert file("run/checkpoints/last.pt", *views) == "run/results_window64_overlap0.5_flip.json"
 
 
 def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir, tmp_path):
@@ -61,6 +65,25 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
     assert pooled["config"]["head"]["pooling_size"] == [2, 2]
     assert half["config"]["trainer"]["precision"] == "bfloat16"
     assert plain["confusion_matrix"] not in (pooled["confusion_matrix"], half["confusion_matrix"])
+
+
+def test_windows_and_views_reach_the_network_and_the_results(run_dir, tmp_path):
+    plain = json.loads((run_dir / "results.json").read_text())
+    assert plain["views"] == {"window": None, "overlap": 0.25, "scales": [1.0], "flip": False}
+    fitting = evaluate_run(run_dir, "window.size=256", f"results={tmp_path / 'a.json'}")
+    windows = evaluate_run(run_dir, "window.size=64", "window.overlap=0.5", f"results={tmp_path / 'b.json'}")
+    views = evaluate_run(run_dir, "tta.scales=[0.7,1,1.2]", "tta.flip=true", f"results={tmp_path / 'c.json'}")
+    assert fitting["confusion_matrix"] == plain["confusion_matrix"]
+    assert plain["confusion_matrix"] not in (windows["confusion_matrix"], views["confusion_matrix"])
+    assert json.loads((tmp_path / "b.json").read_text())["views"]["window"] == 64
+    assert json.loads((tmp_path / "c.json").read_text())["views"]["scales"] == [0.7, 1.0, 1.2]
+    pixels = np.sum(plain["confusion_matrix"])
+    assert np.sum(windows["confusion_matrix"]) == np.sum(views["confusion_matrix"]) == pixels
+
+
+def test_the_confusion_matrix_has_a_picture_beside_the_results(run_dir):
+    picture = cv2.imread(str(run_dir / "results_confusion.png"))
+    assert min(picture.shape[:2]) > 700
 
 
 @pytest.mark.parametrize(
@@ -74,6 +97,11 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
         ("overlay_images=2", "overlay_images=2 needs overlays=DIR"),
         ("data.root=/nowhere/at/all", "data.root=/nowhere/at/all is not a folder"),
         ("data.split=nights", "nights"),
+        ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
+        ("window.overlap=1", "window.overlap=1.0: expected 0 or more, at most 0.9"),
+        ("window.overlap=0.5", "window.overlap=0.5 needs window.size=PIXELS"),
+        ("tta.scales=[]", "tta.scales=[]: expected a number above 0"),
+        ("tta.scales=[1,0]", "tta.scales=[1.0, 0.0]: expected a number above 0"),
     ],
 )
 def test_wrong_values_are_refused(run_dir, override, message):

@@ -79,8 +79,9 @@ def test_json_has_null_for_what_is_not_a_number(tmp_path):
         tmp_path / "results.json",
         dataset=synthetic(None, "val"),
         scores=scores,
-        confusion=torch.zeros(1, 1),
+        confusion=torch.zeros(19, 19, dtype=torch.int64),
         images=0,
+        views={},
         checkpoint=Path("last.pt"),
         config={},
     )
