@@ -1,60 +1,151 @@
 """Checkpoints: everything a run needs to go on, and an evaluation needs to start, in plain containers and tensors."""
 
+import logging
 import os
 import pickle
+import shutil
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel
 
 FORMAT = "inplace-abn-segmentation/1"
 
+logger = logging.getLogger(__name__)
 
-def save(path: Path, state: dict) -> None:
-    """Write `state` so that `path` holds, at any moment, either the previous checkpoint or the new one, complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+
+def save(path: Path, state: dict, previous: Path | None = None) -> None:
+    """Write `state` to `path`; the checkpoint that was there becomes `previous`, a file beside it, if one is given.
+
+    At any moment at which the process is killed, `path` or, on a filesystem without hard links, `previous` holds a
+    complete checkpoint, if one was ever written. What a killed process left goes with the next call. One process writes
+    into a folder.
+
+    Raises:
+        OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
+    """
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
-        torch.save({"format": FORMAT, **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for leftover in path.parent.glob("*.pt.partial"):
+            leftover.unlink()
+        with open(partial, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _put_in_place(partial, path, previous)
+    except (OSError, RuntimeError) as error:
+        reason = _disk_error(error)
+        if reason is None:
+            raise
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise OSError(_not_written(path, state, previous, reason)) from error
+
+
+def _put_in_place(partial: Path, path: Path, previous: Path | None) -> None:
+    """Rename a complete file to `path`. `previous` is replaced last: until then, it may be the only good one."""
+    link = None
+    if previous is not None and path.exists():
+        link = previous.with_name(previous.name + ".partial")
+        try:
+            os.link(path, link)
+        except OSError:  # a filesystem without hard links: for a moment, there is `previous` alone
+            os.replace(path, previous)
+            link = None
     os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must reach the disk as well
+    if link is not None:
+        os.replace(link, previous)
+    folder = os.open(path.parent, os.O_RDONLY)  # the renames themselves must reach the disk as well
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
 
 
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The OSError behind what torch.save raised: its writer may replace it by one about an unexpected position."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError) -> str:
+    free = "an unknown number of"
+    with suppress(OSError):
+        free = f"{shutil.disk_usage(path.parent).free:,}"
+    kept = "there is no earlier checkpoint"
+    for file in filter(None, (path, previous)):
+        with suppress(ValueError):
+            kept = f"the last good checkpoint is kept: {file}, of step {load(file).get('step')}"
+            break
+    return (
+        f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
+        f"{_bytes(state):,} bytes, and {free} bytes are free there; {kept}. Make room (or raise the quota or limit), "
+        f"then continue with resume=auto"
+    )
+
+
+def _bytes(value) -> int:
+    """Bytes of all tensors in nested containers: but for some kB, the size of their checkpoint."""
+    if isinstance(value, Tensor):
+        return value.nbytes
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return 0
+    return sum(map(_bytes, value))
+
+
 def load(path: Path) -> dict:
-    """Read a checkpoint of ours onto the CPU; it cannot carry code (`weights_only`).
+    """Read a checkpoint of ours onto the CPU; it cannot carry code (`weights_only`), and every byte is checked.
 
     Raises:
         ValueError: there is no such file, it is damaged, or it is not a checkpoint of this project.
     """
-    if not path.is_file():
-        raise ValueError(f"checkpoint {path} does not exist: expected a file such as RUN_DIR/checkpoints/last.pt")
-    if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path} is not a checkpoint, or is damaged: expected a file that train_seg.py wrote; use another, such as "
-            f"best.pt of the run"
-        )
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"checkpoint {path} contains something else than plain tensors and containers; it is not loaded, because "
-            f"it could run code"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"checkpoint {path} is damaged: {error}; use another checkpoint of the run") from error
+    return checked(read(path), path)
+
+
+def checked(state: object, path: Path) -> dict:
+    """What `read` gave, if it is a checkpoint of ours; else a ValueError."""
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which train_seg.py of this version writes"
         )
     return state
+
+
+def read(path: Path) -> object:
+    """What any program wrote with torch.save, on the CPU; as safe as `load`.
+
+    Raises:
+        ValueError: there is no such file, it is damaged, or holds more than plain tensors and containers.
+    """
+    if not path.is_file():
+        raise ValueError(f"checkpoint {path} does not exist: expected a file such as RUN_DIR/checkpoints/last.pt")
+    zipped = False  # else it was written by PyTorch before 1.6, or is none
+    try:
+        with open(path, "rb") as file:
+            zipped = file.read(2) == b"PK"
+        if zipped:
+            _check_bytes(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
+        raise ValueError(
+            f"checkpoint {path} {damaged}contains something else than plain tensors and containers; it is not loaded, "
+            f"because it could run code"
+        ) from error
+    except Exception as error:  # damaged bytes raise almost anything
+        raise ValueError(
+            f"checkpoint {path} is damaged or cannot be read ({error or type(error).__name__}); others of its run "
+            f"may be good: previous.pt, best.pt"
+        ) from error
 
 
 def load_network(network: nn.Module, state: dict, classes: tuple[str, ...], source: Path) -> None:
@@ -75,10 +166,37 @@ def load_network(network: nn.Module, state: dict, classes: tuple[str, ...], sour
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
 
 
+def _check_bytes(path: Path) -> None:
+    """Compare the checksums that torch.save writes, which torch.load does not look at. An error tells what is wrong."""
+    with zipfile.ZipFile(path) as archive:
+        wrong = archive.testzip()
+        folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
+    if wrong is not None:
+        raise ValueError(f"the checksum of its part {wrong} is wrong")
+    if folders:  # by an attribute without a checksum, for which torch.load would leave a tensor's memory as it was
+        raise ValueError(f"its part {folders[0]} is marked as a folder")
+
+
+def random_states(device: torch.device) -> dict[str, list[Tensor]]:
+    """The states of this process's random number generators; those of several ranks are these lists joined in order."""
+    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return {"cpu": [torch.get_rng_state()], "cuda": on_device}
+
+
 def run_state(
-    network: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler, step: int
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler,
+    step: int,
+    *,
+    random: dict[str, list[Tensor]] | None = None,
+    scaler: GradScaler | None = None,
+    ema: AveragedModel | None = None,
 ) -> dict:
     """What a run needs to go on after `step` steps.
+
+    `random`: the `random_states` of all ranks; None where this process is alone. `ema`: averaged weights, kept under
+    the names of the network's own.
 
     Raises:
         FloatingPointError: a weight or statistic is not finite. A checkpoint of such a network is of no use.
@@ -89,16 +207,19 @@ def run_state(
             f"after step {step}, {len(broken)} tensors are not finite, {broken[0]} among them; "
             f"checkpoints, if any, are of earlier steps: try a lower optim.lr, or trainer.precision=float32"
         )
-    return {
+    state = {
         "step": step,
         "network": network.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "random": {  # dropout draws from these
-            "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        },
+        "random": random or random_states(next(network.parameters()).device),  # dropout draws from these
     }
+    if scaler is not None:
+        state["scaler"] = scaler.state_dict()
+    if ema is not None:
+        state["ema"] = ema.module.state_dict()
+        state["ema_updates"] = int(ema.n_averaged)
+    return state
 
 
 def restore_run(
@@ -106,12 +227,42 @@ def restore_run(
     network: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: torch.optim.lr_scheduler.LRScheduler,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    scaler: GradScaler | None = None,
+    ema: AveragedModel | None = None,
 ) -> int:
-    """Put a `run_state` back; returns the number of steps done."""
+    """Put a `run_state` back, on each of `world_size` ranks; returns the number of steps done.
+
+    On another number of ranks, or another kind of device, random numbers cannot go on; a notice is logged.
+    """
     network.load_state_dict(state["network"])
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    torch.set_rng_state(state["random"]["cpu"])
-    if len(state["random"]["cuda"]) == torch.cuda.device_count():  # else the run moved to another machine
-        torch.cuda.set_rng_state_all(state["random"]["cuda"])
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+    if ema is not None:
+        ema.module.load_state_dict(state["ema"])
+        ema.n_averaged.fill_(state["ema_updates"])
+    _restore_random(state["random"], next(network.parameters()).device, rank, world_size)
     return state["step"]
+
+
+def _restore_random(random: dict, device: torch.device, rank: int, world_size: int) -> None:
+    cpu, cuda = random["cpu"], random["cuda"]
+    if isinstance(cpu, Tensor):  # written before runs had ranks: one process, with the states of all its devices
+        cpu, cuda = [cpu], cuda[:1]
+    before, now = (len(cpu), "cuda" if cuda else "cpu"), (world_size, device.type)
+    if before == now:
+        torch.set_rng_state(cpu[rank])
+        if cuda:
+            torch.cuda.set_rng_state(cuda[rank], device)
+        return
+    torch.set_rng_state(cpu[0])
+    torch.manual_seed(int(torch.randint(2**62, ())) + rank)  # of CUDA, too
+    if rank == 0:
+        logger.warning(
+            f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
+            f"same samples, but dropout draws other numbers than it would have there"
+        )

@@ -134,6 +134,10 @@ def check(config: SegmentationRun) -> None:
             raise ValueError(f"data.{name}={values}: expected {count} numbers, {meaning}")
     if data.scale[0] > data.scale[1]:
         raise ValueError(f"data.scale={data.scale}: expected the lowest factor first")
+    init = config.init
+    for name, value, default in (("format", init.format, None), ("part", init.part, "network")):
+        if value != default and init.weights is None:
+            raise ValueError(f"init.{name}={value} needs init.weights=FILE, the weights to start from")
     if config.resume is not None and config.run_dir is None:
         raise ValueError(f"resume={config.resume} needs run_dir=…, the folder of the run to continue")
 

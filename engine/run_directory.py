@@ -1,10 +1,11 @@
 """The folder of one run: where its files are, and whether a run may start or go on in it."""
 
+import os
 from datetime import datetime
 from pathlib import Path
 
 from engine import checkpoint
-from engine.config import flat
+from engine.config import flat, from_plain, plain
 
 # Keys that a resumed run may change: they say where and how it runs, not what it computes.
 _FREE_ON_RESUME = (
@@ -24,7 +25,11 @@ _FREE_ON_RESUME = (
 
 
 class RunDirectory:
-    """Paths of a run's files below `path`."""
+    """Paths of a run's files below `path`, and the checkpoints among them.
+
+    Attributes:
+        notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint; None where it did.
+    """
 
     def __init__(self, path: str | None, dataset: str, norm: str):
         """`path`: `run_dir`; where it is None, a new folder runs/DATASET-NORM/DATE."""
@@ -33,26 +38,37 @@ class RunDirectory:
         self.log = self.path / "log.txt"
         self.results = self.path / "results.json"
         self.last = self.path / "checkpoints" / "last.pt"
+        self.previous = self.path / "checkpoints" / "previous.pt"  # the last one before `last`
         self.best = self.path / "checkpoints" / "best.pt"
+        self.notice: str | None = None
+        self._last_is_good = True  # or not there
+
+    def save_last(self, state: dict) -> None:
+        """Write the last checkpoint, as `checkpoint.save`; the one before it is kept."""
+        checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
+        self._last_is_good = True
 
     def checkpoint_to_resume(self, resume: str | None, config: dict, total_steps: int) -> dict | None:
         """The state to continue from, None for a run that starts here.
 
+        Where the last checkpoint is damaged or gone, it is the previous one, and `notice` says so.
+
         Raises:
-            ValueError: there is a run already and `resume` is not "auto", or it has another configuration or, because
-                the data changed, another length.
+            ValueError: there is a run already and `resume` is not "auto", or none of its checkpoints can be used, or it
+                has another configuration or, because the data changed, another length.
         """
         if resume not in (None, "auto"):
             raise ValueError(f"resume={resume}: expected auto (continue the run in run_dir) or nothing")
-        if not self.last.is_file():
+        if not any(map(os.path.lexists, (self.last, self.previous))):
             return None
         if resume is None:
             raise ValueError(
                 f"run_dir={self.path} already holds a run: give resume=auto to continue it, another run_dir, or "
                 f"remove the folder"
             )
-        state = checkpoint.load(self.last)
-        before, now = flat(state["config"]), flat(config)
+        state = self._newest_good()
+        # Keys that are younger than the checkpoint get their defaults.
+        before, now = flat(plain(from_plain(state["config"]))), flat(config)
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         changed = sorted(key for key in changed if key not in _FREE_ON_RESUME)
         if changed:
@@ -66,4 +82,21 @@ class RunDirectory:
                 f"run_dir={self.path} holds a run of {state['total_steps']} steps, and with the images found now it "
                 f"would have {total_steps}: continue it on the data that it was started on"
             )
+        return state
+
+    def _newest_good(self) -> dict:
+        try:
+            return checkpoint.load(self.last)
+        except ValueError as error:
+            reason = error
+        self._last_is_good = False
+        try:
+            state = checkpoint.load(self.previous)
+        except ValueError as error:
+            best = f"; copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
+            raise ValueError(
+                f"run_dir={self.path} cannot be continued: {reason}; {error}. Restore one of the two{best}, or give "
+                f"another run_dir to start anew"
+            ) from error
+        self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state

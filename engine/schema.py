@@ -15,6 +15,7 @@ from models.layers.backends import BACKENDS
 DATASETS = ("camvid", "cityscapes", "coco_stuff", "synthetic", "vistas")
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16")
+INIT_FORMATS = ("standard_bn",)
 
 
 def key(
@@ -123,6 +124,16 @@ class DeepLabV3Head(Head):
 
 
 @dataclass
+class ColourJitter:
+    """Random changes of a crop's colours, none by default as in the paper's recipe."""
+
+    brightness: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
+    contrast: float = key(0.0, least=0)
+    saturation: float = key(0.0, least=0)
+    hue: float = key(0.0, least=0, most=0.5)  # a shift of at most so many turns of the colour circle, either way
+
+
+@dataclass
 class Data:
     name: str = key(MISSING, one_of=DATASETS)
     root: str | None = None  # the dataset's folder; synthetic writes one into the cache folder where it is null
@@ -136,6 +147,7 @@ class Data:
     crops_per_minibatch: int = key(MISSING, above=0)
     scale: list[float] = key([0.7, 2.0], above=0)
     flip: float = key(0.5, least=0, most=1)
+    colour_jitter: ColourJitter = field(default_factory=ColourJitter)
     mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1)  # RGB in 0-1, as is std
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1)
     workers: int = key(2, least=0)  # processes that read and augment
@@ -213,12 +225,23 @@ class Trainer:
 
 
 @dataclass
+class Init:
+    """What the weights are at step 0; random ones where no file is given."""
+
+    weights: str | None = None  # a checkpoint of this project, or a file of the format below
+    # Of a file that is not ours; standard_bn: a state dict with standard batch normalisation under our names.
+    format: str | None = key(None, one_of=INIT_FORMATS)
+    part: str = key("network", one_of=("network", "body"))  # body: head and classifier start anew
+
+
+@dataclass
 class SegmentationRun:
     """Everything that defines one run of train_seg.py."""
 
     run_dir: str | None = None  # null: runs/DATASET-NORM/DATE
     resume: str | None = None  # auto: continue the run in run_dir where there is one, else start it
     seed: int = key(0, least=0)
+    init: Init = field(default_factory=Init)
     norm: Norm = MISSING
     body: Body = MISSING
     head: Head = MISSING

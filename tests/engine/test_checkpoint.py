@@ -1,11 +1,16 @@
-"""Checkpoints: complete or not there, never code, never a wrong network."""
+"""Checkpoints: complete or not there, every byte checked, never code, never a wrong network."""
 
+import errno
 import os
 import pickle
+import resource
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import checkpoint
 
@@ -19,17 +24,102 @@ def test_state_survives(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["last.pt"]
 
 
-def test_an_interrupted_write_keeps_the_previous_checkpoint(tmp_path, monkeypatch):
-    path = tmp_path / "last.pt"
-    checkpoint.save(path, {"step": 1})
+@contextmanager
+def files_of_at_most(size: int):
+    """What the kernel says of larger files, and what torch.save makes of it, is that of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
+
+def check_that_step_2_is_not_written(path: Path, previous: Path | None, message: str) -> None:
+    """With checkpoints of steps 1 (`path`) and 0 (`previous`) on disk; the second has 40,000 bytes of tensors."""
+    files = sorted(path.parent.iterdir())
+    state = {"step": 2, "network": {"w": torch.randn(9000)}, "optimizer": [{"m": torch.randn(500, 2)}, None]}
+    with pytest.raises(OSError) as error:
+        checkpoint.save(path, state, previous)
+    for words in (f"{path} of step 2 cannot be written: {message}", "needs 40,000 bytes", "bytes are free there"):
+        assert words in str(error.value)
+    assert f"the last good checkpoint is kept: {path}, of step 1. Make room" in str(error.value)
+    assert sorted(path.parent.iterdir()) == files
+    assert checkpoint.load(path)["step"] == 1 and (previous is None or checkpoint.load(previous)["step"] == 0)
+
+
+@pytest.fixture
+def path_and_previous(tmp_path) -> tuple[Path, Path]:
+    path, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    for step in range(2):
+        checkpoint.save(path, {"step": step}, previous)
+    return path, previous
+
+
+@pytest.mark.parametrize("room", [0, 1, 5000, 8192, 30000, 40000])
+def test_a_full_disk_keeps_the_checkpoints_and_is_reported(path_and_previous, room):
+    with files_of_at_most(room):
+        check_that_step_2_is_not_written(*path_and_previous, message="File too large")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no device that is always full")
+def test_no_space_left_as_the_kernel_says_it(path_and_previous, monkeypatch):
+    def opened(path, mode):
+        path.touch()
+        return open("/dev/full", mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            checkpoint, "open", lambda file, mode: (opened if mode == "wb" else open)(file, mode), raising=False
+        )
+        check_that_step_2_is_not_written(*path_and_previous, message="No space left on device")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_quota_keeps_the_checkpoint(path_and_previous, monkeypatch, call):
     def fails(*_):
-        raise OSError("no space left on device")
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    monkeypatch.setattr(os, "fsync", fails)
-    with pytest.raises(OSError, match="no space"):
-        checkpoint.save(path, {"step": 2})
-    assert checkpoint.load(path)["step"] == 1
+    monkeypatch.setattr(os, call, fails)
+    check_that_step_2_is_not_written(path_and_previous[0], None, message="Disk quota exceeded")
+
+
+def test_a_first_checkpoint_without_room_leaves_nothing(tmp_path):
+    path = tmp_path / "checkpoints" / "last.pt"
+    with files_of_at_most(100), pytest.raises(OSError, match="of step 1 cannot be .*; there is no earlier checkpoint"):
+        checkpoint.save(path, {"step": 1, "w": torch.randn(100)}, path.with_name("previous.pt"))
+    assert not list(path.parent.iterdir())
+
+
+def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
+    with pytest.raises(AttributeError, match="lambda|local"):
+        checkpoint.save(tmp_path / "last.pt", {"step": 1, "code": lambda: None})
+    checkpoint.save(tmp_path / "last.pt", {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+
+
+def is_noticed(path: Path, content: bytes, good: dict) -> bool:
+    """Whether a damaged file is refused by name. If not, what it gives must be the good state: padding has changed."""
+    path.write_bytes(content)
+    try:
+        state = checkpoint.load(path)
+    except ValueError as error:
+        assert str(path) in str(error) and "damaged" in str(error)
+        return True
+    assert state.keys() == good.keys() and state["step"] == good["step"]
+    assert all(torch.equal(state["network"][name], tensor) for name, tensor in good["network"].items())
+    return False
+
+
+def test_no_changed_byte_and_no_lost_end_goes_unnoticed(tmp_path):
+    path = tmp_path / "last.pt"
+    checkpoint.save(path, {"step": 3, "network": {"a": torch.randn(30), "b": torch.arange(5)}})
+    good, content = checkpoint.load(path), path.read_bytes()
+    flipped = [content[:i] + bytes([content[i] ^ 0xFF]) + content[i + 1 :] for i in range(len(content))]
+    assert sum(is_noticed(path, damaged, good) for damaged in flipped) > 30 * 4 + 5 * 8  # in tensors, and elsewhere
+    for size in range(0, len(content), 13):
+        assert is_noticed(path, content[:size], good)
+        is_noticed(path, content[:size] + bytes(len(content) - size), good)  # as some filesystems leave it
 
 
 class Payload:
@@ -64,12 +154,88 @@ def test_another_number_of_classes_is_refused(tmp_path):
         checkpoint.load_network(nn.Linear(2, 2), state, ("a", "b", "c"), tmp_path / "last.pt")
 
 
-def test_the_random_stream_continues(tmp_path):
+def small_run() -> tuple:
+    """A network with its optimiser, schedule and averaged weights after a step."""
     network = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)
-    checkpoint.save(tmp_path / "last.pt", checkpoint.run_state(network, optimizer, scheduler, step=7))
-    expected = torch.rand(3)
+    ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for _ in range(2):
+        network(torch.randn(3, 2)).square().mean().backward()
+        optimizer.step(), scheduler.step(), ema.update_parameters(network)
+    return network, optimizer, scheduler, ema
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """{"random": …} of three ranks with streams of their own, written and read, and the next numbers of each rank."""
+    network, optimizer, scheduler, _ = small_run()
+    states, following = {"cpu": [], "cuda": []}, []
+    for rank in range(3):
+        torch.manual_seed(rank)
+        states["cpu"] += checkpoint.random_states(torch.device("cpu"))["cpu"]
+        following.append(torch.rand(3))
+    checkpoint.save(tmp_path / "last.pt", checkpoint.run_state(network, optimizer, scheduler, step=7, random=states))
+    return checkpoint.load(tmp_path / "last.pt"), following
+
+
+def restored(state: dict, **options) -> torch.Tensor:
+    """The next random numbers of a rank."""
     torch.manual_seed(123)
-    assert checkpoint.restore_run(checkpoint.load(tmp_path / "last.pt"), network, optimizer, scheduler) == 7
-    assert torch.equal(torch.rand(3), expected)
+    assert checkpoint.restore_run(state, *small_run()[:3], **options) == 7
+    return torch.rand(3)
+
+
+def test_the_random_stream_continues(tmp_path):
+    run = small_run()[:3]
+    checkpoint.save(tmp_path / "last.pt", checkpoint.run_state(*run, step=7))
+    expected = torch.rand(3)
+    assert torch.equal(restored(checkpoint.load(tmp_path / "last.pt")), expected)
+
+
+def test_every_rank_continues_its_own_random_stream(stored, caplog):
+    state, following = stored
+    for rank in range(3):
+        assert torch.equal(restored(state, rank=rank, world_size=3), following[rank])
+    assert not caplog.records
+
+
+def test_another_number_of_ranks_has_new_random_streams_and_says_so(stored, caplog):
+    state, following = stored
+    ranks = [restored(state, rank=rank, world_size=2) for rank in range(2)]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run was on 3 x cpu and continues on 2 x cpu: at the same step with the same samples, but dropout draws "
+        "other numbers than it would have there"
+    ]
+    assert torch.equal(restored(state, rank=1, world_size=2), ranks[1])  # again the same
+    streams = [*following, *ranks, restored(state, rank=0, world_size=1)]
+    assert len({tuple(stream.tolist()) for stream in streams[:5]}) == 5
+    assert torch.equal(streams[5], ranks[0])
+
+
+def test_a_checkpoint_from_before_there_were_ranks_continues(stored, caplog):
+    state, following = stored
+    state["random"]["cpu"] = state["random"]["cpu"][1]
+    assert torch.equal(restored(state), following[1]) and not caplog.records
+
+
+def test_scaler_and_averaged_weights_continue(tmp_path):
+    network, optimizer, scheduler, ema = small_run()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    plain = checkpoint.run_state(network, optimizer, scheduler, step=2)
+    assert not {"scaler", "ema"} & plain.keys()
+    state = checkpoint.run_state(network, optimizer, scheduler, step=2, scaler=scaler, ema=ema)
+    assert state["ema"].keys() == state["network"].keys()
+    checkpoint.save(tmp_path / "last.pt", state)
+
+    *again, ema_again = small_run()
+    scaler_again = torch.amp.GradScaler("cpu")
+    checkpoint.restore_run(checkpoint.load(tmp_path / "last.pt"), *again, scaler=scaler_again, ema=ema_again)
+    assert scaler_again.get_scale() == 64.0
+    for before, after in ((network, again[0]), (ema, ema_again)):
+        assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+        with torch.no_grad():
+            [parameter.add_(1) for parameter in (*network.parameters(), *again[0].parameters())]
+    ema.update_parameters(network), ema_again.update_parameters(again[0])
+    assert torch.equal(ema.module.weight, ema_again.module.weight)
+    assert not torch.equal(ema.module.weight, network.weight)

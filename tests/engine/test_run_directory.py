@@ -1,0 +1,183 @@
+"""A run survives: killed before any line of a save, or damaged, it continues from a good checkpoint."""
+
+import errno
+import itertools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import checkpoint
+from engine import config as cfg
+from engine.run_directory import RunDirectory
+from tests.runs import composed
+
+
+@pytest.fixture(scope="module")
+def config() -> dict:
+    return cfg.plain(cfg.typed(composed("train_seg")))
+
+
+def run_in(path: Path) -> RunDirectory:
+    return RunDirectory(str(path), dataset="synthetic", norm="inplace")
+
+
+def state_of(step: int, config: dict) -> dict:
+    weights = {f"w{i}": torch.full((5000,), 10.0 * step + i) for i in range(2)}
+    return {"step": step, "network": weights, "total_steps": 9, "config": config}
+
+
+def damage(path: Path) -> None:
+    """Change a byte in the middle of a tensor, which torch.load alone does not notice."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def resumed(run: RunDirectory, config: dict) -> int | None:
+    """The step of the checkpoint to resume, None for a run to start; its tensors are exactly those of the step."""
+    state = run.checkpoint_to_resume("auto", config, total_steps=9)
+    if state is None:
+        return None
+    expected = state_of(state["step"], config)["network"]
+    assert state["network"].keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state["network"].items())
+    return state["step"]
+
+
+# The lines of a save before which a process is killed: ours, and those of torch between the tensors.
+WATCHED = {
+    (checkpoint.__file__, "save"),
+    (checkpoint.__file__, "_put_in_place"),
+    (torch.serialization.__file__, "_save"),
+}
+
+
+def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool:
+    """Save in a copy of this process that is killed before the given one of the watched lines; False where it lives."""
+    child = os.fork()
+    if child == 0:
+        lines = itertools.count(1)
+
+        def line(frame, event, _):
+            if event == "line" and next(lines) == fatal_line:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return line
+
+        def call(frame, *_):
+            return line if (frame.f_code.co_filename, frame.f_code.co_name) in WATCHED else None
+
+        sys.settrace(call)
+        try:
+            run.save_last(state)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def no_links(*_):
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+@pytest.mark.parametrize(
+    "held, old, links",
+    [
+        ("nothing", None, True),
+        ("last", 2, False),
+        ("last and previous", 2, True),
+        ("last and previous", 2, False),
+        ("damaged last and previous", 1, True),
+    ],
+)
+def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, held, old, links):
+    """From the step before (`old`) or the one that was saved (3), and its next save is as any other."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process is not a lost power supply, and this is slow
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    start = run_in(tmp_path / "start")
+    for step in {"nothing": (), "last": (2,)}.get(held, (1, 2)):
+        start.save_last(state_of(step, config))
+    if held.startswith("damaged"):
+        damage(start.last)
+
+    steps, killed = [], True
+    while killed:
+        folder = tmp_path / f"killed_{len(steps)}"
+        shutil.copytree(start.last.parent, folder / "checkpoints") if held != "nothing" else folder.mkdir()
+        run = run_in(folder)
+        if held.startswith("damaged"):
+            assert resumed(run, config) == old
+        killed = killed_while_saving(run, state_of(3, config), fatal_line=len(steps) + 1)
+        run = run_in(folder)
+        steps.append(resumed(run, config))
+        run.save_last(state_of(4, config))
+        assert {path.name for path in run.last.parent.iterdir()} <= {"last.pt", "previous.pt"}
+        assert checkpoint.load(run.last)["step"] == 4
+        if steps[-1] is not None:
+            assert checkpoint.load(run.previous)["step"] in (steps[-1], 1)
+    assert len(steps) > 40 and set(steps) == {old, 3} and steps == sorted(steps, key=[old, 3].index)
+
+
+def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_says_why(tmp_path, config):
+    run = run_in(tmp_path)
+    for step in (1, 2, 3):
+        run.save_last(state_of(step, config))
+    assert resumed(run, config) == 3 and run.notice is None
+    damage(run.last)
+    assert resumed(run, config) == 2
+    assert f"checkpoint {run.last} is damaged" in run.notice and "checksum" in run.notice
+    assert f"The run continues from {run.previous}, of step 2" in run.notice
+    run.save_last(state_of(3, config))  # the good one stays, not the damaged one
+    assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [3, 2]
+    run.save_last(state_of(4, config))
+    assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [4, 3]
+
+
+@pytest.mark.parametrize("last", ["missing", "empty", "folder", "broken link"])
+def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, last):
+    run = run_in(tmp_path)
+    for step in (1, 2):
+        run.save_last(state_of(step, config))
+    run.last.unlink()
+    {"empty": run.last.touch, "folder": run.last.mkdir, "broken link": lambda: run.last.symlink_to("gone")}.get(
+        last, lambda: None
+    )()
+    assert resumed(run, config) == 1 and str(run.last) in run.notice
+    with pytest.raises(ValueError, match="already holds a run: give resume=auto"):
+        run.checkpoint_to_resume(None, config, total_steps=9)
+
+
+def test_without_a_good_checkpoint_a_run_neither_continues_nor_starts_anew(tmp_path, config):
+    run = run_in(tmp_path)
+    for step in (1, 2):
+        run.save_last(state_of(step, config))
+    damage(run.last), damage(run.previous)
+    with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
+        resumed(run, config)
+    assert "another run_dir to start anew" in str(error.value) and "best.pt to" not in str(error.value)
+    checkpoint.save(run.best, state_of(1, config))
+    with pytest.raises(ValueError, match="copy .*best.pt to .*last.pt to continue from its step"):
+        resumed(run, config)
+
+
+def test_a_partial_file_alone_is_a_run_that_did_not_start(tmp_path, config):
+    run = run_in(tmp_path)
+    run.last.parent.mkdir()
+    for name in ("last.pt.partial", "best.pt.partial", "previous.pt.partial"):
+        (run.last.parent / name).write_bytes(b"PK half a checkpoint")
+    assert resumed(run, config) is None
+    run.save_last(state_of(1, config))
+    assert [path.name for path in run.last.parent.iterdir()] == ["last.pt"] and resumed(run, config) == 1
+
+
+def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config):
+    older = {key: value for key, value in config.items() if key not in ("init", "sampler")}
+    run_in(tmp_path).save_last(state_of(1, older))
+    assert run_in(tmp_path).checkpoint_to_resume("auto", config, total_steps=9)["step"] == 1
+    other = {**config, "init": {"weights": "other.pt", "format": None, "part": "network"}}
+    with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
+        run_in(tmp_path).checkpoint_to_resume("auto", other, total_steps=9)
