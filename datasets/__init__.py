@@ -8,7 +8,7 @@ from datasets.loading import Draw, TrainingCrops, WholeImages, worker_init
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, ClassTable, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
-from datasets.transforms import TrainingTransform
+from datasets.transforms import ColourJitter, TrainingTransform
 from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
 
@@ -16,6 +16,7 @@ __all__ = [
     "ClassIndex",
     "ClassTable",
     "ClassUniformMinibatches",
+    "ColourJitter",
     "Draw",
     "INSTANCES_PER_CLASS",
     "Inspection",

@@ -6,9 +6,50 @@ of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
 """
 
 import math
+from dataclasses import dataclass
 
 import cv2
 import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class ColourJitter:
+    """Random changes of brightness, contrast, saturation and hue, in random order: torchvision's ColorJitter.
+
+    Its functions with our random numbers: its own come from torch's global generator, and would depend on the worker.
+    `brightness`, `contrast`, `saturation`: s for factors between max(0, 1 - s) and 1 + s. `hue`: at most 0.5, for
+    shifts between -hue and hue turns of the colour circle.
+    """
+
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+
+    def __post_init__(self):
+        for name, most in (("brightness", math.inf), ("contrast", math.inf), ("saturation", math.inf), ("hue", 0.5)):
+            strength = getattr(self, name)
+            if not 0 <= strength <= most:
+                limit = "" if most == math.inf else f" and at most {most}"
+                raise ValueError(f"data.colour_jitter.{name}={strength} must be at least 0{limit}")
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """image uint8 (H, W, 3) RGB -> another of the same shape and type."""
+        from torchvision.transforms.v2 import functional  # takes as long to import as torch, and few need it
+
+        changes = []
+        for name in ("brightness", "contrast", "saturation"):
+            if strength := getattr(self, name):
+                adjust = getattr(functional, f"adjust_{name}")
+                changes.append((adjust, rng.uniform(max(0.0, 1 - strength), 1 + strength)))
+        if self.hue:
+            changes.append((functional.adjust_hue, rng.uniform(-self.hue, self.hue)))
+        pixels = torch.from_numpy(image).permute(2, 0, 1)
+        for place in rng.permutation(len(changes)):
+            adjust, amount = changes[place]
+            pixels = adjust(pixels, amount)
+        return pixels.permute(1, 2, 0).numpy()
 
 
 class TrainingTransform:
@@ -17,7 +58,8 @@ class TrainingTransform:
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
     mirroring left to right. `base_size`: pixels of the longest side at scale 1; None is the image's own. `fill`: RGB
     (0-255) of the padding where the scaled image is smaller than the crop; with the mean of the normalisation the
-    padding is zero for the network. There, the label is `ignore_index`.
+    padding is zero for the network. There, the label is `ignore_index`. `colour_jitter` changes the colours of the
+    scaled image, but not the padding.
     """
 
     def __init__(
@@ -28,6 +70,7 @@ class TrainingTransform:
         base_size: int | None = None,
         fill: tuple[float, float, float] = (124, 116, 104),
         ignore_index: int = 255,
+        colour_jitter: ColourJitter | None = None,
     ):
         if min(crop_size) < 1:
             raise ValueError(
@@ -43,6 +86,7 @@ class TrainingTransform:
         self.base_size = base_size
         self.fill = tuple(round(value) for value in fill)
         self.ignore_index = ignore_index
+        self.colour_jitter = colour_jitter
 
     def __call__(
         self,
@@ -60,6 +104,11 @@ class TrainingTransform:
         image, label = scale_and_crop(
             image, label, scaled_size, offset, self.crop_size, fill=self.fill, ignore_index=self.ignore_index
         )
+        if self.colour_jitter is not None:  # drawn last, so that the crops are those that there are without it
+            covered = tuple(
+                slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)
+            )
+            image[covered] = self.colour_jitter(image[covered], rng)
         if mirrored:
             image, label = cv2.flip(image, 1), cv2.flip(label, 1)
         return image, label

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datasets import (
     ClassUniformMinibatches,
+    ColourJitter,
     SegmentationDataset,
     ShuffledMinibatches,
     TrainingCrops,
@@ -262,6 +263,7 @@ def training_loader(
 
 def training_crops(config: Data, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
     """The augmented crops that a sampler chooses from."""
+    jitter = config.colour_jitter
     transform = TrainingTransform(
         (config.crop_size, config.crop_size),
         scale=tuple(config.scale),
@@ -269,6 +271,7 @@ def training_crops(config: Data, dataset: SegmentationDataset, seed: int) -> Tra
         base_size=config.base_size,
         fill=tuple(255 * value for value in config.mean),
         ignore_index=dataset.ignore_index,
+        colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
     )
     return TrainingCrops(dataset, transform, seed)
 

@@ -5,6 +5,7 @@ from torch.utils.data import DataLoader
 
 from datasets import (
     ClassUniformMinibatches,
+    ColourJitter,
     Draw,
     ShuffledMinibatches,
     TrainingCrops,
@@ -18,13 +19,15 @@ from datasets import (
 from tests.trees import write
 
 
-def crops_of(root, seed: int = 0) -> TrainingCrops:
-    return TrainingCrops(camvid(root, "train"), TrainingTransform((16, 20)), seed=seed)
+def crops_of(root, seed: int = 0, **options) -> TrainingCrops:
+    return TrainingCrops(camvid(root, "train"), TrainingTransform((16, 20), **options), seed=seed)
 
 
-def minibatches(root, workers: int, start_step: int = 0) -> list[dict]:
+def minibatches(root, workers: int, start_step: int = 0, **options) -> list[dict]:
     sampler = ShuffledMinibatches(images=6, crops_per_minibatch=2, seed=0, steps=7, start_step=start_step)
-    loader = DataLoader(crops_of(root), batch_sampler=sampler, num_workers=workers, worker_init_fn=worker_init)
+    loader = DataLoader(
+        crops_of(root, **options), batch_sampler=sampler, num_workers=workers, worker_init_fn=worker_init
+    )
     return list(loader)
 
 
@@ -32,10 +35,11 @@ def same(a: dict, b: dict) -> bool:
     return torch.equal(a["image"], b["image"]) and torch.equal(a["label"], b["label"]) and a["name"] == b["name"]
 
 
-def test_same_crops_whatever_the_workers_and_after_resuming(camvid_folders):
-    alone, two = minibatches(camvid_folders, workers=0), minibatches(camvid_folders, workers=2)
+@pytest.mark.parametrize("options", [{}, {"colour_jitter": ColourJitter(0.4, 0.4, 0.4, 0.1)}], ids=["plain", "jitter"])
+def test_same_crops_whatever_the_workers_and_after_resuming(camvid_folders, options):
+    alone, two = (minibatches(camvid_folders, workers, **options) for workers in (0, 2))
     assert len(alone) == 7 and all(same(a, b) for a, b in zip(alone, two, strict=True))
-    resumed = minibatches(camvid_folders, workers=2, start_step=4)
+    resumed = minibatches(camvid_folders, workers=2, start_step=4, **options)
     assert all(same(a, b) for a, b in zip(alone[4:], resumed, strict=True))
 
 

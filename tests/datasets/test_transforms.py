@@ -1,10 +1,12 @@
 import cv2
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchvision.transforms import v2
 
-from datasets import TrainingTransform
+from datasets import ColourJitter, TrainingTransform
 from datasets.transforms import at_scale, base_scale, scale_and_crop, scaled
 
 FILL, IGNORE = (10, 20, 30), 255
@@ -214,3 +216,75 @@ def test_a_pixel_changes_neither_flip_nor_scale():
     for seed in range(10):
         free, told = (transform(image, label, np.random.default_rng(seed), pixel)[1] for pixel in (None, (5, 60)))
         assert np.array_equal(free, told)
+
+
+JITTER = ColourJitter(brightness=0.4, contrast=0.7, saturation=1.5, hue=0.2)
+
+
+def test_colours_change_as_torchvision_changes_them(monkeypatch):
+    """Its functions, its ranges, any order; with our random numbers."""
+    image = np.random.default_rng(0).integers(0, 256, (6, 7, 3), dtype=np.uint8)
+    functions = {name: getattr(v2.functional, f"adjust_{name}") for name in vars(JITTER)}
+    changes = []
+    for name, function in functions.items():
+
+        def recorded(pixels, amount, name=name, function=function):
+            changes.append((name, amount))
+            return function(pixels, amount)
+
+        monkeypatch.setattr(v2.functional, f"adjust_{name}", recorded)
+    orders, amounts = set(), {name: [] for name in functions}
+    for seed in range(400):
+        got = JITTER(image, np.random.default_rng(seed))
+        expected = torch.from_numpy(image).permute(2, 0, 1)
+        for name, amount in changes:
+            expected = functions[name](expected, amount)
+            amounts[name].append(amount)
+        assert got.dtype == np.uint8 and np.array_equal(got, expected.permute(1, 2, 0))
+        orders.add(tuple(name for name, _ in changes))
+        changes.clear()
+    assert len(orders) == 24
+    theirs = v2.ColorJitter(**vars(JITTER))
+    for name, (low, high) in {name: getattr(theirs, name) for name in functions}.items():
+        ends = np.array([min(amounts[name]), max(amounts[name])])
+        assert low <= ends[0] and ends[1] <= high and np.abs(ends - (low, high)).max() < 0.03 * (high - low)
+
+
+@pytest.mark.parametrize("size", [(60, 80), (20, 30), (20, 90)], ids=["inside", "padded", "padded above and below"])
+def test_jitter_changes_neither_the_crop_nor_its_padding_nor_the_label(size):
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+    label = rng.integers(0, 19, size, dtype=np.uint8)
+    original = image.copy()
+    options = dict(crop_size=(40, 50), fill=FILL)
+    changed = 0
+    for seed in range(20):
+        plain, plain_label = TrainingTransform(**options)(image, label, np.random.default_rng(seed))
+        got, got_label = TrainingTransform(**options, colour_jitter=JITTER)(image, label, np.random.default_rng(seed))
+        padding = plain_label == IGNORE
+        assert np.array_equal(got_label, plain_label) and (got[padding] == FILL).all()
+        changed += not np.array_equal(got, plain)
+        # Only what is seen counts, where a change depends on the whole image.
+        rows, columns = (np.flatnonzero((~padding).any(axis=axis)) for axis in (1, 0))
+        seen = np.ix_(rows, columns)
+        after_crop = np.random.default_rng(seed)
+        *_, mirrored = TrainingTransform(**options).draw(size, after_crop)
+        expected = JITTER(np.ascontiguousarray(plain[seen][:, :: -1 if mirrored else 1]), after_crop)
+        assert np.array_equal(got[seen], expected[:, :: -1 if mirrored else 1])
+    assert changed == 20 and np.array_equal(image, original)
+
+
+def test_without_jitter_no_random_number_is_drawn_for_it():
+    """The crops of older runs are those of new ones."""
+    image, label = np.zeros((60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
+    transform, drawn, called = TrainingTransform((40, 50)), np.random.default_rng(5), np.random.default_rng(5)
+    transform.draw((60, 80), drawn)
+    transform(image, label, called)
+    assert drawn.random() == called.random()
+
+
+@pytest.mark.parametrize("strength", [dict(brightness=-0.1), dict(hue=0.6), dict(contrast=float("nan"))])
+def test_strengths_of_jitter_are_checked(strength):
+    (name,) = strength
+    with pytest.raises(ValueError, match=f"data.colour_jitter.{name}=.* must be at least 0"):
+        ColourJitter(**strength)
