@@ -96,6 +96,8 @@ def no_links(*_):
 def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, held, old, links):
     """From the step before (`old`) or the one that was saved (3), and its next save is as any other."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process is not a lost power supply, and this is slow
+    for convert in ("from_plain", "plain"):  # nor is the configuration what is tested, and it is read a hundred times
+        monkeypatch.setattr(f"engine.run_directory.{convert}", lambda values: values)
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     start = run_in(tmp_path / "start")
