@@ -3,10 +3,11 @@
 from datasets.camvid import camvid
 from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
+from datasets.class_table import ClassTable
 from datasets.coco_stuff import coco_stuff
 from datasets.loading import Draw, TrainingCrops, WholeImages, worker_init
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
-from datasets.segmentation import INSTANCES_PER_CLASS, ClassTable, Sample, SegmentationDataset
+from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import ColourJitter, TrainingTransform
 from datasets.verify import Inspection, inspect, verify

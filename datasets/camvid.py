@@ -2,8 +2,9 @@
 
 import os
 
+from datasets.class_table import ClassTable
 from datasets.layout import Layout
-from datasets.segmentation import ClassTable, SegmentationDataset
+from datasets.segmentation import SegmentationDataset
 
 IMAGES = {"train": 367, "val": 101, "test": 233}  # in the official splits
 

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
 from datasets.reading import decode_uint16
-from datasets.segmentation import INSTANCES_PER_CLASS, ClassTable, Files, SegmentationDataset
+from datasets.segmentation import INSTANCES_PER_CLASS, Files, SegmentationDataset
 
 IMAGES = {"train": 2975, "val": 500, "test": 1525}  # in the official splits
 

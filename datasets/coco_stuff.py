@@ -4,8 +4,9 @@ import colorsys
 import os
 from pathlib import Path
 
+from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
-from datasets.segmentation import ClassTable, Files, SegmentationDataset
+from datasets.segmentation import Files, SegmentationDataset
 
 # In the official splits, by the list of images.
 IMAGES = {

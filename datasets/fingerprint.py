@@ -14,7 +14,8 @@ def fingerprint(dataset: SegmentationDataset, version: int | list) -> str:
     It is made from the paths below the folder, sizes and modification times of all files, from the class table, and
     from `version`, which stands for the code that looks at them.
     """
-    paths = [path for entry in dataset.files for path in (entry.image, entry.label) if path is not None]
+    every = (path for entry in dataset.files for path in (entry.image, entry.label, entry.instances))
+    paths = [path for path in every if path is not None]
     top = os.path.commonpath([path.parent for path in paths]) if paths else ""
     known_ids = sorted(dataset.table.label_ids.items())
     digest = hashlib.sha256(json.dumps([version, dataset.name, dataset.split, known_ids]).encode())

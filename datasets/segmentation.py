@@ -1,18 +1,16 @@
 """What every segmentation dataset of this project is: a list of files, a table of classes, checked reading."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
+from datasets.class_table import ClassTable, UnknownIds
 from datasets.reading import EVERYTHING, RESTORE, Window, decode_image, decode_label, read_size
 
 INSTANCES_PER_CLASS = 1000  # in an image; see `SegmentationDataset.scored`
-_ILLEGAL = 254  # marks, in the lookup table, a raw value that the label files must not contain; never leaves this file
 
 
 class Files(NamedTuple):
@@ -27,104 +25,12 @@ class Files(NamedTuple):
     instances: Path | None = None  # which instance each pixel belongs to, where the official score asks for it
 
 
-class UnknownIds(ValueError):
-    """A label file holds values that are not in the class table."""
-
-
 class Sample(NamedTuple):
     """`image`: uint8 (H, W, 3) RGB. `label`: uint8 (H, W) train ids or ignore, None without labels. `name`: unique."""
 
     image: np.ndarray
     label: np.ndarray | None
     name: str
-
-
-@dataclass(frozen=True)
-class ClassTable:
-    """The classes of a dataset in train-id order, and how its files and its official evaluation number them.
-
-    `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
-    label file may contain to a train id or to `ignore_index`; any other raw value is an error. `official_void` is what
-    an ignored pixel becomes in an official prediction file; `coloured_predictions`: such files carry the palette.
-
-    What only the official evaluation looks at, where there is one, `benchmark`: `official_only` maps classes that it
-    counts and the paper does not to their raw values (they are the last of `names`, or ignored in training);
-    `categories` has one entry per class; `instance_sizes` maps classes to the average pixels of an instance.
-    """
-
-    names: tuple[str, ...]
-    palette: tuple[tuple[int, int, int], ...]
-    official_ids: tuple[int, ...]
-    label_ids: Mapping[int, int]
-    ignore_index: int = 255
-    official_void: int = 0
-    coloured_predictions: bool = False
-    benchmark: str | None = None
-    official_only: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    categories: tuple[str, ...] = ()
-    instance_sizes: Mapping[str, float] = field(default_factory=dict)
-    _to_train: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
-    _to_scored: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
-    _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
-    _to_colour: np.ndarray = field(init=False, repr=False, compare=False)  # (256, 3) uint8
-
-    def __post_init__(self):
-        count = len(self.names)
-        assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL < self.ignore_index <= 255
-        assert set(self.label_ids.values()) <= {*range(count), self.ignore_index}
-        assert len(self.scored) < _ILLEGAL and self.scored[:count] == self.names
-        assert len(self.categories) in (0, count) and set(self.instance_sizes) <= set(self.names)
-        to_train = np.full(256, _ILLEGAL, np.uint8)
-        for raw, train_id in self.label_ids.items():
-            to_train[raw] = train_id
-        to_scored = to_train.copy()
-        for name, values in self.official_only.items():
-            to_scored[list(values)] = self.scored.index(name)
-        to_official = np.full(256, self.official_void, np.uint8)
-        to_official[:count] = self.official_ids
-        to_colour = np.zeros((256, 3), np.uint8)
-        to_colour[:count] = self.palette
-        tables = {"train": to_train, "scored": to_scored, "official": to_official, "colour": to_colour}
-        for name, array in tables.items():
-            object.__setattr__(self, f"_to_{name}", array)
-
-    @property
-    def counted(self) -> tuple[str, ...]:
-        """The classes of the paper's mIoU: `names`, without those that only the official score counts."""
-        return tuple(name for name in self.names if name not in self.official_only)
-
-    @property
-    def scored(self) -> tuple[str, ...]:
-        """Every ground-truth class of a score: `counted`, then `official_only`."""
-        return self.counted + tuple(self.official_only)
-
-    def train_ids(self, raw: np.ndarray) -> np.ndarray:
-        """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). UnknownIds names values outside the table."""
-        return self._mapped(raw, self._to_train)
-
-    def scored_ids(self, raw: np.ndarray) -> np.ndarray:
-        """As `train_ids`, but positions in `scored`: of the trained classes their train ids, the others behind them."""
-        return self._mapped(raw, self._to_scored)
-
-    def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:
-        mapped = cv2.LUT(raw, table)
-        if (mapped == _ILLEGAL).any():
-            foreign = sorted(set(np.unique(raw).tolist()) - set(self.label_ids))
-            raise UnknownIds(
-                f"contains the ids {_shortened(foreign)}, which are not in the class table; expected only "
-                f"{_ranges(self.label_ids)}"
-            )
-        return mapped
-
-    def official(self, train_ids: np.ndarray) -> np.ndarray:
-        """Train ids, uint8 (H, W) -> ids of the official prediction files, uint8 (H, W)."""
-        assert train_ids.dtype == np.uint8, f"train ids are uint8, got {train_ids.dtype}"
-        return self._to_official[train_ids]
-
-    def colour(self, train_ids: np.ndarray) -> np.ndarray:
-        """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3); what is ignored is black."""
-        assert train_ids.dtype == np.uint8, f"train ids are uint8, got {train_ids.dtype}"
-        return self._to_colour[train_ids]
 
 
 class SegmentationDataset(Dataset):
@@ -273,20 +179,3 @@ def size_mismatch(entry: Files, image_size: tuple[int, int], label_size: tuple[i
         f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
         f"{image_size[0]}x{image_size[1]}; expected the same size. {RESTORE}"
     )
-
-
-def _shortened(values: list[int], limit: int = 8) -> str:
-    more = f", … ({len(values)} in all)" if len(values) > limit else ""
-    return ", ".join(map(str, values[:limit])) + more
-
-
-def _ranges(values: Mapping[int, int]) -> str:
-    """{0, 1, 2, 5} -> "0-2, 5"."""
-    text, ordered = [], sorted(values)
-    start = previous = ordered[0]
-    for value in [*ordered[1:], None]:
-        if value is None or value != previous + 1:
-            text.append(f"{start}" if start == previous else f"{start}-{previous}")
-            start = value
-        previous = value
-    return ", ".join(text)

@@ -16,10 +16,11 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder
+from datasets.class_table import UnknownIds
 from datasets.fingerprint import fingerprint
 from datasets.parallel import in_order
 from datasets.reading import RESTORE, decode_image, read_size
-from datasets.segmentation import SegmentationDataset, UnknownIds, size_mismatch
+from datasets.segmentation import SegmentationDataset, size_mismatch
 
 _CHECKS = 1  # raise it with every change of the checks: what was remembered is then checked again
 _SHOWN = 5
@@ -53,10 +54,11 @@ def verify(
 ) -> None:
     """Checks every image and label of a split; ValueError lists the first offenders and counts all.
 
-    Images: readable header, complete file, the label's size; their pixels are not decoded. Labels: decoded, every id
-    in the class table. `workers` threads (default: one per core, at most 8); `progress(done, total)` is called from
-    the calling thread after each image. Success is remembered in the cache folder under the paths, sizes and
-    modification times of all files; where that folder cannot be written the check just runs every time.
+    Images and files of instances: readable header, complete file, the label's size; their pixels are not decoded.
+    Labels: decoded, every id in the class table. `workers` threads (default: one per core, at most 8);
+    `progress(done, total)` is called from the calling thread after each image. Success is remembered in the cache
+    folder under the paths, sizes and modification times of all files; where that folder cannot be written the check
+    just runs every time.
     """
     remembered = cache_folder() / "verified" / fingerprint(dataset, version=_CHECKS)
     if remembered.is_file():
@@ -136,9 +138,9 @@ def _check(
     size_of: Callable[[Path], tuple[int, int]],
     read_label: Callable[[int], np.ndarray],
 ) -> tuple[list[Problem], np.ndarray | None]:
-    """What is wrong with one image and its label, and the label, train ids uint8 (H, W), where it can be read.
+    """What is wrong with one image and its label files, and the label, train ids uint8 (H, W), where it can be read.
 
-    `size_of` reads the image: its (width, height). Like `read_label`, it raises ValueError for a bad file.
+    `size_of` reads the image or the instances: (width, height). Like `read_label`, it raises ValueError for a bad file.
     """
     entry = dataset.files[index]
     problems, image_size, label = [], None, None
@@ -157,6 +159,14 @@ def _check(
     if image_size is not None and label is not None and image_size != label.shape[::-1]:
         message = size_mismatch(entry, image_size=image_size, label_size=label.shape[::-1])
         problems.append(Problem("sizes differ", message))
+    if entry.instances is not None:
+        try:
+            instances_size = size_of(entry.instances)
+            if image_size not in (None, instances_size):
+                message = size_mismatch(entry._replace(label=entry.instances), image_size, instances_size)
+                problems.append(Problem("sizes differ", message))
+        except ValueError as error:
+            problems.append(Problem("unreadable instances", str(error)))
     return problems, label
 
 

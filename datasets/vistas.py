@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
 from datasets.reading import Window, decode_instances, decode_label
-from datasets.segmentation import ClassTable, Files, SegmentationDataset
+from datasets.segmentation import Files, SegmentationDataset
 
 IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
 

@@ -5,7 +5,7 @@ import cv2
 import numpy as np
 import pytest
 
-from datasets import camvid, cityscapes, verify
+from datasets import camvid, cityscapes, inspect, verify
 
 
 def problems(root, **options) -> str:
@@ -47,6 +47,23 @@ def test_finds_foreign_ids_and_sizes(camvid_folders):
     message = problems(camvid_folders, workers=2)
     assert "2 problem(s)" in message
     assert "0001TP_000001.png: contains the ids 77" in message and "0001TP_000002.png: the label is 20x12" in message
+
+
+def test_looks_at_files_of_instances_too(cityscapes_root):
+    """They are read in evaluations only: hours after the start."""
+    files = cityscapes(cityscapes_root, "val").files
+    verify(cityscapes(cityscapes_root, "val"))
+    cv2.imwrite(str(files[0].instances), np.zeros((12, 20), np.uint16))
+    files[1].instances.write_bytes(files[1].instances.read_bytes()[:-20])
+    for check in (verify, lambda dataset: inspect(dataset, workers=0)):
+        try:
+            found = check(cityscapes(cityscapes_root, "val"))
+        except ValueError as error:
+            message = str(error)
+        else:
+            message = "\n".join(problem.message for problem in found.problems)
+        assert f"{files[0].instances}: the label is 20x12" in message
+        assert f"{files[1].instances}: the PNG file is truncated" in message
 
 
 def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders):

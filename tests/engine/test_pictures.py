@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from datasets import SegmentationDataset
-from datasets.segmentation import ClassTable
+from datasets import ClassTable, SegmentationDataset
 from engine.evaluation import PredictionWriter
 from engine.pictures import inside
 
