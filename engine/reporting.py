@@ -214,33 +214,36 @@ class RunReport:
 def iou_table(scores: dict, title: str) -> Table:
     """The scores of `engine.metrics.all_scores` as a table for the console, in percent; official ones on the right."""
     official = scores["official"]
-    instances = "iiou" in official
+    iiou = official.get("iiou", {})
+    has_iiou = any(value is not None for value in iiou.values())
+    on_the_right = "iIoU %" if has_iiou else "official %" if official and not iiou else None
     table = Table(title=title, title_justify="left", caption_justify="left", min_width=40)
-    for column in ("class", "IoU %", *(["iIoU %" if instances else "official %"] if official else [])):
-        table.add_column(column, justify="left" if column == "class" else "right")
+    table.add_column("class")
+    for column in filter(None, ("IoU %", on_the_right)):
+        table.add_column(column, justify="right")
 
-    def row(name: str, value: float | str | None, beside: float | str | None = "", style: str | None = None) -> None:
-        cells = (
-            cell if isinstance(cell, str) else "–" if cell is None else f"{100 * cell:.2f}" for cell in (value, beside)
-        )
-        table.add_row(name, *list(cells)[: len(table.columns) - 1], style=style)
+    def row(name: str, *values: float | str | None, style: str | None = None) -> None:
+        cells = [
+            value if isinstance(value, str) else "–" if value is None else f"{100 * value:.2f}" for value in values
+        ]
+        table.add_row(name, *cells[: len(table.columns) - 1], style=style)
 
-    beside = official["iiou"] if instances else official.get("iou", {})
+    beside = iiou or official.get("iou", {})
     for name in {**scores["iou"], **beside}:
         row(name, scores["iou"].get(name, ""), beside.get(name, ""))
     table.add_section()
-    row("mean (mIoU)", scores["miou"], official.get("mean_iiou" if instances else "miou", ""), style="bold")
+    row("mean (mIoU)", scores["miou"], official.get("mean_iiou" if has_iiou else "miou", ""), style="bold")
     row("pixel accuracy", scores["pixel_accuracy"], official.get("pixel_accuracy", ""))
-    for name in ("mean_accuracy", "frequency_weighted_iou"):
-        if name in official:
-            row(name.replace("_", " ").replace("iou", "IoU"), "", official[name])
-    if instances:
+    if "mean_accuracy" in official:
+        row("mean accuracy", "", official["mean_accuracy"])
+        row("frequency-weighted IoU", "", official["frequency_weighted_iou"])
+    if "category_iou" in official:
         table.add_section()
         for name, iou in official["category_iou"].items():
             row(name, iou, official["category_iiou"].get(name, ""))
         row("mean of categories", official["mean_category_iou"], official["mean_category_iiou"], style="bold")
-        if official["mean_iiou"] is None:
-            table.caption = "no iIoU: not every image has its instanceIds file"
+    if iiou and not has_iiou:
+        table.caption = "no iIoU: it needs the instanceIds file of every image"
     return table
 
 

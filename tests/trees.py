@@ -47,6 +47,16 @@ def camvid_annot(root: Path) -> Path:
     return root
 
 
+def instance_ids(label: np.ndarray) -> np.ndarray:
+    """An instanceIds file, uint16 (H, W), for a labelIds file: classes 24-33 in instances of any size, some in groups.
+
+    Values: 1000 * id + number; the id alone for groups and other classes.
+    """
+    numbers = np.cumsum(label > 30).reshape(label.shape) // 9 % 4  # 3 are the pixels of a group
+    ids = label.astype(np.uint16)
+    return np.where((label >= 24) & (label <= 33) & (numbers < 3), 1000 * ids + numbers, ids).astype(np.uint16)
+
+
 def cityscapes(root: Path) -> Path:
     """The official archives as unpacked, with the files that we do not read beside those that we do."""
     cities = {"train": ("aachen", "bochum"), "val": ("frankfurt",), "test": ("berlin",)}
@@ -58,7 +68,7 @@ def cityscapes(root: Path) -> Path:
                 write(root / "leftImg8bit" / split / city / f"{stem}_leftImg8bit.png", image)
                 write(root / "gtFine" / split / city / f"{stem}_gtFine_labelIds.png", label)
                 write(root / "gtFine" / split / city / f"{stem}_gtFine_color.png", image)
-                write(root / "gtFine" / split / city / f"{stem}_gtFine_instanceIds.png", label.astype(np.uint16))
+                write(root / "gtFine" / split / city / f"{stem}_gtFine_instanceIds.png", instance_ids(label))
                 (root / "gtFine" / split / city / f"{stem}_gtFine_polygons.json").write_text("{}")
     (root / "license.txt").write_text("")
     return root

@@ -1,6 +1,8 @@
 """Records of a run: speeds without pauses, no record twice, none lost; errors as one message."""
 
+import io
 import json
+import re
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datasets import synthetic
-from engine.reporting import RunReport, errors_for_users, write_results
+from engine.reporting import RunReport, errors_for_users, iou_table, write_results
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
 
@@ -87,6 +89,40 @@ def test_json_has_null_for_what_is_not_a_number(tmp_path):
     )
     assert "NaN" not in (tmp_path / "results.json").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["miou"] is None
+
+
+def table_lines(scores: dict) -> list[list[str]]:
+    """The words of each line of the table, without its frame."""
+    console = Console(file=io.StringIO(), width=80)
+    console.print(iou_table(scores, title="title"))
+    lines = console.file.getvalue().splitlines()
+    return [words for line in lines if (words := [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()])]
+
+
+def test_official_scores_stand_beside_the_papers():
+    paper = {"miou": 0.5, "iou": {"road": 0.5, "car": None}, "pixel_accuracy": 0.75}
+    lines = table_lines({**paper, "official": {}})
+    assert ["class", "IoU %"] in lines and ["mean (mIoU)", "50.00"] in lines and ["car", "–"] in lines
+
+    lines = table_lines({**paper, "official": {"miou": 0.25, "iou": {"road": 0.25, "car": 0.5, "other": 0.0}}})
+    assert ["class", "IoU %", "official %"] in lines and ["mean (mIoU)", "50.00", "25.00"] in lines
+    assert ["car", "–", "50.00"] in lines and ["other", "0.00"] in lines
+
+    official = {
+        **{"miou": 0.5, "iiou": {"car": 0.125}, "mean_iiou": 0.125, "mean_category_iou": 0.5},
+        **{
+            "category_iou": {"flat": 0.5, "vehicle": None},
+            "category_iiou": {"vehicle": 0.2},
+            "mean_category_iiou": 0.2,
+        },
+    }
+    lines = table_lines({**paper, "official": official})
+    assert ["mean (mIoU)", "50.00", "12.50"] in lines and ["car", "–", "12.50"] in lines
+    assert ["flat", "50.00"] in lines and ["vehicle", "–", "20.00"] in lines
+    assert not any("instanceIds" in line[0] for line in lines)
+    lines = table_lines({**paper, "official": {**official, "iiou": {"car": None}, "mean_iiou": None}})
+    assert ["class", "IoU %"] in lines and ["mean (mIoU)", "50.00"] in lines and ["flat", "50.00"] in lines
+    assert any("instanceIds" in line[0] for line in lines)
 
 
 def test_users_see_the_message_of_a_worker_and_no_traceback(capsys):
