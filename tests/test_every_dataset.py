@@ -22,6 +22,16 @@ TREES = {
     "vistas": trees.vistas,
 }
 
+OFFICIAL = {
+    "camvid": set(),
+    "cityscapes": {
+        "miou",
+        *(mean + score for mean in ("", "mean_") for score in ("category_iou", "iiou", "category_iiou")),
+    },
+    "coco_stuff": {"miou", "iou", "pixel_accuracy", "mean_accuracy", "frequency_weighted_iou"},
+    "vistas": {"miou"},
+}
+
 
 @pytest.fixture(params=TREES)
 def trained(request, tmp_path) -> tuple[str, dict]:
@@ -37,6 +47,7 @@ def test_trains_evaluates_and_predicts_the_test_split(trained, tmp_path):
     classes = {"camvid": 11, "cityscapes": 19, "coco_stuff": 91, "vistas": 65}[name]
     assert results["dataset"] == name and results["images"] == 2 and len(results["iou"]) == classes
     assert 0 <= results["miou"] <= 1
+    assert set(results["official"]) == OFFICIAL[name]
     dataset = build.dataset(cfg.from_plain(results["config"]).data, "val")
     labelled = sum(int((sample.label != 255).sum()) for sample in dataset)
     assert np.sum(results["confusion_matrix"]) == labelled  # every pixel of the labels' own size counts, once
