@@ -43,11 +43,8 @@ class TrainingCrops(Dataset):
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str}."""
-        draw = key if isinstance(key, Draw) else Draw(*key)
-        index = draw.image
-        # Without a place, as for (epoch, index): an image that is drawn once in an epoch needs none.
-        place = [] if draw.place is None else [draw.place]
-        rng = np.random.default_rng([self.seed, draw.epoch, index, *place])
+        draw = Draw(*key)
+        index, rng = draw.image, self._rng(draw)
         size = self.dataset.size(index)
         image, label = (
             _Stored(size, partial(read, index)) for read in (self.dataset.read_image, self.dataset.read_label)
@@ -58,6 +55,16 @@ class TrainingCrops(Dataset):
             "label": torch.from_numpy(label),
             "name": self.dataset.files[index].name,
         }
+
+    def geometry(self, key: tuple[int, int] | Draw) -> tuple[tuple[int, int], tuple[int, int], bool]:
+        """Where a crop comes from, as `TrainingTransform.draw`: scaled size (H, W), place in it (top, left), flip."""
+        draw = Draw(*key)
+        return self.transform.draw(self.dataset.size(draw.image), self._rng(draw), draw.pixel)
+
+    def _rng(self, draw: Draw) -> np.random.Generator:
+        # Without a place, as for (epoch, index): an image that is drawn once in an epoch needs none.
+        place = [] if draw.place is None else [draw.place]
+        return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
 
 
 class _Stored(NamedTuple):

@@ -1,12 +1,14 @@
 """Pictures of predictions for people to look at."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import cv2
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from PIL import Image
 
 from datasets import SegmentationDataset
@@ -30,14 +32,40 @@ def comparison(
     panels = [image]
     for train_ids in (label, prediction):
         if train_ids is not None:
-            blended = overlay(image, dataset.colour(train_ids))
-            panels.append(np.where((train_ids == dataset.ignore_index)[..., None], image, blended))
+            panels.append(labelled(image, train_ids, dataset))
     return np.concatenate(panels, axis=1)
+
+
+def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:
+    """Train ids, uint8 (H, W), blended over their image, uint8 (H, W, 3) RGB; ignored pixels show the plain image."""
+    blended = overlay(image, dataset.colour(train_ids))
+    return np.where((train_ids == dataset.ignore_index)[..., None], image, blended)
 
 
 def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
     """Colours of a prediction blended over its image, all uint8 (H, W, 3) RGB."""
     return cv2.addWeighted(colours, OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
+
+
+def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[Patch]:
+    """Colours, names and shares of the classes that occur in labels, uint8 (H, W), by share; last what is ignored."""
+    pixels = sum(np.bincount(label.reshape(-1), minlength=256) for label in labels)
+    shares = 100 * pixels / pixels.sum()
+    present = [
+        class_id
+        for class_id in np.argsort(-pixels, kind="stable")
+        if pixels[class_id] and class_id != dataset.ignore_index
+    ]
+    patches = [
+        Patch(
+            facecolor=np.array(dataset.palette[i]) / 255,
+            edgecolor="gray",
+            label=f"{dataset.classes[i]} {shares[i]:.1f} %",
+        )
+        for i in present
+    ]
+    ignored = f"ignored {shares[dataset.ignore_index]:.1f} %"
+    return [*patches, Patch(facecolor="white", edgecolor="gray", hatch="////", label=ignored)]
 
 
 def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:

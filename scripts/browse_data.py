@@ -1,0 +1,137 @@
+"""Look at what a training sees, crops after augmentation with their labels:
+
+    python -m scripts.browse_data data=camvid data.root=DIR out=DIR [sampler=class_uniform] [count=16] [epoch=0]
+
+Takes whatever train_seg.py takes (experiment=…, seed=…) and writes pages of the first crops of an epoch, in the order
+of the run: each beside its label, with the image's name, the scale, and, where the sampler drew a class, that class and
+a circle around the pixel that the crop had to contain. Pixels that are ignored are left as they are in the overlay.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import hydra
+import numpy as np
+import torch
+from hydra.core.config_store import ConfigStore
+from matplotlib.figure import Figure
+from omegaconf import MISSING, DictConfig
+from rich.console import Console
+
+from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_epoch
+from datasets.transforms import at_scale
+from engine import build, reporting
+from engine import config as configuration
+from engine.pictures import labelled, legend
+from engine.schema import SegmentationRun, key
+
+configuration.register()
+
+_ROWS, _COLUMNS = 4, 2  # crops on a page
+_LEGEND_COLUMNS = 5
+_CROP_INCHES, _DPI = 2.8, 130
+
+
+@dataclass
+class BrowseData(SegmentationRun):
+    out: str = MISSING  # folder of the pages
+    count: int = key(16, above=0)  # crops
+    epoch: int = key(0, least=0)  # of the run, from 0
+
+
+class Shown(NamedTuple):
+    """A crop: `image` uint8 (h, w, 3) RGB, `label` uint8 (h, w), `pixel` (row, column) in it that it had to contain."""
+
+    image: np.ndarray
+    label: np.ndarray
+    title: str
+    pixel: tuple[int, int] | None
+
+
+def browse(values: DictConfig) -> list[Path]:
+    """Write the pages; returns their files. Raises ValueError for data or keys that do not fit."""
+    config = configuration.typed(values)
+    console = reporting.make_console()
+    dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+    crops = islice(training_crops(config, dataset, console), config.count)
+    out = Path(config.out).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, epoch {config.epoch}"
+    written = []
+    while page := list(islice(crops, _ROWS * _COLUMNS)):
+        written.append(out / f"page_{len(written):03d}.png")
+        sheet(page, dataset, title).savefig(written[-1], dpi=_DPI)
+    console.print(f"{config.count} crops on {len(written)} page(s): {out}", soft_wrap=True, markup=False)
+    return written
+
+
+def training_crops(config: SegmentationRun, dataset: SegmentationDataset, console: Console) -> Iterator[Shown]:
+    """What a run of this configuration trains on, from the first step of the epoch on."""
+    steps_per_epoch = minibatches_per_epoch(len(dataset), config.data.crops_per_minibatch)
+    start_step = config.epoch * steps_per_epoch
+    steps = start_step + -(-config.count // config.data.crops_per_minibatch)
+    with reporting.counted(console, "indexing the classes") as progress:
+        loader = build.training_loader(config, dataset, steps, start_step, torch.device("cpu"), progress=progress)
+    for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
+        images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()
+        for key_of_crop, image, label in zip(keys, images, labels, strict=True):
+            title, pixel = described(loader.dataset, Draw(*key_of_crop), label)
+            yield Shown(image, label, title, pixel)
+
+
+def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str, tuple[int, int] | None]:
+    """The title of a crop, and where in it the pixel lies for which it was drawn."""
+    dataset = crops.dataset
+    size, (scaled_size, offset, mirrored) = dataset.size(draw.image), crops.geometry(draw)
+    facts = [f"scale {scaled_size[0] / size[0]:.2f}" + ", mirrored" * mirrored]
+    pixel = None
+    if draw.pixel is not None:
+        facts.append(f"drawn for {dataset.classes[draw.class_id]}")
+        row, column = (
+            at_scale(*axis) - start for *axis, start in zip(draw.pixel, size, scaled_size, offset, strict=True)
+        )
+        pixel = row, label.shape[1] - 1 - column if mirrored else column
+    facts.append(f"{100 * (label == dataset.ignore_index).mean():.1f} % ignored")
+    return f"{dataset.files[draw.image].name}\n{', '.join(facts)}", pixel
+
+
+def sheet(page: Sequence[Shown], dataset: SegmentationDataset, title: str) -> Figure:
+    """Crops beside their labels, with one legend."""
+    handles = legend([crop.label for crop in page], dataset)
+    rows = -(-len(page) // _COLUMNS)
+    legend_rows = -(-len(handles) // _LEGEND_COLUMNS)
+    height = rows * (_CROP_INCHES + 0.5) + 0.22 * legend_rows + 0.6
+    figure = Figure(figsize=(_COLUMNS * (2 * _CROP_INCHES + 0.2), height), layout="constrained")
+    figure.suptitle(title)
+    axes_of_crops = figure.subplots(rows, _COLUMNS, squeeze=False).reshape(-1)
+    for axes in axes_of_crops:
+        axes.set_axis_off()
+    for axes, crop in zip(axes_of_crops, page, strict=False):
+        height, width = crop.label.shape
+        gap = np.full((height, max(1, width // 50), 3), 255, np.uint8)
+        axes.imshow(np.concatenate([crop.image, gap, labelled(crop.image, crop.label, dataset)], axis=1))
+        axes.set_title(crop.title, loc="left", fontsize=8)
+        if crop.pixel is not None:
+            row, column = crop.pixel
+            columns = [column, column + width + gap.shape[1]]
+            for colour, line_width in (("black", 3), ("white", 1.5)):
+                ring = dict(marker="o", markersize=11, markerfacecolor="none", linestyle="none", clip_on=False)
+                axes.plot(columns, [row, row], markeredgecolor=colour, markeredgewidth=line_width, **ring)
+    figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False)
+    return figure
+
+
+ConfigStore.instance().store(name="browse_data_run", node=BrowseData)
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="browse_data")
+def main(values: DictConfig) -> None:
+    with reporting.errors_for_users():
+        browse(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The pages show what a training sees: the same crops, the pixels for which they were drawn, the classes in them."""
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from datasets import camvid, minibatches_per_epoch
+from engine import build, reporting
+from engine import config as configuration
+from engine.pictures import legend
+from scripts.browse_data import browse, training_crops
+from tests import trees
+from tests.runs import composed
+
+JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "contrast", "saturation", "hue"))
+# Labels of noise: enlarged, every pixel of them is still seen.
+CROPS = ("data.crop_size=30", "data.scale=[1,2]", "data.crops_per_minibatch=4", "data.workers=0")
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "class_uniform"])
+@pytest.mark.parametrize("options", [(), JITTER], ids=["plain", "jitter"])
+def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
+    root = trees.camvid_folders(tmp_path / "data")
+    overrides = ("data=camvid", f"data.root={root}", f"sampler={sampler}", "seed=3", *CROPS, *options)
+    run = configuration.typed(composed("train_seg", *overrides))
+    dataset = build.dataset(run.data, "train")
+    steps_per_epoch = minibatches_per_epoch(len(dataset), 4)
+    seen = build.training_loader(run, dataset, total_steps=9, start_step=0, device=torch.device("cpu"))
+    seen = list(seen)[2 * steps_per_epoch :]
+    browsed = composed("browse_data", *overrides, f"out={tmp_path}", "epoch=2", "count=7")
+    shown = list(training_crops(configuration.typed(browsed), dataset, reporting.make_console()))
+    assert len(shown) == 8  # whole minibatches; the pages show the first 7
+    for number, crop in enumerate(shown):
+        minibatch, place = seen[number // 4], number % 4
+        assert np.array_equal(crop.image, minibatch["image"][place].permute(1, 2, 0))
+        assert np.array_equal(crop.label, minibatch["label"][place])
+        name, facts = crop.title.split("\n")
+        assert name == minibatch["name"][place]
+        assert facts.endswith(f"{100 * (crop.label == 255).mean():.1f} % ignored")
+        if sampler == "uniform":
+            assert crop.pixel is None and "drawn for" not in facts
+        else:
+            assert f", drawn for {dataset.classes[crop.label[crop.pixel]]}, " in facts
+    assert {"mirrored" in crop.title for crop in shown} == {True, False}
+
+
+def test_writes_pages_of_eight(tmp_path):
+    root = trees.camvid_folders(tmp_path / "data")
+    data = ("data=camvid", f"data.root={root}", "sampler=class_uniform", *CROPS)
+    written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "count=9"))
+    assert [path.name for path in written] == ["page_000.png", "page_001.png"]
+    full, last = (cv2.imread(str(path)) for path in written)
+    assert full.shape[0] > 2 * last.shape[0] > 400 and full.shape[1] == last.shape[1]  # one row of crops on the last
+
+
+def test_the_legend_names_what_occurs(tmp_path):
+    dataset = camvid(trees.camvid_folders(tmp_path), "train")
+    patches = legend([np.array([[3, 3, 3, 255]], np.uint8), np.array([[3, 0, 10, 0]], np.uint8)], dataset)
+    named = ["road 50.0 %", "sky 25.0 %", "bicyclist 12.5 %", "ignored 12.5 %"]
+    assert [patch.get_label() for patch in patches] == named
+    for patch, class_id in zip(patches, (3, 0, 10), strict=False):
+        assert np.allclose(np.multiply(patch.get_facecolor()[:3], 255), dataset.palette[class_id])
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("count=0", "count=0: expected a number above 0"),
+        ("epoch=-1", "epoch=-1: expected 0 or more"),
+        ("data.colour_jitter.hue=0.6", "data.colour_jitter.hue=0.6: expected 0 or more, at most 0.5"),
+        ("data.colour_jitter.contrast=-1", "data.colour_jitter.contrast=-1.0: expected 0 or more"),
+        ("data.train_split=test", "data.train_split=test"),
+    ],
+)
+def test_wrong_keys_are_named(tmp_path, override, message):
+    with pytest.raises(ValueError, match=message):
+        browse(composed("browse_data", f"out={tmp_path}", override))
