@@ -80,6 +80,11 @@ FILES = {
     "jpeg image": ("vistas", "training/images/street-000000000000001.jpg", "unreadable image"),
     "png image": ("cityscapes", "leftImg8bit/train/bochum/bochum_000000_000019_leftImg8bit.png", "unreadable image"),
     "label": ("cityscapes", "gtFine/train/bochum/bochum_000000_000019_gtFine_labelIds.png", "unreadable label"),
+    "instances": (
+        "cityscapes",
+        "gtFine/train/bochum/bochum_000000_000019_gtFine_instanceIds.png",
+        "unreadable instances",
+    ),
     "palette label": ("vistas", "training/labels/street-000000000000001.png", "unreadable label"),
     "unlabelled image": ("cityscapes", "leftImg8bit/test/berlin/berlin_000001_000019_leftImg8bit.png", None),
 }
