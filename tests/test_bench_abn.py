@@ -27,7 +27,8 @@ from scripts.bench_abn.strategies import (
     STANDARD,
     SYNC,
 )
-from scripts.bench_abn.targets import EAGER, MISS, NOT_MEASURED, PASS, PASS_IN_PART, SHOWN, verdicts
+from scripts.bench_abn.targets import EAGER, PASS_IN_PART, SHOWN, verdicts
+from scripts.records import MISS, NOT_MEASURED, PASS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = {"batch": 2, "channels": [8], "pixels": [4], "large": False, "rounds": 2, "sample_ms": 0.1}

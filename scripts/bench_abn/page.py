@@ -7,6 +7,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from scripts.records import conditions
+
 from .strategies import BUDGET, CHECKPOINTING_B, CHECKPOINTING_C, COMPILED, INPLACE_1, INPLACE_2, PACKAGE, STANDARD
 from .targets import MIB, PASSES_OF_A_COPY, PASSES_OVER_MEMORY, Rows, by_cell, verdicts
 
@@ -69,12 +71,11 @@ def write_page(record: Path) -> Path:
 def markdown(result: dict, picture: str) -> str:
     """The page."""
     environment, arguments = result["environment"], result["arguments"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
     lines = [f"# BN + ACT (+ CONV) on {device}: time and memory of every strategy", ""]
     lines += ["```", result["command"], "```", ""]
     lines += [
-        f"{environment['hardware']}, {environment['threads']} threads; {versions}; commit {environment['commit']}. "
+        f"{conditions(environment)}. "
         f"Batch {arguments['batch']}, {arguments['rounds']} rounds; the run took {result['seconds'] / 60:.1f} minutes."
     ]
     if arguments["graphs"]:
