@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 from engine import build, checkpoint, reporting
 from engine import config as configuration
+from engine.distributed import World
 from engine.evaluation import PredictionWriter, evaluate_dataset
 from engine.inference import WHOLE_IMAGE, Views
 from engine.schema import Evaluation, SegmentationRun
@@ -50,12 +51,15 @@ def evaluate(values: DictConfig) -> dict:
         overlay_images=options.overlay_images,
     )
 
-    loader = build.evaluation_loader(dataset, options.workers, device, images=None)
+    loader = build.evaluation_loader(
+        dataset, options.workers, config.data.timeout_seconds, World(device=device), images=None
+    )
     with reporting.progress_bar(console) as progress:
         scores, confusion = evaluate_dataset(
             network,
             dataset,
             loader,
+            world=World(device=device),
             progress=progress,
             image_input=build.image_input(config, device),
             autocast=build.autocast(config.trainer.precision, device),

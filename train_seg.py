@@ -1,4 +1,7 @@
-"""Train a segmentation network: `python train_seg.py [experiment=…] [key=value …]`; `--help` lists the choices."""
+"""Train a segmentation network: `python train_seg.py [experiment=…] [key=value …]`; `--help` lists the choices.
+
+On several devices or machines: `torchrun --nproc-per-node N train_seg.py …` (docs/training.md).
+"""
 
 import shlex
 import sys
@@ -8,17 +11,25 @@ import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from engine import build, checkpoint, loop, reporting
+from engine import build, checkpoint, distributed, loop, reporting
 from engine import config as configuration
+from engine.distributed import World
 from engine.evaluation import PictureCollector, evaluate_dataset
 from engine.inference import WHOLE_IMAGE
-from engine.run_directory import RunDirectory
+from engine.initial_weights import initialise_from
+from engine.learner import renew_statistics
+from engine.profiling import profiled
+from engine.run_directory import RunDirectory, new_run_path
+from engine.schema import PackageNorm, SegmentationRun
+from engine.stopping import StopRequest, UntilStopped
 
 configuration.register()
 
 
 def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     """Train as configured, evaluate the last checkpoint, and leave a run directory.
+
+    Under torchrun every process calls this, and has its share of every minibatch and of every evaluation.
 
     Args:
         values: a composed `engine.schema.SegmentationRun`.
@@ -29,96 +40,144 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
 
     Raises:
         ValueError: the configuration, the data or the run directory do not fit; before the first step.
-        FloatingPointError: the loss became infinite or NaN; the last checkpoint is of an earlier step.
+        FloatingPointError: loss or gradient became infinite or NaN; the last checkpoint is of an earlier step.
+        MemoryError: the device has not enough memory.
+        Preempted: SIGTERM or SIGUSR1 asked the run to stop, and it can be continued.
     """
     config = configuration.typed(values)
+    with distributed.joined(config.trainer.device, config.trainer.timeout_seconds) as world, StopRequest() as stop:
+        configuration.check_shares(config, world.size)
+        return run(config, world, stop, command)
+
+
+def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) -> dict:
+    """What `train` does in one of the processes of `world`."""
+    data, trainer = config.data, config.trainer
     plain_config = configuration.plain(config)
-    run = RunDirectory(config.run_dir, dataset=config.data.name, norm=config.norm.name)
-    device = build.device(config.trainer.device)
-    train_set = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
-    val_set = build.labelled_dataset(config.data, "data.val_split", config.data.val_split)
+    directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
+    train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
+    val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
     schedule = build.schedule(config, images=len(train_set))
-    resumed = run.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
-    console = reporting.make_console()
-    reporting.log_to(console, run.log)
+    resumed = directory.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
+    console = reporting.make_console(world.rank)
+    reporting.log_to(console, directory.log if world.first else None, world.rank)
     reporting.logger.debug(command)
-    if resumed is None:
-        run.config.write_text(f"# {command}\n{OmegaConf.to_yaml(plain_config)}")
-    if config.data.verify:
-        reporting.verify_with_progress(train_set, console)
+    if directory.notice:
+        reporting.logger.warning(directory.notice)
+    if resumed is None and world.first:
+        directory.config.write_text(f"# {command}\n{OmegaConf.to_yaml(plain_config)}")
+    if data.verify and world.first:  # the others wait for it when they first exchange something
+        reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
         reporting.verify_with_progress(val_set, console)
 
-    network, optimizer, scheduler = build.trainable(config, len(train_set.classes), schedule.total_steps, device)
-    start_step, best_miou = 0, -1.0
+    build.arithmetic(trainer)
+    learner = build.learner(config, len(train_set.classes), schedule.total_steps, world)
+    start_step = 0
     if resumed is not None:
-        start_step = checkpoint.restore_run(resumed, network, optimizer, scheduler)
-        best_miou = resumed["best_miou"]
+        start_step = checkpoint.restore_run(resumed, **learner.state(), rank=world.rank, world_size=world.size)
+    elif config.init.weights is not None:
+        initialised = initialise_from(
+            learner.network,
+            Path(config.init.weights),
+            train_set.classes,
+            format=config.init.format,
+            part=config.init.part,
+            package=isinstance(config.norm, PackageNorm),
+        )
+        reporting.logger.info(str(initialised))
+        learner.restart_average()
     reporting.logger.info(
-        f"{run.path}: {sum(p.numel() for p in network.parameters()):,} parameters, {len(train_set)} training and "
-        f"{len(val_set)} validation images, steps {start_step} to {schedule.total_steps} on {device}"
+        f"{directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, {len(train_set)} "
+        f"training and {len(val_set)} validation images, steps {start_step} to {schedule.total_steps} on "
+        f"{world.size} x {world.device.type}"
     )
 
     with reporting.counted(console, "indexing the classes") as progress:
-        train_loader = build.training_loader(
-            config, train_set, schedule.total_steps, start_step, device, progress=progress
+        minibatches = build.training_loader(
+            config, train_set, schedule.total_steps, world, start_step=start_step, progress=progress
         )
-    val_loader = build.evaluation_loader(val_set, config.data.workers, device, config.trainer.evaluate_images)
-    forward = dict(
-        image_input=build.image_input(config, device), autocast=build.autocast(config.trainer.precision, device)
+    if trainer.profile and world.first:
+        minibatches = profiled(minibatches, trainer.profile, directory.path / "profile")
+    val_loader = build.evaluation_loader(val_set, data.workers, data.timeout_seconds, world, trainer.evaluate_images)
+    image_input = build.image_input(config, world.device)
+    autocast = build.autocast(trainer.precision, world.device)
+    report = reporting.RunReport(
+        directory.path if world.first else None, console, schedule.total_steps, start_step, data.max_skipped
     )
-    report = reporting.RunReport(run.path, console, schedule.total_steps, start_step)
 
-    def save(step: int, path: Path = run.last) -> None:
+    def save(step: int, best: bool = False) -> None:
+        states = world.gather(checkpoint.random_states(world.device))
         state = {
-            **checkpoint.run_state(network, optimizer, scheduler, step),
+            **checkpoint.run_state(
+                **learner.state(),
+                step=step,
+                random={kind: [state for rank in states for state in rank[kind]] for kind in ("cpu", "cuda")},
+            ),
             "total_steps": schedule.total_steps,
-            "best_miou": best_miou,
             "config": plain_config,
             "classes": list(train_set.classes),
             "palette": [list(colour) for colour in train_set.palette],
         }
-        checkpoint.save(path, state)
+        if world.first:
+            checkpoint.save(directory.best, state) if best else directory.save_last(state)
 
     def evaluate(step: int) -> tuple[dict, torch.Tensor]:
-        nonlocal best_miou
-        pictures = PictureCollector(val_set, config.trainer.pictures)
+        if trainer.ema_statistics_minibatches:
+            steps = trainer.ema_statistics_minibatches
+            crops = build.training_loader(config, train_set, steps, world)
+            renew_statistics(learner.evaluated, (image_input(crop["image"]) for crop in crops), autocast)
+        world.share_buffers(learner.evaluated)
+        pictures = PictureCollector(val_set, trainer.pictures)
         scores, confusion = evaluate_dataset(
-            network, val_set, val_loader, progress=report.progress, on_prediction=pictures, **forward
+            learner.evaluated,
+            val_set,
+            UntilStopped(val_loader, stop, world),
+            world=world,
+            progress=report.progress,
+            image_input=image_input,
+            autocast=autocast,
+            on_prediction=pictures,
         )
+        improved = scores["miou"] > report.best_miou
         report.evaluation(step, schedule.epoch(step), scores, pictures.pictures)
-        if scores["miou"] > best_miou:
-            best_miou = scores["miou"]
-            save(step, run.best)
+        if improved:
+            save(step, best=True)
         return scores, confusion
 
+    report.mious = world.gather(report.mious)[0]
+
     with report:
+        if schedule.evaluates(start_step) and start_step not in report.mious:  # the run was stopped in it
+            evaluate(start_step)
         loop.train(
-            network,
+            learner,
             build.loss(config.loss, train_set.ignore_index),
-            optimizer,
-            scheduler,
-            train_loader,
+            minibatches,
             start_step=start_step,
             schedule=schedule,
-            accumulation_steps=config.trainer.accumulation_steps,
+            world=world,
+            image_input=image_input,
+            autocast=autocast,
+            accumulation_steps=trainer.accumulation_steps,
+            crops_per_minibatch=data.crops_per_minibatch,
             report=report,
             evaluate=evaluate,
             save=save,
-            **forward,
+            stop=stop,
         )
         scores, confusion = evaluate(schedule.total_steps)
 
     console.print(reporting.iou_table(scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
-    again = shlex.join(["python", "eval.py", f"checkpoint={run.last}"])
+    again = shlex.join(["python", "eval.py", f"checkpoint={directory.last}"])
     console.print(f"evaluate again with: {again}", soft_wrap=True, markup=False)
     return reporting.write_results(
-        run.results,
+        directory.results if world.first else None,
         dataset=val_set,
         scores=scores,
         confusion=confusion,
-        images=len(val_loader),
+        images=int(world.sum_(torch.tensor(len(val_loader)))),
         views=WHOLE_IMAGE.record(),
-        checkpoint=run.last,
+        checkpoint=directory.last,
         config=plain_config,
     )
 

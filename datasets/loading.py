@@ -13,6 +13,8 @@ from datasets.reading import Window
 from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
+MAX_SKIPPED = 8  # unreadable images in a row: beyond, it is not a damaged file but a missing disk
+
 
 class Draw(NamedTuple):
     """One crop of a run: from `image`, in `epoch`, containing `pixel` (row, column) of class `class_id`.
@@ -31,19 +33,38 @@ class TrainingCrops(Dataset):
     """Augmented crops, addressed as the samplers yield them: by (epoch, index), or by a `Draw`.
 
     A crop depends on the seed and its address only: not on the number of workers, nor on what was read before.
+    `skip_unreadable`: where an image or label cannot be read, a crop of the next readable one takes its place, and says
+    why; at most `MAX_SKIPPED` in a row.
     """
 
-    def __init__(self, dataset: SegmentationDataset, transform: TrainingTransform, seed: int):
+    def __init__(
+        self, dataset: SegmentationDataset, transform: TrainingTransform, seed: int, skip_unreadable: bool = False
+    ):
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
+        self.skip_unreadable = skip_unreadable
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str}."""
+        """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str, "skipped": str}
+
+        "skipped" is empty, or what was wrong with the file that this crop takes the place of.
+        """
         draw = Draw(*key)
+        skipped: list[str] = []
+        while True:
+            try:
+                return {**self._crop(draw), "skipped": "; ".join(skipped)}
+            except ValueError as error:
+                if not self.skip_unreadable or len(skipped) == MAX_SKIPPED:
+                    raise
+                skipped.append(str(error))
+                draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
+
+    def _crop(self, draw: Draw) -> dict:
         index, rng = draw.image, self._rng(draw)
         size = self.dataset.size(index)
         image, label = (

@@ -31,8 +31,15 @@ def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
     return range(rank, images, world_size)
 
 
+def minibatch_share(crops_per_minibatch: int, rank: int, world_size: int) -> range:
+    """Which crops of a minibatch a rank has: equal shares, or shares that differ by one."""
+    return range(rank * crops_per_minibatch // world_size, (rank + 1) * crops_per_minibatch // world_size)
+
+
 class _Minibatches(Sampler):
-    """Deals every epoch's list of `images` keys out in minibatches, and each minibatch in equal parts to the ranks.
+    """Deals every epoch's list of `images` keys out in minibatches, and each minibatch to the ranks.
+
+    Where a minibatch cannot be divided equally the ranks' shares differ by one crop, the same in every minibatch.
 
     Iterating yields, for each step `start_step … steps - 1` of the run, this rank's keys. The list depends on
     (seed, epoch) only; what does not fill a last minibatch is left out of that epoch. Meant as the `batch_sampler` of
@@ -52,10 +59,10 @@ class _Minibatches(Sampler):
         self.steps_per_epoch = minibatches_per_epoch(images, crops_per_minibatch)
         assert 0 <= start_step, f"a run has no step {start_step}"
         assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
-        if crops_per_minibatch % world_size:
+        if crops_per_minibatch < world_size:
             raise ValueError(
                 f"data.crops_per_minibatch={crops_per_minibatch} cannot be divided over {world_size} processes: "
-                f"expected a multiple of {world_size}"
+                f"expected at least one crop for each; start fewer processes"
             )
         self.images = images
         self.crops_per_minibatch = crops_per_minibatch
@@ -73,14 +80,14 @@ class _Minibatches(Sampler):
         return max(0, self.steps - self.start_step)
 
     def __iter__(self) -> Iterator[list[tuple]]:
-        crops_per_rank = self.crops_per_minibatch // self.world_size
+        share = minibatch_share(self.crops_per_minibatch, self.rank, self.world_size)
         keys, keys_epoch = None, None
         for step in range(self.start_step, self.steps):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != keys_epoch:
                 keys, keys_epoch = self.keys(epoch), epoch
-            first = position * self.crops_per_minibatch + self.rank * crops_per_rank
-            yield list(keys[first : first + crops_per_rank])
+            first = position * self.crops_per_minibatch
+            yield list(keys[first + share.start : first + share.stop])
 
 
 class ShuffledMinibatches(_Minibatches):
@@ -106,7 +113,7 @@ class ClassUniformMinibatches(_Minibatches):
     the images that contain it before one comes again. Classes without pixels are not drawn, which rank 0 warns of.
 
     Raises:
-        ValueError: no class has a pixel, or the minibatches do not fit the images or the ranks.
+        ValueError: no class has a pixel, or the minibatches have fewer crops than ranks or more than images.
     """
 
     def __init__(

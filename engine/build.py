@@ -1,10 +1,14 @@
 """From a run's configuration to its objects: the only place below the entries that knows both."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 from datasets import (
@@ -30,7 +34,9 @@ from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
 from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
 from datasets.vistas import IMAGES as VISTAS_IMAGES
+from engine.distributed import World, node_group
 from engine.inference import Views
+from engine.learner import Learner
 from engine.loop import Autocast, ImageInput
 from engine.losses import BootstrappedCrossEntropy, CrossEntropy
 from engine.schedule import Schedule, in_steps
@@ -52,6 +58,7 @@ from engine.schema import (
     ResNeXtBody,
     SegmentationRun,
     TrainedNetwork,
+    Trainer,
     WiderResNetBody,
 )
 from models.bodies.resnext import ResNeXt
@@ -109,8 +116,8 @@ def labelled_dataset(config: Data, key: str, split: str) -> SegmentationDataset:
     return built
 
 
-def norm_act(config: Norm) -> Callable[[int], nn.Module]:
-    """number of channels -> norm followed by an activation.
+def norm_act(config: Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
+    """number of channels -> norm followed by an activation; `group` is that of synchronised ones, None all processes.
 
     Raises:
         ValueError: the released package is not installed, where it is chosen.
@@ -124,7 +131,7 @@ def norm_act(config: Norm) -> Callable[[int], nn.Module]:
     if isinstance(config, PackageNorm):
         return partial(package_abn(), **options)
     assert isinstance(config, OurNorm), config
-    options.update(learn_scale=config.learn_scale, sync=config.sync, backend=config.backend)
+    options.update(learn_scale=config.learn_scale, sync=config.sync, group=group, backend=config.backend)
     if isinstance(config, InPlaceNorm):
         variant = "I" if isinstance(config, InPlaceNorm1) else "II"
         return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)
@@ -133,20 +140,65 @@ def norm_act(config: Norm) -> Callable[[int], nn.Module]:
     return partial(ABN, **options)
 
 
-def trainable(
-    config: SegmentationRun, classes: int, total_steps: int, device: torch.device
-) -> tuple[SegmentationNetwork, torch.optim.SGD, torch.optim.lr_scheduler.PolynomialLR]:
-    """The network as `config.seed` initialises it, on its device, with its optimiser and learning rate schedule."""
+def arithmetic(config: Trainer) -> None:
+    """Choose, for this process, how CUDA computes in float32, and whether algorithms must be deterministic."""
+    torch.backends.cuda.matmul.allow_tf32 = config.tf32
+    torch.backends.cudnn.allow_tf32 = config.tf32
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses
+    torch.use_deterministic_algorithms(config.deterministic)
+
+
+def learner(config: SegmentationRun, classes: int, total_steps: int, world: World) -> Learner:
+    """The network as `config.seed` initialises it, on its device, with what changes it.
+
+    From here on each process has random numbers of its own (dropout); the first one's are those of a single process.
+    """
+    trainer = config.trainer
     torch.manual_seed(config.seed)
-    built = network_on(config, classes, device)
-    sgd = optimizer(config.optim, built.parameters())
-    return built, sgd, lr_schedule(config.optim, sgd, total_steps)
+    trained = network_on(config, classes, world.device, node_group(world) if _synchronised(config) == "node" else None)
+    if world.rank:
+        torch.manual_seed(config.seed + (world.rank << 32))
+    average = None
+    if trainer.ema_decay is not None:
+        average = AveragedModel(trained, multi_avg_fn=get_ema_multi_avg_fn(trainer.ema_decay))
+    forward = trained
+    if trainer.compile:
+        forward = torch.compile(forward, fullgraph=True, dynamic=False)
+    if world.size > 1:
+        on_cuda = world.device.type == "cuda"
+        forward = DistributedDataParallel(
+            forward,
+            device_ids=[world.device] if on_cuda else None,
+            gradient_as_bucket_view=True,
+            # Else it lays out its buckets anew after the first step, and with them the order in which three or more
+            # processes' gradients are summed: a resumed run would round differently.
+            find_unused_parameters=trainer.deterministic or not on_cuda,
+        )
+    sgd = optimizer(config.optim, trained.parameters())
+    return Learner(
+        network=trained,
+        forward=forward,
+        optimizer=sgd,
+        scheduler=lr_schedule(config.optim, sgd, total_steps),
+        scaler=torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "float16"),
+        average=average,
+        max_gradient_norm=config.optim.max_gradient_norm,
+    )
 
 
-def network_on(config: SegmentationRun, classes: int, device: torch.device) -> SegmentationNetwork:
+def _synchronised(config: SegmentationRun) -> str | None:
+    """Which processes share the statistics of the norms: "world", "node" or None."""
+    norm = config.norm
+    return norm.sync_group if isinstance(norm, OurNorm) and norm.sync else None
+
+
+def network_on(
+    config: SegmentationRun, classes: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> SegmentationNetwork:
     """`network` on a device, in the memory format of the run."""
     memory_format = torch.channels_last if config.trainer.channels_last else torch.contiguous_format
-    return network(config, classes).to(device, memory_format=memory_format)
+    return network(config, classes, group).to(device, memory_format=memory_format)
 
 
 def body(config: Body, norm: Callable[[int], nn.Module]) -> nn.Module:
@@ -173,9 +225,9 @@ def body(config: Body, norm: Callable[[int], nn.Module]) -> nn.Module:
     )
 
 
-def network(config: SegmentationRun, classes: int) -> SegmentationNetwork:
+def network(config: SegmentationRun, classes: int, group: dist.ProcessGroup | None = None) -> SegmentationNetwork:
     """Body, head and classifier, initialised from torch's global generator, on the current default device."""
-    norm = norm_act(config.norm)
+    norm = norm_act(config.norm, group)
     features = body(config.body, norm)
     head = DeepLabV3(
         features.out_channels,
@@ -202,7 +254,7 @@ def optimizer(config: Optim, parameters) -> torch.optim.SGD:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.nesterov,
-        fused=True,  # one pass over each parameter
+        fused=config.fused,
     )
 
 
@@ -230,19 +282,17 @@ def training_loader(
     config: SegmentationRun,
     dataset: SegmentationDataset,
     total_steps: int,
-    start_step: int,
-    device: torch.device,
-    rank: int = 0,
-    world_size: int = 1,
+    world: World,
+    start_step: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataLoader:
-    """One minibatch of crops for each step from `start_step` to `total_steps`; of each, this rank's share.
+    """One minibatch of crops for each step from `start_step` to `total_steps`; of each, this process's share.
 
     Class-uniform sampling needs the class index, which is made here where it is not kept yet: `progress(done, total)`
     counts its images.
 
     Raises:
-        ValueError: the minibatches do not fit the images or the ranks, or the class index cannot be made.
+        ValueError: the minibatches do not fit the images or the processes, or the class index cannot be made.
     """
     data, sampler = config.data, config.sampler
     options = dict(
@@ -250,15 +300,16 @@ def training_loader(
         seed=config.seed,
         steps=total_steps,
         start_step=start_step,
-        rank=rank,
-        world_size=world_size,
+        rank=world.rank,
+        world_size=world.size,
     )
     if isinstance(sampler, ClassUniformSampler):
         index = index_classes(dataset, sampler.folder, sampler.positions, progress=progress)
         minibatches = ClassUniformMinibatches(index, fraction=sampler.fraction, **options)
     else:
         minibatches = ShuffledMinibatches(len(dataset), **options)
-    return _loader(training_crops(data, dataset, config.seed), data.workers, device, batch_sampler=minibatches)
+    crops = training_crops(data, dataset, config.seed)
+    return _loader(crops, data.workers, world.device, data.timeout_seconds, batch_sampler=minibatches)
 
 
 def training_crops(config: Data, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
@@ -273,26 +324,23 @@ def training_crops(config: Data, dataset: SegmentationDataset, seed: int) -> Tra
         ignore_index=dataset.ignore_index,
         colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
     )
-    return TrainingCrops(dataset, transform, seed)
+    return TrainingCrops(dataset, transform, seed, skip_unreadable=config.on_error == "skip")
 
 
 def evaluation_loader(
-    dataset: SegmentationDataset,
-    workers: int,
-    device: torch.device,
-    images: int | None,
-    rank: int = 0,
-    world_size: int = 1,
+    dataset: SegmentationDataset, workers: int, timeout_seconds: int, world: World, images: int | None
 ) -> DataLoader:
-    """Whole images one at a time, in order; of the first `images` of them those of this rank, none twice."""
-    indices = evaluation_shard(len(dataset) if images is None else min(images, len(dataset)), rank, world_size)
-    return _loader(WholeImages(dataset), workers, device, sampler=indices, batch_size=1)
+    """Whole images one at a time, in order; of the first `images` of them those of this process, none twice."""
+    count = len(dataset) if images is None else min(images, len(dataset))
+    indices = evaluation_shard(count, world.rank, world.size)
+    return _loader(WholeImages(dataset), workers, world.device, timeout_seconds, sampler=indices, batch_size=1)
 
 
-def _loader(source: Dataset, workers: int, device: torch.device, **batching) -> DataLoader:
+def _loader(source: Dataset, workers: int, device: torch.device, timeout_seconds: int, **batching) -> DataLoader:
     return DataLoader(
         source,
         num_workers=workers,
+        timeout=timeout_seconds if workers else 0,
         worker_init_fn=worker_init,
         pin_memory=device.type == "cuda",
         # Its own generator: an iterator draws a number when it starts, and evaluating must not change the training.
@@ -307,8 +355,10 @@ def image_input(config: SegmentationRun, device: torch.device) -> ImageInput:
 
 
 def autocast(precision: str, device: torch.device) -> Autocast:
-    """Makes the context of a forward pass in the given precision ("float32" or "bfloat16")."""
-    return partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bfloat16")
+    """Makes the context of a forward pass in the given precision ("float32", "bfloat16" or "float16")."""
+    dtype = getattr(torch, precision)
+    low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast does not know float32, which needs none
+    return partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
 
 
 def views(options: TrainedNetwork) -> Views:

@@ -117,16 +117,15 @@ def check(config: SegmentationRun) -> None:
     check_package(config)
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
-    crops, parts = data.crops_per_minibatch, trainer.accumulation_steps
-    if crops % parts:
+    check_shares(config, processes=1)
+    if trainer.ema_statistics_minibatches and trainer.ema_decay is None:
         raise ValueError(
-            f"data.crops_per_minibatch={crops} cannot be divided over trainer.accumulation_steps={parts}: expected a "
-            f"multiple of {parts}"
+            f"trainer.ema_statistics_minibatches={trainer.ema_statistics_minibatches} is for averaged weights: give "
+            f"trainer.ema_decay as well, such as 0.999"
         )
-    if crops // parts < 2:
+    if trainer.compile and isinstance(config.norm, PackageNorm):
         raise ValueError(
-            f"data.crops_per_minibatch={crops} over trainer.accumulation_steps={parts} gives one crop at a time, and "
-            f"the pooled branch of the head cannot normalise a single value per channel: use at least {2 * parts} crops"
+            "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
         )
     for name, values, count in (("mean", data.mean, 3), ("std", data.std, 3), ("scale", data.scale, 2)):
         if len(values) != count:
@@ -140,6 +139,22 @@ def check(config: SegmentationRun) -> None:
             raise ValueError(f"init.{name}={value} needs init.weights=FILE, the weights to start from")
     if config.resume is not None and config.run_dir is None:
         raise ValueError(f"resume={config.resume} needs run_dir=…, the folder of the run to continue")
+
+
+def check_shares(config: SegmentationRun, processes: int) -> None:
+    """Raise ValueError where a process would have a single crop at a time.
+
+    The head's pooled branch has one value per crop and channel, and a single value has no variance.
+    """
+    crops, parts = config.data.crops_per_minibatch, config.trainer.accumulation_steps
+    at_a_time = crops // (processes * parts)
+    if at_a_time < 2:
+        over = f" over {processes} processes" if processes > 1 else ""
+        over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
+        raise ValueError(
+            f"data.crops_per_minibatch={crops}{over} gives {at_a_time} crop(s) at a time, and the pooled branch of the "
+            f"head cannot normalise a single value per channel: use at least {2 * processes * parts} crops"
+        )
 
 
 def check_package(config: SegmentationRun) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
+from engine.distributed import World
 from engine.inference import WHOLE_IMAGE, Views, predict
 from engine.loop import Autocast, ImageInput
 from engine.metrics import Counts, all_scores
@@ -21,6 +22,7 @@ def evaluate_dataset(
     dataset: SegmentationDataset,
     loader: DataLoader,
     *,
+    world: World,
     progress: Progress,
     image_input: ImageInput,
     autocast: Autocast,
@@ -30,7 +32,8 @@ def evaluate_dataset(
     """Scores as `all_scores` gives them, and the confusion matrix int64 (K, K) of the K trained classes.
 
     Args:
-        loader: reads whole images of `dataset`, of any sizes. Those without labels are predicted and not counted.
+        loader: reads whole images of `dataset`, of any sizes: those that this process of `world` evaluates. Scores and
+            matrix are of the images of all processes. Those without labels are predicted and not counted.
         on_prediction: sees every (minibatch, predictions), the latter uint8 (N, H, W) on the CPU.
     """
     counts = Counts(dataset.table)
@@ -39,6 +42,8 @@ def evaluate_dataset(
         if "label" in minibatch:
             counts.add(predictions, minibatch)
         on_prediction(minibatch, predictions.cpu())
+    for tensor in counts.tensors():
+        world.sum_(tensor)
     trained = len(dataset.classes)
     return all_scores(counts, dataset.table, dataset.has_instances), counts.confusion[:trained, :trained]
 

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+
+from models.layers import InPlaceABN
 
 T = TypeVar("T")
 
@@ -36,6 +38,33 @@ def reset_peak_memory(device: torch.device) -> None:
     """Begin a new peak where the device can; the CPU's peak is that of the process's whole life."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocation failed, on a CUDA device or in the CPU's memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def out_of_memory(shape: tuple[int, ...], accumulation_steps: int, network: nn.Module) -> str:
+    """What to say when a training step has not found enough memory, and what would about halve what it needs.
+
+    `shape`: (N, 3, H, W) of this process's share of a minibatch; `accumulation_steps`: the parts it passes in.
+    """
+    crops, (height, width) = shape[0], shape[-2:]
+    at_a_time = -(-crops // accumulation_steps)
+    ways = []
+    if crops // (2 * accumulation_steps) >= 2:
+        ways.append(f"trainer.accumulation_steps={2 * accumulation_steps}")
+    ways.append("twice as many processes")
+    ways.append(f"data.crop_size={int(min(height, width) / 2**0.5)}")
+    if not any(isinstance(module, InPlaceABN) for module in network.modules()):
+        ways.append("norm=inplace")
+    ways.append("trainer.precision=bfloat16, where it is not used yet")
+    return (
+        f"out of memory with {at_a_time} crops of {height}x{width} pixels at a time on this device "
+        f"(data.crops_per_minibatch over processes and trainer.accumulation_steps={accumulation_steps}). Each of these "
+        f"takes about half of what grows with the crops: {'; '.join(ways)}"
+    )
 
 
 def keep_freed_memory() -> bool:

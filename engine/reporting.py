@@ -28,23 +28,36 @@ from torch.utils.tensorboard import SummaryWriter
 from datasets import SegmentationDataset, verify
 from engine.environment import environment
 from engine.pictures import confusion_picture
+from engine.stopping import EXIT_CODE, Preempted
 
 logger = logging.getLogger("engine")
 
 
-def make_console() -> Console:
-    """The terminal, or, where the output goes to a file or a pipe, lines that are not broken at 80 columns."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+def make_console(rank: int = 0) -> Console:
+    """The terminal, or, where the output goes to a file or a pipe, lines that are not broken at 80 columns.
+
+    Of several processes only the first one speaks.
+    """
+    console = Console(quiet=rank > 0)
+    return console if console.is_terminal else Console(width=160, quiet=rank > 0)
 
 
-def log_to(console: Console, file: Path | None) -> None:
-    """Send the log to the console and, with times and details, to `file` (appended to)."""
+def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
+    """Send the log to the console and, with times and details, to `file` (appended to).
+
+    Of several processes those beyond the first one say what is wrong, on stderr.
+    """
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
         handler.close()
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
+    if rank > 0:
+        warnings_only = logging.StreamHandler()
+        warnings_only.setFormatter(logging.Formatter(f"rank {rank}: %(message)s"))
+        warnings_only.setLevel(logging.WARNING)
+        logger.addHandler(warnings_only)
+        return
     on_console = RichHandler(console=console, show_path=False, show_level=False, highlighter=None, level=logging.INFO)
     logger.addHandler(on_console)
     if file is not None:
@@ -93,10 +106,15 @@ def counted(console: Console, description: str) -> Iterator[Callable[[int, int],
         yield show
 
 
-def verify_with_progress(dataset: SegmentationDataset, console: Console) -> None:
-    """`datasets.verify` with a progress bar; the same ValueError."""
-    with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
-        verify(dataset, progress=progress)
+def verify_with_progress(dataset: SegmentationDataset, console: Console, stops: bool = True) -> None:
+    """`datasets.verify` with a progress bar; the same ValueError, or, where it does not stop the run, a warning."""
+    try:
+        with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
+            verify(dataset, progress=progress)
+    except ValueError as error:
+        if stops:
+            raise
+        logger.warning(f"data.on_error=skip: {error}")
 
 
 @contextmanager
@@ -106,7 +124,10 @@ def errors_for_users() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         sys.exit("interrupted; resume=auto with the same run_dir continues a training from its last checkpoint")
-    except (ValueError, FloatingPointError, OSError) as error:
+    except Preempted as stopped:
+        logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
+        sys.exit(EXIT_CODE)
+    except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         logger.debug("", exc_info=True)  # the traceback, in log.txt where there is one
         # A DataLoader's worker wraps the message of an error into a traceback of its own.
         message = str(error).rsplit(f"\n{type(error).__name__}: ", 1)[-1]
@@ -117,23 +138,30 @@ class RunReport:
     """Reports one training run; a context manager, so that everything is on disk however the run ends.
 
     Args:
-        run_dir: where metrics.jsonl and tensorboard/ are kept.
+        run_dir: where metrics.jsonl and tensorboard/ are kept; None for a process that only counts along.
         console: where the progress bar is drawn.
         total_steps: length of the run.
         start_step: steps already done; records beyond it, of a run that was killed after its last checkpoint, go.
+        max_skipped: training images that may be left out before the run stops.
     """
 
-    def __init__(self, run_dir: Path, console: Console, total_steps: int, start_step: int):
-        self.metrics_file = run_dir / "metrics.jsonl"
-        self._drop_records_beyond(start_step, total_steps)
-        if start_step == 0:  # what an attempt without a checkpoint left
-            for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
-                events.unlink()
-        self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+    def __init__(self, run_dir: Path | None, console: Console, total_steps: int, start_step: int, max_skipped: int = 0):
+        self.run_dir = run_dir
+        self.mious: dict[int, float] = {}  # of all evaluations, by step; also of those before the run was resumed
+        if run_dir is not None:
+            self.metrics_file = run_dir / "metrics.jsonl"
+            self._drop_records_beyond(start_step, total_steps)
+            if start_step == 0:  # what an attempt without a checkpoint left
+                for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+                    events.unlink()
+            self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+        self.max_skipped = max_skipped
+        self.skipped = 0
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
         self.losses: list[float] = []
+        self.gradient_norms: list[float] = []
         self.images = 0
         self.seconds = 0.0
         self.step_started = time.perf_counter()
@@ -145,27 +173,60 @@ class RunReport:
 
     def __exit__(self, *exception) -> None:
         self.progress.stop()
-        self.tensorboard.close()
+        if self.skipped:
+            logger.warning(f"{self.skipped} training images could not be read and were skipped")
+        if self.run_dir is not None:
+            self.tensorboard.close()
 
-    def step(self, loss: float, images: int) -> None:
+    def step(self, loss: float, gradient_norm: float, images: int) -> None:
         """Count one training step. The time since the last call of `step` or `pause_ended` is the step's."""
         now = time.perf_counter()
         self.losses.append(loss)
+        self.gradient_norms.append(gradient_norm)
         self.images += images
         self.seconds += now - self.step_started
         self.step_started = now
         self.progress.update(self.task, advance=1)
+
+    @property
+    def best_miou(self) -> float:
+        """Of all evaluations; -1 before the first."""
+        return max((miou for miou in self.mious.values() if not math.isnan(miou)), default=-1.0)
+
+    def skips(self, count: int, reasons: list[str]) -> None:
+        """Count images that could not be read, of all processes; `reasons` are those of this one.
+
+        Raises:
+            ValueError: there have been too many.
+        """
+        for reason in reasons:
+            logger.warning(f"skipped: {reason}")
+        self.skipped += count
+        if self.skipped > self.max_skipped:
+            raise ValueError(
+                f"{self.skipped} training images could not be read, more than data.max_skipped={self.max_skipped}: "
+                f"restore them, python -m scripts.verify_data lists them, or raise data.max_skipped"
+            )
 
     def pause_ended(self) -> None:
         """What happened since the last step (evaluation, checkpoint) is not training time."""
         self.step_started = time.perf_counter()
 
     def training(self, step: int, epoch: float, lr: float, peak_memory_mib: float) -> None:
-        """Record the training since the last record: mean loss, learning rate, images per second, memory."""
+        """Record the training since the last record: mean loss, gradient, learning rate, images per second, memory."""
         loss = sum(self.losses) / len(self.losses)
+        gradient_norm = sum(self.gradient_norms) / len(self.gradient_norms)
         speed = self.images / self.seconds
-        self.losses, self.images, self.seconds = [], 0, 0.0
-        values = {"loss": loss, "lr": lr, "images_per_second": speed, "peak_memory_mib": peak_memory_mib}
+        self.losses, self.gradient_norms, self.images, self.seconds = [], [], 0, 0.0
+        if self.run_dir is None:
+            return
+        values = {
+            "loss": loss,
+            "lr": lr,
+            "gradient_norm": gradient_norm,
+            "images_per_second": speed,
+            "peak_memory_mib": peak_memory_mib,
+        }
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
         for name, value in values.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
@@ -177,6 +238,9 @@ class RunReport:
 
     def evaluation(self, step: int, epoch: float, scores: dict, pictures: dict[str, np.ndarray]) -> None:
         """Record scores of `engine.metrics.segmentation_scores` and pictures {name: uint8 (H, W, 3)}."""
+        self.mious[step] = scores["miou"]
+        if self.run_dir is None:
+            return
         self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **scores})
         self.tensorboard.add_scalar("val/miou", scores["miou"], step)
         self.tensorboard.add_scalar("val/pixel_accuracy", scores["pixel_accuracy"], step)
@@ -206,6 +270,8 @@ class RunReport:
                 continue
             if not beyond:
                 kept.append(line + "\n")
+                if record["kind"] == "val":
+                    self.mious[record["step"]] = math.nan if record["miou"] is None else record["miou"]
         partial = self.metrics_file.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(self.metrics_file)
@@ -248,7 +314,7 @@ def iou_table(scores: dict, title: str) -> Table:
 
 
 def write_results(
-    path: Path,
+    path: Path | None,
     *,
     dataset: SegmentationDataset,
     scores: dict,
@@ -258,7 +324,7 @@ def write_results(
     checkpoint: Path,
     config: dict,
 ) -> dict:
-    """Write and return the results of one evaluation, with what is needed to repeat it.
+    """Return the results of one evaluation, with what is needed to repeat it, and write them to `path` if given.
 
     Beside `path`, NAME_confusion.png is the picture of the confusion matrix. `views`: of `inference.Views.record`.
     """
@@ -273,10 +339,11 @@ def write_results(
         "config": config,
         "environment": environment(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_without_nan(results)) + "\n")
-    picture = confusion_picture(confusion.numpy(), dataset.classes, title=f"{dataset.name} {dataset.split}")
-    picture.savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(_without_nan(results)) + "\n")
+        picture = confusion_picture(confusion.numpy(), dataset.classes, title=f"{dataset.name} {dataset.split}")
+        picture.savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
     return results
 
 

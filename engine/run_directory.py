@@ -14,6 +14,9 @@ _FREE_ON_RESUME = (
     "data.root",
     "data.workers",
     "data.verify",
+    "data.on_error",
+    "data.max_skipped",
+    "data.timeout_seconds",
     "sampler.folder",
     "trainer.device",
     "trainer.evaluate_every_epochs",
@@ -21,7 +24,14 @@ _FREE_ON_RESUME = (
     "trainer.checkpoint_every_steps",
     "trainer.log_every_steps",
     "trainer.pictures",
+    "trainer.profile",
+    "trainer.timeout_seconds",
 )
+
+
+def new_run_path(dataset: str, norm: str) -> str:
+    """Where a run goes that is not given a `run_dir`."""
+    return f"runs/{dataset}-{norm}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 class RunDirectory:
@@ -31,9 +41,8 @@ class RunDirectory:
         notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint; None where it did.
     """
 
-    def __init__(self, path: str | None, dataset: str, norm: str):
-        """`path`: `run_dir`; where it is None, a new folder runs/DATASET-NORM/DATE."""
-        self.path = Path(path or f"runs/{dataset}-{norm}/{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    def __init__(self, path: str):
+        self.path = Path(path)
         self.config = self.path / "config.yaml"
         self.log = self.path / "log.txt"
         self.results = self.path / "results.json"

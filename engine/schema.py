@@ -14,7 +14,9 @@ from models.layers.backends import BACKENDS
 
 DATASETS = ("camvid", "cityscapes", "coco_stuff", "synthetic", "vistas")
 DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("float32", "bfloat16")
+PRECISIONS = ("float32", "bfloat16", "float16")
+SYNC_GROUPS = ("world", "node")
+ON_ERROR = ("stop", "skip")
 INIT_FORMATS = ("standard_bn",)
 
 
@@ -47,7 +49,8 @@ class OurNorm(Norm):
     """What all layers of models.layers have."""
 
     learn_scale: bool = True  # false: gamma is 1
-    sync: bool = False  # statistics of the minibatches of all processes together
+    sync: bool = False  # statistics of the minibatches of several processes together
+    sync_group: str = key("world", one_of=SYNC_GROUPS)  # of all of them, or of those on the same machine
     backend: str = key("auto", one_of=BACKENDS)
 
 
@@ -143,7 +146,7 @@ class Data:
     # at the label's own size.
     base_size: int | None = key(None, above=0)
     crop_size: int = key(MISSING, above=0)  # pixels, square
-    # The paper's number: global, before it is divided over accumulation steps.
+    # The paper's number: global, before it is divided over processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
     scale: list[float] = key([0.7, 2.0], above=0)
     flip: float = key(0.5, least=0, most=1)
@@ -152,6 +155,11 @@ class Data:
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1)
     workers: int = key(2, least=0)  # processes that read and augment
     verify: bool = True  # check every file before the first step; remembered until the files change
+    # What an image that cannot be read does to the training: stop it, or skip to the next image, at most max_skipped
+    # times in a run.
+    on_error: str = key("stop", one_of=ON_ERROR)
+    max_skipped: int = key(100, least=0)
+    timeout_seconds: int = key(300, above=0)  # a minibatch that the workers do not bring in this time stops the run
 
 
 @dataclass
@@ -205,6 +213,8 @@ class Optim:
     weight_decay: float = key(1e-4, least=0)
     nesterov: bool = False
     power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power
+    max_gradient_norm: float | None = key(None, above=0)  # longer gradients are scaled down to it; null: never
+    fused: bool = True  # one pass over each parameter
 
 
 @dataclass
@@ -219,9 +229,18 @@ class Trainer:
     log_every_steps: int = key(20, above=0)
     pictures: int = key(4, least=0)  # validation images shown in TensorBoard
     device: str = key("auto", one_of=DEVICES)
-    precision: str = key("float32", one_of=PRECISIONS)  # bfloat16: by autocast
+    precision: str = key("float32", one_of=PRECISIONS)  # bfloat16, float16: by autocast; float16 scales the loss
+    tf32: bool = False  # float32 products of 10-bit mantissas on CUDA devices
     channels_last: bool = True
-    accumulation_steps: int = key(1, above=0)  # parts in which a minibatch passes through the network
+    compile: bool = False  # the training's forward and backward pass as one graph of torch.compile
+    deterministic: bool = False  # deterministic algorithms only: two runs give equal weights
+    accumulation_steps: int = key(1, above=0)  # parts in which a process's share of a minibatch passes the network
+    # Decay of the exponential moving average of the weights, per step, which then is what is evaluated; null: none.
+    ema_decay: float | None = key(None, above=0, most=1)
+    # Minibatches from which the average's norms take statistics before an evaluation; 0: those of the trained network.
+    ema_statistics_minibatches: int = key(0, least=0)
+    profile: int = key(0, least=0)  # steps that are profiled, after ten of warming up, to RUN_DIR/profile
+    timeout_seconds: int = key(1800, above=0)  # a process that waits longer for another one stops
 
 
 @dataclass

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import hydra
 import numpy as np
-import torch
 from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
@@ -25,6 +24,7 @@ from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_e
 from datasets.transforms import at_scale
 from engine import build, reporting
 from engine import config as configuration
+from engine.distributed import World
 from engine.pictures import labelled, legend
 from engine.schema import SegmentationRun, key
 
@@ -74,7 +74,7 @@ def training_crops(config: SegmentationRun, dataset: SegmentationDataset, consol
     start_step = config.epoch * steps_per_epoch
     steps = start_step + -(-config.count // config.data.crops_per_minibatch)
     with reporting.counted(console, "indexing the classes") as progress:
-        loader = build.training_loader(config, dataset, steps, start_step, torch.device("cpu"), progress=progress)
+        loader = build.training_loader(config, dataset, steps, World(), start_step, progress)
     for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
         images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()
         for key_of_crop, image, label in zip(keys, images, labels, strict=True):

@@ -3,11 +3,11 @@
 import cv2
 import numpy as np
 import pytest
-import torch
 
 from datasets import camvid, minibatches_per_epoch
 from engine import build, reporting
 from engine import config as configuration
+from engine.distributed import World
 from engine.pictures import legend
 from scripts.browse_data import browse, training_crops
 from tests import trees
@@ -26,7 +26,7 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     run = configuration.typed(composed("train_seg", *overrides))
     dataset = build.dataset(run.data, "train")
     steps_per_epoch = minibatches_per_epoch(len(dataset), 4)
-    seen = build.training_loader(run, dataset, total_steps=9, start_step=0, device=torch.device("cpu"))
+    seen = build.training_loader(run, dataset, total_steps=9, world=World())
     seen = list(seen)[2 * steps_per_epoch :]
     browsed = composed("browse_data", *overrides, f"out={tmp_path}", "epoch=2", "count=7")
     shown = list(training_crops(configuration.typed(browsed), dataset, reporting.make_console()))

@@ -63,7 +63,7 @@ def test_too_few_images_names_both_numbers_and_the_fix():
         ShuffledMinibatches(images=10, crops_per_minibatch=0, seed=0, steps=1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 def test_the_ranks_share_each_minibatch_of_one_process(world_size):
     options = dict(crops_per_minibatch=8, seed=1, steps=7, start_step=2)
     index = index_of(np.ones((30, 4), int))
@@ -71,12 +71,13 @@ def test_the_ranks_share_each_minibatch_of_one_process(world_size):
         whole = list(kind(source, **options))
         shares = [list(kind(source, **options, rank=rank, world_size=world_size)) for rank in range(world_size)]
         assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
-        assert all(len(share) == 8 // world_size for part in shares for share in part)
+        sizes = {len(share) for part in shares for share in part}
+        assert min(sizes) == 8 // world_size and max(sizes) - min(sizes) <= 1
 
 
 def test_minibatches_that_the_ranks_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="data.crops_per_minibatch=8 cannot be divided over 3 processes"):
-        ShuffledMinibatches(images=30, crops_per_minibatch=8, seed=0, steps=1, world_size=3)
+    with pytest.raises(ValueError, match="data.crops_per_minibatch=8 cannot be divided over 9 processes"):
+        ShuffledMinibatches(images=30, crops_per_minibatch=8, seed=0, steps=1, world_size=9)
 
 
 @pytest.mark.parametrize("images, world_size", [(500, 8), (7, 2), (3, 4), (1, 1)])

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine import build
 from engine import config as cfg
+from engine.distributed import World
 from engine.losses import CrossEntropy
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 
@@ -135,7 +136,7 @@ def test_data_keys_reach_the_loader():
     )
     config = cfg.typed(composed(*overrides, "data.crops_per_minibatch=5", "seed=3", "data.workers=0"))
     dataset = build.dataset(config.data, "train")
-    loader = build.training_loader(config, dataset, total_steps=9, start_step=2, device=torch.device("cpu"))
+    loader = build.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
     transform = loader.dataset.transform
     assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
     assert (transform.fill, transform.ignore_index, loader.dataset.seed) == ((26, 51, 102), 255, 3)
@@ -144,23 +145,24 @@ def test_data_keys_reach_the_loader():
     assert image_input.mean.flatten().tolist() == pytest.approx([25.5, 51, 102])
     assert image_input.std.flatten().tolist() == pytest.approx([63.75, 127.5, 255])
     assert image_input.memory_format == torch.channels_last
-    assert len(build.evaluation_loader(dataset, 0, torch.device("cpu"), images=3)) == 3
+    assert len(build.evaluation_loader(dataset, 0, 60, World(), images=3)) == 3
 
 
 def test_sampler_keys_reach_the_loader(tmp_path):
     sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
     config = cfg.typed(composed(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0"))
-    dataset, cpu = build.dataset(config.data, "train"), torch.device("cpu")
+    dataset = build.dataset(config.data, "train")
     seen = []
     with pytest.warns(UserWarning, match="7 of 19 classes"):
-        loader = build.training_loader(config, dataset, 9, 2, cpu, progress=lambda *counts: seen.append(counts))
+        loader = build.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
     assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
     sampler = loader.batch_sampler
     assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
     assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
-    rank = build.training_loader(config, dataset, 9, 2, cpu, rank=1, world_size=2).batch_sampler
+    rank = build.training_loader(config, dataset, 9, World(rank=1, size=2), 2).batch_sampler
     assert list(rank) == [minibatch[3:] for minibatch in sampler]
-    assert [len(build.evaluation_loader(dataset, 0, cpu, 7, rank, 3)) for rank in range(3)] == [3, 2, 2]
+    shares = [build.evaluation_loader(dataset, 0, 60, World(rank=rank, size=3), 7) for rank in range(3)]
+    assert [len(share) for share in shares] == [3, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -212,8 +214,8 @@ def test_an_option_of_another_alternative_is_an_error():
         (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected .height, width"),
         (["optim.lr=nan"], "optim.lr=nan: expected a number above 0"),
         (["trainer.steps=0"], "trainer.steps=0: expected a number above 0"),
-        (["trainer.accumulation_steps=3"], "data.crops_per_minibatch=8 cannot be divided.*=3"),
-        (["trainer.accumulation_steps=8"], "one crop at a time.*at least 16"),
+        (["trainer.accumulation_steps=8"], r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
+        (["trainer.ema_statistics_minibatches=4"], "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
         (["trainer.precision=fp64"], "trainer.precision=fp64: expected one of float32, bfloat16"),
         (["trainer.device=tpu"], "trainer.device=tpu: expected one of auto, cpu, cuda"),
         (["body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),

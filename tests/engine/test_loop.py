@@ -6,25 +6,35 @@ import cv2
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import build, schema
+from engine.distributed import World
 from engine.inference import predict
+from engine.learner import Learner, renew_statistics
 from engine.loop import ImageInput, train_step
 from engine.losses import BootstrappedCrossEntropy
 from engine.schedule import Schedule, in_steps
+from models.layers import InPlaceABN
 
 CPU = torch.device("cpu")
 
 
-def step(network, optimizer, images, labels, accumulation_steps=1, precision="float32"):
+def learner_of(network: nn.Module, lr: float = 0.1, precision: str = "float32", **options) -> Learner:
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "float16")
+    return Learner(network, network, optimizer, scheduler, scaler, **options)
+
+
+def step(learner, images, labels, accumulation_steps=1, precision="float32") -> tuple[float, float]:
     return train_step(
-        network,
+        learner,
         BootstrappedCrossEntropy(),
-        optimizer,
-        scheduler,
         images,
         labels,
+        world=World(),
+        crops_per_minibatch=len(images),
         image_input=ImageInput([0.5] * 3, [0.25] * 3, CPU, channels_last=False),
         autocast=build.autocast(precision, CPU),
         accumulation_steps=accumulation_steps,
@@ -40,10 +50,10 @@ def minibatch():
 def test_accumulation_gives_the_step_of_the_whole_minibatch():
     """For a network without batch statistics; those are of the parts by nature."""
     weights = []
-    for parts in (1, 2, 4):
+    for parts in (1, 2, 3, 4):  # three are of 2, 1 and 1 crops
         torch.manual_seed(0)
         network = nn.Conv2d(3, 5, 3, padding=1)
-        loss = step(network, torch.optim.SGD(network.parameters(), lr=0.1), *minibatch(), accumulation_steps=parts)
+        loss, _ = step(learner_of(network), *minibatch(), accumulation_steps=parts)
         weights.append((loss, network.weight.detach()))
     for loss, weight in weights[1:]:
         assert loss == pytest.approx(weights[0][0], rel=1e-6)
@@ -55,8 +65,8 @@ def test_a_non_finite_loss_leaves_the_weights(value):
     network = nn.Conv2d(3, 5, 1)
     nn.init.constant_(network.bias, value)
     before = network.weight.detach().clone()
-    with pytest.raises(FloatingPointError, match="nan"):
-        step(network, torch.optim.SGD(network.parameters(), lr=0.1), *minibatch())
+    with pytest.raises(FloatingPointError, match="the loss is nan; the weights with the largest norm are bias"):
+        step(learner_of(network), *minibatch())
     assert torch.equal(network.weight, before)
 
 
@@ -67,8 +77,84 @@ def test_bfloat16_reaches_the_network():
             return self.output
 
     network = Recorder(3, 5, 1)
-    step(network, torch.optim.SGD(network.parameters(), lr=0.1), *minibatch(), precision="bfloat16")
+    step(learner_of(network), *minibatch(), precision="bfloat16")
     assert network.output.dtype == torch.bfloat16 and network.weight.dtype == torch.float32
+
+
+class BrokenGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * float("inf")
+
+
+def with_broken_gradient() -> nn.Sequential:
+    class Break(nn.Module):
+        def forward(self, x):
+            return BrokenGradient.apply(x)
+
+    return nn.Sequential(nn.Conv2d(3, 4, 1), Break(), nn.Conv2d(4, 5, 1))
+
+
+def test_a_non_finite_gradient_is_named_and_leaves_the_weights():
+    network = with_broken_gradient()
+    before = {name: p.detach().clone() for name, p in network.named_parameters()}
+    expected = r"the gradient is (nan|inf); 2 of 4 are not finite, 0.weight first; the largest norm has that of 0\.\w+"
+    with pytest.raises(FloatingPointError, match=expected):
+        step(learner_of(network), *minibatch())
+    assert all(torch.equal(p, before[name]) for name, p in network.named_parameters())
+
+
+def test_float16_leaves_steps_out_and_scales_down_until_it_gives_up():
+    network = with_broken_gradient()
+    before = network[0].weight.detach().clone()
+    learner = learner_of(network, precision="float16")
+    for _ in range(29):  # 2^16 is halved at every step
+        step(learner, *minibatch(), precision="float16")
+    assert torch.equal(network[0].weight, before) and learner.scaler.get_scale() == 2.0**-13
+    step(learner, *minibatch(), precision="float16")
+    with pytest.raises(FloatingPointError, match="the gradient is"):
+        step(learner, *minibatch(), precision="float16")
+
+
+def test_clipping_scales_the_gradient_down_to_the_norm():
+    network = nn.Conv2d(3, 5, 1)
+    _, norm = step(learner_of(network, max_gradient_norm=1e9), *minibatch())
+    whole = network.weight.grad.clone()
+    network.load_state_dict(nn.Conv2d(3, 5, 1).state_dict())
+    learner = learner_of(network, max_gradient_norm=0.01)
+    _, norm = step(learner, *minibatch())
+    clipped = torch.cat([p.grad.flatten() for p in network.parameters()])
+    assert norm > 0.01 and clipped.norm() == pytest.approx(0.01, rel=1e-4)
+    assert not torch.equal(whole, network.weight.grad)
+
+
+def test_averaged_weights_follow_the_recursion():
+    """average <- decay average + (1 - decay) weights after every step but the first, which it begins with."""
+    network = nn.Conv2d(3, 5, 1)
+    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    learner, expected = learner_of(network, average=average), None
+    for _ in range(4):
+        step(learner, *minibatch())
+        now = network.weight.detach().clone()
+        expected = now if expected is None else 0.75 * expected + 0.25 * now
+    torch.testing.assert_close(learner.evaluated.weight, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
+def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
+    """What PyTorch's update_bn gives, without the dropout that it leaves on."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
+    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    renew_statistics(network, minibatches, autocast=build.autocast("float32", CPU))
+    with torch.no_grad():
+        outputs = [network[0](images).transpose(0, 1).flatten(1) for images in minibatches]
+    torch.testing.assert_close(network[2].running_mean, sum(y.mean(dim=1) for y in outputs) / 3)
+    torch.testing.assert_close(network[2].running_var, sum(y.var(dim=1) for y in outputs) / 3)
+    assert network[2].momentum == 0.1 and not network.training
 
 
 def test_images_are_normalised_in_the_memory_format_of_the_network():
@@ -127,6 +213,6 @@ def test_schedule_counts_steps_done():
     schedule = Schedule(total_steps=10, steps_per_epoch=4, evaluate_every=5, checkpoint_every=4, log_every=3)
     done = range(1, 11)
     assert [s for s in done if schedule.evaluates(s)] == [5]  # the end is evaluated by the run itself
-    assert [s for s in done if schedule.checkpoints(s)] == [4, 8, 10]
+    assert [s for s in done if schedule.checkpoints(s)] == [4, 5, 8, 10]  # and before an evaluation
     assert [s for s in done if schedule.logs(s)] == [3, 6, 9, 10]
     assert schedule.epoch(10) == 2.5

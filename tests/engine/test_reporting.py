@@ -30,14 +30,14 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
     clock = iter([0.0, 0.0, 2.0, 100.0, 102.0])  # made, entered, step, end of the pause, step
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with report(tmp_path) as running:
-        running.step(loss=1.0, images=8)
+        running.step(loss=1.0, gradient_norm=2.0, images=8)
         running.pause_ended()
-        running.step(loss=3.0, images=8)
+        running.step(loss=3.0, gradient_norm=5.0, images=8)
         running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
     assert records(tmp_path) == [
         {
             **{"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "lr": 0.1},
-            **{"images_per_second": 4.0, "peak_memory_mib": 64.0},
+            **{"gradient_norm": 3.5, "images_per_second": 4.0, "peak_memory_mib": 64.0},
         }
     ]
 
@@ -45,7 +45,7 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
 def write_run(run_dir, start_step, steps, total_steps=10):
     with report(run_dir, start_step, total_steps) as running:
         for step in steps:
-            running.step(loss=float(step), images=1)
+            running.step(loss=float(step), gradient_norm=1.0, images=1)
             running.training(step, 0.0, 0.1, 1.0)
         running.evaluation(steps[-1], 0.0, SCORES, {"a": np.zeros((4, 12, 3), np.uint8)})
 

@@ -23,7 +23,7 @@ def config() -> dict:
 
 
 def run_in(path: Path) -> RunDirectory:
-    return RunDirectory(str(path), dataset="synthetic", norm="inplace")
+    return RunDirectory(str(path))
 
 
 def state_of(step: int, config: dict) -> dict:

@@ -1,0 +1,101 @@
+"""The processes of one run: those that torchrun started, one per device, or this one alone."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class World:
+    """This process, number `rank` of `size`, and the device that it computes on."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes the run's files."""
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place; every process must call it."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value) -> list:
+        """The (picklable) values of all processes, by rank; every process must call it."""
+        if self.size == 1:
+            return [value]
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def share_buffers(self, network: nn.Module) -> None:
+        """Give every process the first one's buffers: without synchronised norms each has statistics of its own."""
+        if self.size > 1:
+            for buffer in network.buffers():
+                dist.broadcast(buffer, src=0)
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+@contextmanager
+def joined(device: str, timeout_seconds: float) -> Iterator[World]:
+    """The world that this process belongs to; a group that is initialised already is used as it is.
+
+    Args:
+        device: "auto", "cpu" or "cuda"; under torchrun each process of a machine takes a CUDA device of its own.
+        timeout_seconds: a process that waits longer than this for another one stops with an error.
+
+    Raises:
+        ValueError: "cuda" where PyTorch sees no CUDA device, or fewer than processes on this machine.
+    """
+    own = _device(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
+    started = launched() and not dist.is_initialized()
+    if started:
+        # Gloo beside nccl: flags and objects in CPU memory travel without waiting for the device.
+        backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    together = dist.is_available() and dist.is_initialized()
+    yield World(dist.get_rank(), dist.get_world_size(), own) if together else World(device=own)
+    if started:  # after an error the others may be gone, and the end of this process says so
+        dist.destroy_process_group()
+
+
+def node_group(world: World) -> dist.ProcessGroup | None:
+    """The processes on this machine as a group of their own; None (all processes) where there is one machine."""
+    nodes = world.gather(int(os.environ.get("GROUP_RANK", 0)))
+    if len(set(nodes)) == 1:
+        return None
+    own = None
+    for node in sorted(set(nodes)):  # every process takes part in making every group
+        group = dist.new_group([rank for rank, other in enumerate(nodes) if other == node])
+        own = group if node == nodes[world.rank] else own
+    return own
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not devices:
+        raise ValueError("device=cuda, but PyTorch sees no CUDA device: use device=cpu, or check the driver")
+    if local_rank >= devices:
+        raise ValueError(
+            f"torchrun started more processes on this machine than it has CUDA devices ({devices}): give "
+            f"--nproc-per-node {devices}, or device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device

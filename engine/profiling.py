@@ -1,0 +1,32 @@
+"""A trace of some training steps: what each operator takes, on which thread or stream."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from engine.reporting import logger
+
+WARM_UP_STEPS = 10
+
+
+def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
+    """The minibatches; the work that is done with `steps` of them, after ten others, becomes folder/trace.json.
+
+    The trace opens in Perfetto or chrome://tracing. Beside it, operators.txt sums up the operators.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    rhythm = schedule(wait=WARM_UP_STEPS - 2, warmup=2, active=steps, repeat=1)
+
+    def write(finished: profile) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        finished.export_chrome_trace(str(folder / "trace.json"))
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        (folder / "operators.txt").write_text(finished.key_averages().table(sort_by=order, row_limit=40))
+        logger.info(f"{steps} steps profiled: {folder / 'trace.json'}, {folder / 'operators.txt'}")
+
+    with profile(activities=activities, schedule=rhythm, on_trace_ready=write) as profiler:
+        for minibatch in minibatches:
+            yield minibatch
+            profiler.step()

@@ -1,0 +1,156 @@
+"""Several processes do what one does: the same losses, gradients, statistics, weights and scores."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine import build, checkpoint
+from engine import config as cfg
+from engine.distributed import World, node_group
+from engine.loop import train_step
+from engine.stopping import Preempted
+from tests.ranks import Ranks
+from tests.runs import SHORT, composed
+from train_seg import train
+
+CROPS = 8
+NORMS = ("inplace", "std")
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+def this_world() -> World:
+    return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+
+
+def steps(rank: int, norm: str, dtype: torch.dtype = torch.float64) -> dict:
+    """Three training steps of this process: losses, gradients of the last, weights and running statistics."""
+    torch.set_default_dtype(dtype)
+    try:
+        return _steps(norm)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _steps(norm: str) -> dict:
+    world = this_world()
+    options = (f"norm={norm}", "norm.sync=true")
+    config = cfg.typed(composed("train_seg", *SHORT, *options, f"data.crops_per_minibatch={CROPS}"))
+    learner = build.learner(config, classes=5, total_steps=10, world=world)
+    generator = torch.Generator().manual_seed(0)
+    losses, norms = [], []
+    for _ in range(3):
+        images = torch.randint(0, 256, (CROPS, 3, 48, 48), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, 6, (CROPS, 48, 48), dtype=torch.uint8, generator=generator)
+        labels[labels == 5] = 255
+        share = slice(world.rank * CROPS // world.size, (world.rank + 1) * CROPS // world.size)
+        loss, norm = train_step(
+            learner,
+            build.loss(config.loss, ignore_index=255),
+            images[share],
+            labels[share],
+            world=world,
+            image_input=build.image_input(config, world.device),
+            autocast=build.autocast("float32", world.device),
+            accumulation_steps=1,
+            crops_per_minibatch=CROPS,
+        )
+        losses.append(loss)
+        norms.append(norm)
+    gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
+    return {"losses": torch.tensor([losses, norms]), **gradients, **learner.network.state_dict()}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm):
+    """In float64, to rounding. Three processes have 2, 3 and 3 of the eight crops."""
+    alone = steps(0, norm)
+    for result in ranks.run(steps, norm):
+        for name, expected in alone.items():
+            scale = expected.abs().max().item()
+            torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-10 * max(scale, 1e-3), msg=name)
+
+
+def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
+    return train(composed("train_seg", *overrides))
+
+
+def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
+    """Seven images, each evaluated by one of the processes: what one process gives on the same weights."""
+    options = (*SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "norm.sync=true", "trainer.evaluate_images=7")
+    results = ranks.run(run_in_rank, (f"run_dir={tmp_path}", *options))
+    written = json.loads((tmp_path / "results.json").read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.reporting.write_results", lambda path, **results: results)
+        alone = train(composed("train_seg", f"run_dir={tmp_path}", *options, "resume=auto"))
+    for result in (*results, written):
+        assert result["images"] == int(alone["images"]) == 7
+        assert result["confusion_matrix"] == alone["confusion"].tolist()
+        assert result["miou"] == alone["scores"]["miou"]
+
+
+def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
+    """One of the processes is sent SIGTERM in a step."""
+    from engine.reporting import RunReport
+
+    original, counted = RunReport.step, []
+
+    def step(self, *args, **kwargs):
+        counted.append(None)
+        if rank == asked and len(counted) == at_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(self, *args, **kwargs)
+
+    RunReport.step = step
+    try:
+        train(composed("train_seg", *overrides))
+    except Preempted as stopped:
+        return str(stopped)
+    finally:
+        RunReport.step = original
+    return "not stopped"
+
+
+def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
+    """With dropout, of which every process draws its own."""
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
+    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    options = (*SHORT, *body, channels, "data.crops_per_minibatch=7", "trainer.steps=5", "trainer.ema_decay=0.5")
+    ranks.run(run_in_rank, (f"run_dir={tmp_path / 'whole'}", *options))
+    stopped = ranks.run(asked_to_stop, (f"run_dir={tmp_path / 'stopped'}", *options), 1, 2)
+    assert set(stopped) <= {"stopped after step 2 of 5", "stopped after step 3 of 5"} and len(set(stopped)) == 1
+    ranks.run(run_in_rank, (f"run_dir={tmp_path / 'stopped'}", *options, "resume=auto"))
+    whole, resumed = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("whole", "stopped"))
+    for part in ("network", "ema"):
+        assert all(torch.equal(resumed[part][name], tensor) for name, tensor in whole[part].items())
+    states = whole["random"]["cpu"]
+    assert len(states) == len(stopped) and not torch.equal(states[0], states[1])
+
+
+def nodes_of(rank: int) -> tuple[int, list[int]]:
+    os.environ["GROUP_RANK"] = str(rank // 2)
+    group = node_group(this_world())
+    del os.environ["GROUP_RANK"]
+    return dist.get_world_size(group), dist.get_process_group_ranks(group)
+
+
+def test_norms_can_be_synchronised_within_a_machine(ranks):
+    size = len(ranks.processes)
+    members = [ranks_of_node for _, ranks_of_node in ranks.run(nodes_of)]
+    assert members == ([[0, 1]] * 2 if size == 2 else [[0, 1], [0, 1], [2]])
+
+
+def test_a_single_process_is_its_own_world(tmp_path: Path):
+    world = World()
+    tensor = torch.tensor([3])
+    assert world.first and world.sum_(tensor) is tensor and tensor == 3 and world.gather("a") == ["a"]
