@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import cv2
@@ -10,12 +12,13 @@ import pytest
 import torch
 
 from datasets import synthetic
-from engine import checkpoint
+from datasets.camvid import camvid_classes
+from engine import build, checkpoint
 from engine import config as cfg
 from eval import default_results_file, evaluate
 from tests import trees
 from tests.official import cityscapes_script
-from tests.runs import SHORT, composed
+from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
 
@@ -82,6 +85,33 @@ def test_windows_and_views_reach_the_network_and_the_results(run_dir, tmp_path):
     assert json.loads((tmp_path / "c.json").read_text())["views"]["scales"] == [0.7, 1.0, 1.2]
     pixels = np.sum(plain["confusion_matrix"])
     assert np.sum(windows["confusion_matrix"]) == np.sum(views["confusion_matrix"]) == pixels
+
+
+_LARGE = """
+import resource, sys
+from eval import evaluate
+from tests.runs import composed
+results = evaluate(composed("eval", *sys.argv[1:]))
+print(sum(map(sum, results["confusion_matrix"])), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("views", [(), ("tta.scales=[0.7,1,1.2]", "tta.flip=true")], ids=["one", "six"])
+def test_20_megapixels_take_less_than_3_gib(tmp_path, views):
+    """The whole process, with PyTorch, the picture and its scores."""
+    config = cfg.typed(composed("train_seg", "experiment=camvid/resnext_small", f"data.root={tmp_path}"))
+    network = build.network(config, classes=11)
+    state = {"network": network.state_dict(), "step": 0, "config": cfg.plain(config)}
+    checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(camvid_classes().names)})
+    image, label = trees.pair(0, list(range(11)), size=(3888, 5184))
+    trees.write(tmp_path / "val" / "images" / "large.jpg", image)
+    trees.write(tmp_path / "val" / "labels" / "large.png", label)
+    options = (f"checkpoint={tmp_path / 'net.pt'}", "workers=0", "device=cpu", "window.size=1024", *views)
+    command = [sys.executable, "-c", _LARGE, *options]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
+    pixels, peak_gib = map(float, ended.stdout.split()[-2:])
+    assert pixels == 3888 * 5184 and peak_gib < 3
 
 
 def test_the_confusion_matrix_has_a_picture_beside_the_results(run_dir):

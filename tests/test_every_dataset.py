@@ -92,8 +92,11 @@ def test_evaluation_at_another_resolution(tmp_path):
     checkpoint = f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}"
     again = evaluate(composed("eval", checkpoint, "workers=0", "device=cpu"))
     larger = evaluate(composed("eval", checkpoint, "workers=0", "device=cpu", "data.base_size=64"))
+    views = ("window.size=32", "tta.scales=[0.7,1,1.2]", "tta.flip=true")
+    others = evaluate(composed("eval", checkpoint, "workers=0", "device=cpu", *views))
     assert again["confusion_matrix"] == trained["confusion_matrix"]
     assert larger["confusion_matrix"] != trained["confusion_matrix"]
-    assert np.sum(larger["confusion_matrix"]) == np.sum(trained["confusion_matrix"])
+    pixels = np.sum(trained["confusion_matrix"])
+    assert np.sum(larger["confusion_matrix"]) == np.sum(others["confusion_matrix"]) == pixels
     written = json.loads((tmp_path / "run" / "results_base64.json").read_text())
     assert written["config"]["data"]["base_size"] == 64

@@ -1,11 +1,12 @@
 """Predictions stay in the folder that they were asked for, whatever the images are called."""
 
+import numpy as np
 import pytest
 import torch
 
 from datasets import ClassTable, SegmentationDataset
 from engine.evaluation import PredictionWriter
-from engine.pictures import inside
+from engine.pictures import confusion_picture, inside
 
 TABLE = ClassTable(("road", "sky"), ((1, 2, 3), (4, 5, 6)), (0, 1), {0: 0, 1: 1})
 
@@ -50,3 +51,13 @@ def test_the_message_names_the_image_and_both_places(tmp_path):
     ):
         written(tmp_path, "../a")
     assert not list(tmp_path.iterdir())
+
+
+def test_confusion_picture_shows_shares_of_each_label():
+    """Rows in percent; cells below half a percent are empty, and so is the row of a class without labels."""
+    confusion = np.array([[750, 249, 1], [0, 0, 0], [1, 0, 3]])
+    axes, *_ = confusion_picture(confusion, ("road", "sky", "car"), "streets val").axes
+    written = {(int(text.get_position()[1]), int(text.get_position()[0])): text.get_text() for text in axes.texts}
+    assert written == {(0, 0): "75", (0, 1): "25", (2, 0): "25", (2, 2): "75"}
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["road", "sky", "car"]
+    assert axes.get_ylabel() == "label" and axes.get_xlabel() == "predicted"
