@@ -20,6 +20,7 @@ from engine.initial_weights import initialise_from
 from engine.learner import renew_statistics
 from engine.profiling import profiled
 from engine.run_directory import RunDirectory, new_run_path
+from engine.run_report import RunReport
 from engine.schema import PackageNorm, SegmentationRun
 from engine.stopping import StopRequest, UntilStopped
 
@@ -101,7 +102,7 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
     val_loader = build.evaluation_loader(val_set, data.workers, data.timeout_seconds, world, trainer.evaluate_images)
     image_input = build.image_input(config, world.device)
     autocast = build.autocast(trainer.precision, world.device)
-    report = reporting.RunReport(
+    report = RunReport(
         directory.path if world.first else None, console, schedule.total_steps, start_step, data.max_skipped
     )
 

@@ -10,7 +10,7 @@ from datasets.transforms import base_scale, scaled
 from engine.distributed import World
 from engine.learner import Learner
 from engine.memory import is_out_of_memory, out_of_memory, peak_memory_mib, reset_peak_memory
-from engine.reporting import RunReport
+from engine.run_report import RunReport
 from engine.schedule import Schedule
 from engine.stopping import Preempted, StopRequest
 

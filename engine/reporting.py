@@ -1,15 +1,13 @@
-"""What a run tells: console, log.txt, metrics.jsonl, TensorBoard, results.json."""
+"""How entries speak: console, log, progress, errors, tables of scores, results.json. A run's curves: run_report."""
 
 import json
 import logging
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import (
@@ -23,7 +21,6 @@ from rich.progress import (
 )
 from rich.table import Table
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from datasets import SegmentationDataset, verify
 from engine.environment import environment
@@ -134,149 +131,6 @@ def errors_for_users() -> Iterator[None]:
         sys.exit(f"error: {message.strip()}")
 
 
-class RunReport:
-    """Reports one training run; a context manager, so that everything is on disk however the run ends.
-
-    Args:
-        run_dir: where metrics.jsonl and tensorboard/ are kept; None for a process that only counts along.
-        console: where the progress bar is drawn.
-        total_steps: length of the run.
-        start_step: steps already done; records beyond it, of a run that was killed after its last checkpoint, go.
-        max_skipped: training images that may be left out before the run stops.
-    """
-
-    def __init__(self, run_dir: Path | None, console: Console, total_steps: int, start_step: int, max_skipped: int = 0):
-        self.run_dir = run_dir
-        self.mious: dict[int, float] = {}  # of all evaluations, by step; also of those before the run was resumed
-        if run_dir is not None:
-            self.metrics_file = run_dir / "metrics.jsonl"
-            self._drop_records_beyond(start_step, total_steps)
-            if start_step == 0:  # what an attempt without a checkpoint left
-                for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
-                    events.unlink()
-            self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
-        self.max_skipped = max_skipped
-        self.skipped = 0
-        self.console = console
-        self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
-        self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
-        self.losses: list[float] = []
-        self.gradient_norms: list[float] = []
-        self.images = 0
-        self.seconds = 0.0
-        self.step_started = time.perf_counter()
-
-    def __enter__(self) -> "RunReport":
-        self.progress.start()
-        self.step_started = time.perf_counter()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.progress.stop()
-        if self.skipped:
-            logger.warning(f"{self.skipped} training images could not be read and were skipped")
-        if self.run_dir is not None:
-            self.tensorboard.close()
-
-    def step(self, loss: float, gradient_norm: float, images: int) -> None:
-        """Count one training step. The time since the last call of `step` or `pause_ended` is the step's."""
-        now = time.perf_counter()
-        self.losses.append(loss)
-        self.gradient_norms.append(gradient_norm)
-        self.images += images
-        self.seconds += now - self.step_started
-        self.step_started = now
-        self.progress.update(self.task, advance=1)
-
-    @property
-    def best_miou(self) -> float:
-        """Of all evaluations; -1 before the first."""
-        return max((miou for miou in self.mious.values() if not math.isnan(miou)), default=-1.0)
-
-    def skips(self, count: int, reasons: list[str]) -> None:
-        """Count images that could not be read, of all processes; `reasons` are those of this one.
-
-        Raises:
-            ValueError: there have been too many.
-        """
-        for reason in reasons:
-            logger.warning(f"skipped: {reason}")
-        self.skipped += count
-        if self.skipped > self.max_skipped:
-            raise ValueError(
-                f"{self.skipped} training images could not be read, more than data.max_skipped={self.max_skipped}: "
-                f"restore them, python -m scripts.verify_data lists them, or raise data.max_skipped"
-            )
-
-    def pause_ended(self) -> None:
-        """What happened since the last step (evaluation, checkpoint) is not training time."""
-        self.step_started = time.perf_counter()
-
-    def training(self, step: int, epoch: float, lr: float, peak_memory_mib: float) -> None:
-        """Record the training since the last record: mean loss, gradient, learning rate, images per second, memory."""
-        loss = sum(self.losses) / len(self.losses)
-        gradient_norm = sum(self.gradient_norms) / len(self.gradient_norms)
-        speed = self.images / self.seconds
-        self.losses, self.gradient_norms, self.images, self.seconds = [], [], 0, 0.0
-        if self.run_dir is None:
-            return
-        values = {
-            "loss": loss,
-            "lr": lr,
-            "gradient_norm": gradient_norm,
-            "images_per_second": speed,
-            "peak_memory_mib": peak_memory_mib,
-        }
-        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
-        for name, value in values.items():
-            self.tensorboard.add_scalar(f"train/{name}", value, step)
-        # Short enough for a bar on a terminal of 80 columns.
-        status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
-        self.progress.update(self.task, status=status)
-        # On a terminal the progress bar says the same.
-        logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
-
-    def evaluation(self, step: int, epoch: float, scores: dict, pictures: dict[str, np.ndarray]) -> None:
-        """Record scores of `engine.metrics.segmentation_scores` and pictures {name: uint8 (H, W, 3)}."""
-        self.mious[step] = scores["miou"]
-        if self.run_dir is None:
-            return
-        self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **scores})
-        self.tensorboard.add_scalar("val/miou", scores["miou"], step)
-        self.tensorboard.add_scalar("val/pixel_accuracy", scores["pixel_accuracy"], step)
-        for name, iou in scores["iou"].items():
-            if iou is not None:
-                self.tensorboard.add_scalar(f"val_iou/{name}", iou, step)
-        for name, pixels in pictures.items():
-            self.tensorboard.add_image(f"image_label_prediction/{name}", pixels, step, dataformats="HWC")
-        self.tensorboard.flush()
-        logger.info(f"step {step}  val mIoU {scores['miou']:.4f}  pixel accuracy {scores['pixel_accuracy']:.4f}")
-
-    def _record(self, record: dict) -> None:
-        with open(self.metrics_file, "a") as file:
-            file.write(json.dumps(_without_nan(record)) + "\n")
-
-    def _drop_records_beyond(self, step: int, total_steps: int) -> None:
-        """Keep the records of the steps that the run continues from; the final evaluation is always made again."""
-        if not self.metrics_file.is_file():
-            return
-        kept = []
-        for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
-            except (ValueError, KeyError, TypeError):  # the machine stopped while it was written
-                logger.info(f"{self.metrics_file}: line {number} is damaged and dropped")
-                continue
-            if not beyond:
-                kept.append(line + "\n")
-                if record["kind"] == "val":
-                    self.mious[record["step"]] = math.nan if record["miou"] is None else record["miou"]
-        partial = self.metrics_file.with_suffix(".partial")
-        partial.write_text("".join(kept))
-        partial.replace(self.metrics_file)
-
-
 def iou_table(scores: dict, title: str) -> Table:
     """The scores of `engine.metrics.all_scores` as a table for the console, in percent; official ones on the right."""
     official = scores["official"]
@@ -341,16 +195,16 @@ def write_results(
     }
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(_without_nan(results)) + "\n")
+        path.write_text(json.dumps(without_nan(results)) + "\n")
         picture = confusion_picture(confusion.numpy(), dataset.classes, title=f"{dataset.name} {dataset.split}")
         picture.savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
     return results
 
 
-def _without_nan(value):
+def without_nan(value):
     """JSON has no NaN: null stands for it."""
     if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
+        return {key: without_nan(entry) for key, entry in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

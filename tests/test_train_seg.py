@@ -83,7 +83,7 @@ def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.reporting.RunReport.step", dies_in_step_5)
+        patch.setattr("engine.run_report.RunReport.step", dies_in_step_5)
         train_short(tmp_path / "resumed", *options)
     assert checkpoint.load(tmp_path / "resumed" / "checkpoints" / "last.pt")["step"] == 3
     train_short(tmp_path / "resumed", *options, "resume=auto")
@@ -102,7 +102,7 @@ def test_class_uniform_sampling_resumes_to_the_same_weights_on_another_index(tmp
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.reporting.RunReport.step", dies_in_step_3)
+        patch.setattr("engine.run_report.RunReport.step", dies_in_step_3)
         train_short(tmp_path / "resumed", *options)
     train_short(tmp_path / "resumed", *options, "resume=auto", f"sampler.folder={tmp_path / 'index'}")
     assert list((tmp_path / "index").rglob("index.npz"))
@@ -185,7 +185,7 @@ def test_best_is_the_best_evaluation_also_after_resuming(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.reporting.RunReport.step", dies_in_step_4)
+        patch.setattr("engine.run_report.RunReport.step", dies_in_step_4)
         train_short(tmp_path, *options)
     train_short(tmp_path, *options, "resume=auto")
     best = checkpoint.load(tmp_path / "checkpoints" / "best.pt")

@@ -101,7 +101,7 @@ def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
     """One of the processes is sent SIGTERM in a step."""
-    from engine.reporting import RunReport
+    from engine.run_report import RunReport
 
     original, counted = RunReport.step, []
 
