@@ -1,11 +1,14 @@
-"""Evaluate a checkpoint: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`."""
+"""Evaluate a checkpoint: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`.
+
+On several devices: `torchrun --nproc-per-node N eval.py …`; every image is evaluated once.
+"""
 
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from engine import build, checkpoint, reporting
+from engine import build, checkpoint, distributed, reporting
 from engine import config as configuration
 from engine.distributed import World
 from engine.evaluation import PredictionWriter, evaluate_dataset
@@ -27,22 +30,28 @@ def evaluate(values: DictConfig) -> dict:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
     """
     options = configuration.typed(values)
-    console = reporting.make_console()
-    reporting.log_to(console, None)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
     config = configuration.from_plain(state["config"])
     results_file = Path(options.results or default_results_file(options, config))
     override(config, options)
+    with distributed.joined(options.device, config.trainer.timeout_seconds) as world:
+        return score(state, path, config, options, results_file, world)
+
+
+def score(
+    state: dict, path: Path, config: SegmentationRun, options: Evaluation, results_file: Path, world: World
+) -> dict:
+    """What `evaluate` does in one of the processes of `world`, with the state of the checkpoint `path`."""
+    console = reporting.make_console(world.rank)
+    reporting.log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
     views = build.views(options)
-
-    device = build.device(options.device)
     dataset = build.dataset(config.data, split)
-    if config.data.verify:
+    if config.data.verify and world.first:  # the others wait for it when they first exchange something
         reporting.verify_with_progress(dataset, console)
-    network = build.network_on(config, len(state["classes"]), device)
-    checkpoint.load_network(network, state, dataset.classes, path)
+    network = build.network_on(config, len(state["classes"]), world.device)
+    checkpoint.load_network(network, state, dataset.classes, path, options.averaged)
     results_file.parent.mkdir(parents=True, exist_ok=True)
     writer = PredictionWriter(
         dataset,
@@ -51,18 +60,16 @@ def evaluate(values: DictConfig) -> dict:
         overlay_images=options.overlay_images,
     )
 
-    loader = build.evaluation_loader(
-        dataset, options.workers, config.data.timeout_seconds, World(device=device), images=None
-    )
+    loader = build.evaluation_loader(dataset, options.workers, config.data.timeout_seconds, world, images=None)
     with reporting.progress_bar(console) as progress:
         scores, confusion = evaluate_dataset(
             network,
             dataset,
             loader,
-            world=World(device=device),
+            world=world,
             progress=progress,
-            image_input=build.image_input(config, device),
-            autocast=build.autocast(config.trainer.precision, device),
+            image_input=build.image_input(config, world.device),
+            autocast=build.autocast(config.trainer.precision, world.device),
             on_prediction=writer,
             views=views,
         )
@@ -71,11 +78,11 @@ def evaluate(values: DictConfig) -> dict:
     if dataset.has_labels:
         console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
         results = reporting.write_results(
-            results_file,
+            results_file if world.first else None,
             dataset=dataset,
             scores=scores,
             confusion=confusion,
-            images=len(loader),
+            images=len(dataset),
             views=views.record(),
             checkpoint=path,
             config=configuration.plain(config),
@@ -94,10 +101,16 @@ def evaluate(values: DictConfig) -> dict:
 
 
 def override(config: SegmentationRun, options: Evaluation) -> None:
-    """Put what the command names in place of what the training had. ValueError for a data folder that is not there."""
-    if options.data.root is not None and not _folder(options.data.root).is_dir():
-        raise ValueError(f"data.root={options.data.root} is not a folder: give the folder of {config.data.name}")
-    config.data.root = options.data.root or config.data.root
+    """Put what the command names in place of what the training had.
+
+    Raises:
+        ValueError: a data folder that is not there or empty; it would be another one, or, from a checkpoint of
+            somebody else, one to write drawn pictures into.
+    """
+    root = options.data.root or config.data.root
+    if root is not None and not (_folder(root).is_dir() and any(_folder(root).iterdir())):
+        raise ValueError(f"data.root={root} is not a folder with files: give data.root=DIR, that of {config.data.name}")
+    config.data.root = root
     config.trainer.evaluate_images = None
     configuration.override(config, options)
 
@@ -116,6 +129,7 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
         words.append("pooling{}x{}".format(*options.head.pooling_size))
     if options.precision not in (None, config.trainer.precision):
         words.append(options.precision)
+    words += ["trained"] if not options.averaged else []
     words += _words(build.views(options))
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return folder / f"{'_'.join(['results', *words])}.json"

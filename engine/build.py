@@ -69,19 +69,6 @@ from models.package import package_abn
 from models.segmentation import SegmentationNetwork
 
 
-def device(name: str) -> torch.device:
-    """The device of `trainer.device`; "auto" is CUDA where there is one.
-
-    Raises:
-        ValueError: "cuda" where PyTorch sees no CUDA device.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda, but PyTorch sees no CUDA device: use device=cpu, or check the driver")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
 def dataset(config: Data, split: str, strict: bool = True) -> SegmentationDataset:
     """One split of the dataset, its files paired and counted but not yet read. Raises ValueError for missing files.
 

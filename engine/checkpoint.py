@@ -148,8 +148,12 @@ def read(path: Path) -> object:
         ) from error
 
 
-def load_network(network: nn.Module, state: dict, classes: tuple[str, ...], source: Path) -> None:
+def load_network(
+    network: nn.Module, state: dict, classes: tuple[str, ...], source: Path, averaged: bool = True
+) -> None:
     """Put the weights of a checkpoint into a network built from the checkpoint's configuration.
+
+    `averaged`: the averaged ones, where the checkpoint has them.
 
     Raises:
         ValueError: the network is to predict other classes than it was trained on, or parameters do not fit.
@@ -161,7 +165,7 @@ def load_network(network: nn.Module, state: dict, classes: tuple[str, ...], sour
             f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on the dataset it was trained on"
         )
     try:
-        network.load_state_dict(state["network"])
+        network.load_state_dict(state["ema" if averaged and "ema" in state else "network"])
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
 

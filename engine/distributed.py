@@ -61,7 +61,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[World]:
     Raises:
         ValueError: "cuda" where PyTorch sees no CUDA device, or fewer than processes on this machine.
     """
-    own = _device(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
+    own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
     started = launched() and not dist.is_initialized()
     if started:
         # Gloo beside nccl: flags and objects in CPU memory travel without waiting for the device.
@@ -85,7 +85,8 @@ def node_group(world: World) -> dist.ProcessGroup | None:
     return own
 
 
-def _device(name: str, local_rank: int) -> torch.device:
+def device_of(name: str, local_rank: int = 0) -> torch.device:
+    """The device of a process: `name` is "auto", "cpu" or "cuda". ValueError as of `joined`."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

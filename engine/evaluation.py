@@ -67,7 +67,7 @@ class PredictionWriter:
     Args:
         predictions: folder for one PNG per image in the dataset's official encoding; None writes none.
         overlays: folder for pictures image | ground truth | prediction; None writes none.
-        overlay_images: number of overlays; None is all.
+        overlay_images: number of overlays, of the split's first images; None is all.
     """
 
     def __init__(
@@ -80,16 +80,15 @@ class PredictionWriter:
         self.dataset = dataset
         self.predictions = predictions
         self.overlays = overlays
-        self.overlays_left = len(dataset) if overlay_images is None else overlay_images
+        self.overlay_images = len(dataset) if overlay_images is None else overlay_images
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         name = self.dataset.prediction_filename(minibatch["name"][0])
         if self.predictions is not None:
             encoded = self.dataset.encode_prediction(predictions[0].numpy())
             write_png(inside(self.predictions, name), encoded, self.dataset.prediction_palette)
-        if self.overlays is not None and self.overlays_left > 0:
+        if self.overlays is not None and int(minibatch["index"][0]) < self.overlay_images:
             write_png(inside(self.overlays, name), _comparison(self.dataset, minibatch, predictions))
-            self.overlays_left -= 1
 
 
 def _comparison(dataset: SegmentationDataset, minibatch: dict, predictions: Tensor) -> np.ndarray:

@@ -308,6 +308,7 @@ class TrainedNetwork:
     """A checkpoint and how it is to predict; what is not named is as in the checkpoint."""
 
     checkpoint: str = MISSING
+    averaged: bool = True  # the averaged weights, where the checkpoint has them
     head: TrainedHead = field(default_factory=TrainedHead)
     window: Window = field(default_factory=Window)
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from datasets.reading import decode_image
 from engine import build, checkpoint, inference, reporting
 from engine import config as configuration
+from engine.distributed import device_of
 from engine.pictures import inside, overlay, write_png
 from engine.schema import SegmentationRun
 
@@ -42,9 +43,9 @@ def predict(values: DictConfig) -> list[Path]:
     state = checkpoint.load(path)
     config = configuration.from_plain(state["config"])
     configuration.override(config, options)
-    device = build.device(options.device)
+    device = device_of(options.device)
     network = build.network_on(config, len(state["classes"]), device)
-    checkpoint.load_network(network, state, state["classes"], path)
+    checkpoint.load_network(network, state, state["classes"], path, options.averaged)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
     how = dict(
         image_input=build.image_input(config, device),

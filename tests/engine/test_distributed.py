@@ -14,6 +14,7 @@ from engine import config as cfg
 from engine.distributed import World, node_group
 from engine.loop import train_step
 from engine.stopping import Preempted
+from eval import evaluate
 from tests.ranks import Ranks
 from tests.runs import SHORT, composed
 from train_seg import train
@@ -97,6 +98,33 @@ def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
         assert result["images"] == int(alone["images"]) == 7
         assert result["confusion_matrix"] == alone["confusion"].tolist()
         assert result["miou"] == alone["scores"]["miou"]
+
+
+def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
+    return evaluate(composed("eval", *overrides))
+
+
+def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
+    """The same counts, predictions and overlays as of one; the averaged weights count where there are such."""
+    train(composed("train_seg", f"run_dir={tmp_path}", *SHORT, "trainer.steps=2", "trainer.ema_decay=0.9"))
+    checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
+    common = (checkpoint_file, "workers=0", "device=cpu", "overlay_images=5")
+
+    def folders(name: str) -> tuple[str, ...]:
+        parts = (("predictions", "png"), ("overlays", "overlays"), ("results", "results.json"))
+        return tuple(f"{key}={tmp_path / name / value}" for key, value in parts)
+
+    alone = evaluate(composed("eval", *common, *folders("alone")))
+    several = ranks.run(evaluated_in_rank, (*common, *folders("several")))
+    for results in several:
+        assert results["confusion_matrix"] == alone["confusion_matrix"] and results["images"] == alone["images"] == 40
+    files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").rglob("*.png")}
+    assert len(files) == 40 + 5 + 1  # the confusion matrix
+    for file in files:
+        assert (tmp_path / "several" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
+    trained = evaluate(composed("eval", checkpoint_file, "workers=0", "device=cpu", "averaged=false"))
+    assert trained["confusion_matrix"] != alone["confusion_matrix"]
+    assert (tmp_path / "results_trained.json").is_file()
 
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
