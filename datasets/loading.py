@@ -7,6 +7,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import Dataset
 
 from datasets.reading import Window
@@ -14,6 +15,8 @@ from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
 MAX_SKIPPED = 8  # unreadable images in a row: beyond, it is not a damaged file but a missing disk
+
+_KEPT_BLOCKS = 6  # of 16 MiB, four bytes a pixel
 
 
 class Draw(NamedTuple):
@@ -123,8 +126,11 @@ class WholeImages(Dataset):
 
 
 def worker_init(worker_id: int) -> None:
-    """`worker_init_fn` of a DataLoader: OpenCV's own threads would compete with the other workers."""
-    cv2.setNumThreads(0)
+    """`worker_init_fn` of a DataLoader."""
+    cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
+    # Pillow keeps what one image of 25 megapixels needs for the next one: taking the pages of a large image from the
+    # system each time can take as long as decoding it.
+    Image.core.set_blocks_max(_KEPT_BLOCKS)
 
 
 def _channels_first(image: np.ndarray) -> torch.Tensor:

@@ -171,12 +171,13 @@ def scale_and_crop(
     )
     matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
     warped = cv2.warpAffine(
-        image[rows.needed, cols.needed],
+        cv2.cvtColor(image[rows.needed, cols.needed], cv2.COLOR_RGB2RGBA),  # half the time of three channels
         matrix,
         (cols.last - cols.first, rows.last - rows.first),
         flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
         borderMode=cv2.BORDER_REPLICATE,
     )
+    warped = cv2.cvtColor(warped, cv2.COLOR_RGBA2RGB)
     nearest = label[rows.needed, cols.needed][rows.nearest].take(cols.nearest, axis=1)
     if warped.shape[:2] == tuple(crop_size):
         return warped, nearest
