@@ -1,0 +1,74 @@
+"""Files to be read: street scenes with the grain of photographs, in the official layouts of Cityscapes and Vistas."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+from PIL import Image
+
+from datasets.streets import draw_street
+
+# Standard deviations of the grain, by the size of its grains in pixels: few fine ones, as in a photograph's noise.
+_GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
+_WOBBLE = 0.5  # of a drawn pixel: edges are as uneven as those of real objects
+_VISTAS_LABELS = 66
+
+
+def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids: a drawn street, enlarged."""
+    rng = np.random.default_rng(seed)
+    image, label = draw_street(rng)
+    rows, columns = np.mgrid[:height, :width].astype(np.float32)
+    places = [
+        (grid + 0.5) * (drawn / size) - 0.5 + _smooth(rng, height, width, 32, _WOBBLE)
+        for grid, drawn, size in ((columns, image.shape[1], width), (rows, image.shape[0], height))
+    ]
+    image = cv2.remap(image, *places, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+    label = cv2.remap(label, *places, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
+    grain = sum(_smooth(rng, height, width, size, deviation) for size, deviation in _GRAIN.items())
+    return np.clip(image + grain[..., None], 0, 255).round().astype(np.uint8), label
+
+
+def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
+    """`images` pairs of PNGs of `size` (H, W)."""
+    for index in range(images):
+        image, label = scene(*size, seed=index)
+        name = f"city_000000_{index:06d}"
+        _write(root / "leftImg8bit/train/city" / f"{name}_leftImg8bit.png", image[..., ::-1])
+        _write(root / "gtFine/train/city" / f"{name}_gtFine_labelIds.png", label)
+
+
+def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | None = None) -> None:
+    """`images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG of `size` (H, W), over and over in `files`."""
+    labels = [
+        {"readable": f"class {index}", "color": [index, 255 - index, 7], "evaluate": index < _VISTAS_LABELS - 1}
+        for index in range(_VISTAS_LABELS)
+    ]
+    folders = [root / "training" / kind for kind in ("images", "labels")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps({"labels": labels, "version": 1.1}))
+    pairs = []
+    for index in range(images):
+        image, label = scene(*size, seed=index)
+        paths = [folder / f"{index:022d}{suffix}" for folder, suffix in zip(folders, (".jpg", ".png"), strict=True)]
+        _write(paths[0], image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+        coloured = Image.fromarray(label)
+        coloured.putpalette([value for entry in labels for value in entry["color"]])
+        coloured.save(paths[1])
+        pairs.append([path.read_bytes() for path in paths])
+    for index in range(images, files or images):
+        for folder, suffix, content in zip(folders, (".jpg", ".png"), pairs[index % images], strict=True):
+            (folder / f"{index:022d}{suffix}").write_bytes(content)
+
+
+def _smooth(rng: np.random.Generator, height: int, width: int, size: int, deviation: float) -> np.ndarray:
+    """Noise float32 (H, W) that changes over `size` pixels."""
+    small = rng.standard_normal((-(-height // size), -(-width // size)), np.float32) * np.float32(deviation)
+    return cv2.resize(small, (width, height), interpolation=cv2.INTER_LINEAR)
+
+
+def _write(path: Path, pixels: np.ndarray, options: list[int] | None = None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(cv2.imencode(path.suffix, pixels, options or [])[1].tobytes())

@@ -1,0 +1,127 @@
+"""Our crops, the bare decoding of their files, and the pipelines that resize whole images and then crop them.
+
+Every pipeline reads the same files and gives, for a key (epoch, index), the same crop: an image uint8 (3, h, w), a
+label uint8 (h, w) of train ids.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import cv2
+import numpy as np
+import torch
+from PIL import Image
+from torchvision import io
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from datasets import TrainingCrops
+
+OURS = "ours"
+OPENCV = "OpenCV: resize, then crop"
+V2 = "transforms.v2: resize, then crop"
+V2_ANTIALIASED = "transforms.v2, antialias=True: resize, then crop"
+DECODE_OPENCV, DECODE_TORCHVISION, DECODE_PILLOW = (f"bare decode, {by}" for by in ("OpenCV", "torchvision", "Pillow"))
+DECODES, RIVALS = (DECODE_OPENCV, DECODE_TORCHVISION, DECODE_PILLOW), (OPENCV, V2, V2_ANTIALIASED)
+
+Key = tuple[int, int]  # epoch, index
+Crop = tuple[torch.Tensor, torch.Tensor]
+
+
+def pipelines(crops: TrainingCrops, palette: bool) -> dict[str, Callable[[Key], object]]:
+    """All by their names. `palette`: labels are palette PNGs, whose indices only Pillow gives."""
+
+    def decode(image: Callable[[Path], object], label: Callable[[Path], object], key: Key) -> tuple:
+        entry = crops.dataset.files[key[1]]
+        return image(entry.image), label(entry.label)
+
+    label = pillow if palette else opencv_label
+    return {
+        OURS: partial(ours, crops),
+        DECODE_OPENCV: partial(decode, opencv_image, label),
+        DECODE_TORCHVISION: partial(decode, torchvision_image, pillow if palette else torchvision_label),
+        DECODE_PILLOW: partial(decode, pillow, pillow),
+        OPENCV: partial(opencv, crops, label),
+        V2: partial(transforms_v2, crops, label, False),
+        V2_ANTIALIASED: partial(transforms_v2, crops, label, True),
+    }
+
+
+def ours(crops: TrainingCrops, key: Key) -> Crop:
+    """The crop of a training."""
+    item = crops[key]
+    return item["image"], item["label"]
+
+
+def opencv(crops: TrainingCrops, read_label: Callable[[Path], np.ndarray], key: Key) -> Crop:
+    """The whole image resized, a crop of it in the colours and order of the network."""
+    entry, transform = crops.dataset.files[key[1]], crops.transform
+    (height, width), offset, mirrored = crops.geometry(key)
+    image, label = opencv_image(entry.image), read_label(entry.label)
+    image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
+    label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
+    rows, columns = (_Axis(*axis) for axis in zip((height, width), offset, transform.crop_size, strict=True))
+    image = cv2.cvtColor(image[rows.covered, columns.covered], cv2.COLOR_BGR2RGB)
+    label = crops.dataset.table.train_ids(label[rows.covered, columns.covered])
+    borders = (rows.before, rows.after, columns.before, columns.after)
+    if any(borders):
+        image = cv2.copyMakeBorder(image, *borders, cv2.BORDER_CONSTANT, value=transform.fill)
+        label = cv2.copyMakeBorder(label, *borders, cv2.BORDER_CONSTANT, value=transform.ignore_index)
+    if mirrored:
+        image, label = cv2.flip(image, 1), cv2.flip(label, 1)
+    return torch.from_numpy(np.stack(cv2.split(image))), torch.from_numpy(label)
+
+
+def transforms_v2(crops: TrainingCrops, read_label: Callable[[Path], np.ndarray], antialias: bool, key: Key) -> Crop:
+    """The same with torchvision's transforms; antialiasing, their default, smooths images that shrink."""
+    entry, transform = crops.dataset.files[key[1]], crops.transform
+    size, offset, mirrored = crops.geometry(key)
+    rows, columns = (_Axis(*axis) for axis in zip(size, offset, transform.crop_size, strict=True))
+    image = torchvision_image(entry.image)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written to
+        label = torch.as_tensor(read_label(entry.label))
+    image = F.resize(image, size, InterpolationMode.BILINEAR, antialias=antialias)
+    # Not as a Mask, which would be resized without the half-pixel offset and so shifted against its image.
+    label = F.resize(label[None], size, InterpolationMode.NEAREST_EXACT)[0]
+    place = (rows.covered.start, columns.covered.start, rows.length, columns.length)
+    image, label = F.crop(image, *place), F.crop(label, *place)
+    label = torch.from_numpy(crops.dataset.table.train_ids(label.numpy()))[None]
+    borders = [columns.before, rows.before, columns.after, rows.after]
+    if any(borders):
+        image, label = F.pad(image, borders, list(transform.fill)), F.pad(label, borders, transform.ignore_index)
+    if mirrored:
+        image, label = F.horizontal_flip(image), F.horizontal_flip(label)
+    return image.contiguous(), label[0].contiguous()
+
+
+class _Axis:
+    """Along one axis: the part of the resized image that a crop covers, and its padding `before` and `after` that."""
+
+    def __init__(self, size: int, start: int, crop: int):
+        self.covered = slice(max(0, start), min(start + crop, size))
+        self.length = self.covered.stop - self.covered.start
+        self.before, self.after = max(0, -start), max(0, start + crop - size)
+
+
+def opencv_image(path: Path) -> np.ndarray:
+    return cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+
+
+def opencv_label(path: Path) -> np.ndarray:
+    return cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_UNCHANGED)
+
+
+def torchvision_image(path: Path) -> torch.Tensor:
+    return io.decode_image(io.read_file(str(path)), io.ImageReadMode.RGB)
+
+
+def torchvision_label(path: Path) -> torch.Tensor:
+    return io.decode_image(io.read_file(str(path)), io.ImageReadMode.UNCHANGED)
+
+
+def pillow(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image)

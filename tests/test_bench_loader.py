@@ -1,0 +1,159 @@
+"""The loader's benchmark: rivals that make the same crops, memory of a worker, a page made from its record."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from datasets import TrainingCrops, TrainingTransform, cityscapes, vistas
+from scripts.bench_loader.__main__ import run
+from scripts.bench_loader.benchmark import JPEG, JPEG_BASE, PNG, LoaderBenchmark, command_line, interleaved
+from scripts.bench_loader.memory import unique_mib, worker_mib
+from scripts.bench_loader.page import markdown, targets
+from scripts.bench_loader.pictures import write_cityscapes, write_vistas
+from scripts.bench_loader.pipelines import DECODES, OPENCV, OURS, RIVALS, V2, pipelines
+from scripts.records import MISS, NOT_MEASURED, PASS
+from tests.runs import REPOSITORY, composed
+
+TINY = [
+    "png_size=[96,128]",
+    "jpeg_size=[120,160]",
+    "base_size=100",
+    "crop_size=72",
+    "pictures=2",
+    "rounds=3",
+    "minibatches=1",
+    "files=12",
+    "starts=1",
+]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    write_cityscapes(folder / "png", 2, (96, 128))
+    write_vistas(folder / "jpeg", 2, (120, 160))
+    return {PNG: cityscapes(folder / "png", "train"), JPEG: vistas(folder / "jpeg", "train")}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    out = tmp_path_factory.mktemp("benchmark") / "tiny.json"
+    assert run(composed("bench_loader", *TINY, f"out={out}")) == out.with_suffix(".md")
+    return out
+
+
+@pytest.mark.parametrize("kind, base_size", [(PNG, None), (JPEG, None), (JPEG, 100)])
+def test_all_pipelines_make_the_same_crops(pictures, kind, base_size):
+    crops = TrainingCrops(pictures[kind], TrainingTransform((100, 110), base_size=base_size), seed=0)
+    chosen = pipelines(crops, palette=kind == JPEG)
+    padded = 0
+    for epoch in range(12):
+        key = (epoch, epoch % 2)
+        size, _, _ = crops.geometry(key)
+        image, label = (tensor.numpy().astype(int) for tensor in chosen[OURS](key))
+        for name in RIVALS:
+            other_image, other_label = (tensor.numpy() for tensor in chosen[name](key))
+            assert other_image.dtype == other_label.dtype == np.uint8 and other_image.shape == (3, 100, 110)
+            if name in (OPENCV, V2):
+                assert np.abs(other_image - image).max() <= 2
+            if name == OPENCV:
+                assert np.array_equal(other_label, label)
+            else:  # where a pixel falls between two others, torch may choose the other one
+                assert (other_label != label).mean() < 0.02
+        padded += size[0] < 100
+    assert padded
+
+
+def test_bare_decodes_give_the_pixels_of_both_files(pictures):
+    for kind, dataset in pictures.items():
+        crops = TrainingCrops(dataset, TrainingTransform((72, 80)), seed=0)
+        chosen = pipelines(crops, palette=kind == JPEG)
+        expected_image, expected_label = dataset[1].image, dataset.decode_label(dataset.files[1].label, np.s_[:, :])
+        for name in DECODES:
+            image, label = (np.asarray(part) for part in chosen[name]((0, 1)))
+            image = image[..., ::-1] if "OpenCV" in name else image.transpose(1, 2, 0) if len(image) == 3 else image
+            assert np.array_equal(image, expected_image) and np.array_equal(label.squeeze(), expected_label), name
+
+
+def test_every_round_times_every_pipeline_once_on_the_same_key():
+    calls = []
+    chosen = {name: lambda key, name=name: calls.append((key, name)) for name in "abcd"}
+    times_ms = interleaved(chosen, [(epoch, 0) for epoch in range(6)])
+    assert {name: len(times) for name, times in times_ms.items()} == dict.fromkeys("abcd", 6)
+    rounds = [calls[i : i + 4] for i in range(4, 28, 4)]
+    assert all({key for key, _ in each} == {(epoch, 0)} for epoch, each in enumerate(rounds))
+    assert all({name for _, name in each} == set("abcd") for each in rounds)
+    assert len({tuple(name for _, name in each) for each in rounds}) > 1
+
+
+def test_unique_memory_grows_with_what_a_process_touches():
+    before = unique_mib(os.getpid())
+    held = np.ones(64 << 20, np.uint8)
+    assert 60 < unique_mib(os.getpid()) - before < 80
+    del held
+
+
+def test_a_worker_that_reads_has_more_memory_than_one_that_does_not(pictures):
+    crops = TrainingCrops(pictures[JPEG], TrainingTransform((900, 900), base_size=1000), seed=0)
+    mib = worker_mib(crops, [[(0, 0), (0, 1), (1, 0), (1, 1)]] * 2)
+    assert 0 < mib["idle"] < mib["peak"]
+
+
+def test_a_tiny_run_writes_a_whole_page(record):
+    result = json.loads(record.read_text())
+    assert {(row["source"], row["pipeline"]) for row in result["rows"]} == {
+        (source, pipeline) for source in (PNG, JPEG, JPEG_BASE) for pipeline in (OURS, *DECODES, *RIVALS)
+    }
+    assert all(len(row["times_ms"]) == 3 and row["median_ms"] > 0 for row in result["rows"])
+    assert len(result["cached_starts_s"]) == 1 and result["first_start_s"].keys() == result["cached_starts_s"][0].keys()
+    page = record.with_suffix(".md")
+    written = page.read_text()
+    assert str(record.parent) not in record.read_text() + written
+    assert written.count(f"| {OURS} |") == 3 and f"python -m scripts.bench_loader {TINY[0]}" in written
+    page.unlink()
+    run(OmegaConf.structured(LoaderBenchmark(out=str(record), measure=False)))
+    assert page.read_text() == written
+
+
+def test_targets_are_judged_by_the_fastest_others_and_at_the_sizes_that_they_are_about(record):
+    result = json.loads(record.read_text())
+    assert {verdict for *_, verdict in targets(result)} == {NOT_MEASURED}
+    config = LoaderBenchmark()
+    result["arguments"] = {name: getattr(config, name) for name in result["arguments"]}
+    result["cached_starts_s"] = [{"a": 1.0, "b": 0.9}]
+    result["memory_mib"] = {JPEG: {"idle": 10, "peak": 411, "after": 20}}
+    ms = {OURS: 11.0, **dict.fromkeys(DECODES, 20.0), **dict.fromkeys(RIVALS, 30.0), DECODES[1]: 10.0, V2: 19.0}
+    result["rows"] = [
+        {"source": source, "pipeline": name, "times_ms": [value, 2 * value, 9 * value]}
+        for source in (PNG, JPEG)
+        for name, value in ms.items()
+    ]
+    found = [(measured, verdict) for _, _, measured, verdict in targets(result)]
+    assert found == [
+        ("1.10", PASS),
+        ("1.10", PASS),
+        (f"1.73 ({V2})", PASS),
+        (f"1.73 ({V2})", MISS),
+        ("401 MiB", MISS),
+        ("1.90 s", PASS),
+    ]
+
+
+def test_the_page_in_the_documentation_is_that_of_its_record():
+    record = REPOSITORY / "docs" / "results" / "loader_cpu.json"
+    assert record.with_suffix(".md").read_text() == markdown(json.loads(record.read_text()))
+
+
+def test_the_command_line_says_what_is_not_by_default():
+    expected = "python -m scripts.bench_loader png_size=[64,96] rounds=3 out=FILE.json"
+    assert command_line(LoaderBenchmark(png_size=[64, 96], rounds=3)) == expected
+
+
+@pytest.mark.parametrize("key, message", [("rounds=0", "rounds"), ("png_size=[8,8]", "png_size"), ("out=x.md", "out=")])
+def test_impossible_arguments_are_refused(key, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        run(composed("bench_loader", "out=FILE.json", key))
