@@ -1,6 +1,7 @@
 """What a DataLoader reads: random crops for training, whole images for evaluation. Pixels travel as uint8."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -91,7 +92,8 @@ class TrainingCrops(Dataset):
         return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
 
 
-class _Stored(NamedTuple):
+@dataclass(frozen=True)
+class _Stored:
     """A picture in a file, of which slicing decodes a window: all that a crop needs of an array."""
 
     shape: tuple[int, int]  # (H, W)
