@@ -176,7 +176,7 @@ def _jpeg_down_to(data: bytes, rows: int) -> bytes | None:
     None where it is progressive, say, or has other than three components.
     """
     place = 2
-    while data[place : place + 1] == b"\xff" and data[place + 1] not in _FRAMES:
+    while place + 1 < len(data) and data[place] == 0xFF and data[place + 1] not in _FRAMES:
         place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")  # a segment: marker, length, content
     frame = data[place : place + 10]  # marker, length (2 bytes), bits of a value, height (2), width (2), components
     if len(frame) < 10 or frame[1] not in _SEQUENTIAL or frame[4] != 8 or frame[9] != 3:

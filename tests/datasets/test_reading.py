@@ -111,6 +111,7 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
         ("x.png", b"", "empty"),
         ("x.png", b"\x89PNG\r\n\x1a\n" + b"IEND", "cannot be decoded as an image"),
         ("x.jpg", b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", "cannot be decoded as an image"),
+        ("x.jpg", b"\xff\xd8\xff\xd9\x00\x02\xff", "cannot be decoded as an image"),
         ("x.jpg", b"\xff\xd8\xff\xd9", "cannot be decoded as an image"),
         ("x.jpg", b"\xff\xd8" + b"\xff" * 20 + b"\xff\xd9", "cannot be decoded as an image"),
     ],
