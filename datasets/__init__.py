@@ -5,7 +5,7 @@ from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
 from datasets.coco_stuff import coco_stuff
-from datasets.loading import Draw, TrainingCrops, WholeImages, worker_init
+from datasets.loading import Draw, TrainingCrops, WholeImages, Workers, worker_failures, worker_init
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
@@ -27,6 +27,7 @@ __all__ = [
     "TrainingCrops",
     "TrainingTransform",
     "WholeImages",
+    "Workers",
     "camvid",
     "cityscapes",
     "index_classes",
@@ -37,5 +38,6 @@ __all__ = [
     "synthetic",
     "verify",
     "vistas",
+    "worker_failures",
     "worker_init",
 ]

@@ -1,8 +1,12 @@
 """What a DataLoader reads: random crops for training, whole images for evaluation. Pixels travel as uint8."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import parent_process
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import NamedTuple
 
 import cv2
@@ -127,12 +131,53 @@ class WholeImages(Dataset):
         return item
 
 
+class _Worker(ForkProcess):
+    def terminate(self) -> None:
+        self.kill()  # a worker that hangs, as it does not listen to SIGTERM
+
+
+class Workers(ForkContext):
+    """`multiprocessing_context` of a DataLoader with `worker_init`."""
+
+    Process = _Worker
+
+
 def worker_init(worker_id: int) -> None:
     """`worker_init_fn` of a DataLoader."""
+    # Schedulers and torchrun send them to the whole process group, and a terminal Ctrl-C. They are meant for the run,
+    # which reads on to the end of its step and stops its workers itself.
+    if parent_process() is not None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
     # Pillow keeps what one image of 25 megapixels needs for the next one: taking the pages of a large image from the
     # system each time can take as long as decoding it.
     Image.core.set_blocks_max(_KEPT_BLOCKS)
+
+
+@contextmanager
+def worker_failures(workers: int, timeout_seconds: int) -> Iterator[None]:
+    """Around what reads with `workers` processes: an error of PyTorch about them becomes one that says what to do.
+
+    Raises:
+        TimeoutError: they brought nothing for `timeout_seconds`.
+        ChildProcessError: one of them was killed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error).startswith("DataLoader timed out"):
+            raise TimeoutError(
+                f"the data.workers={workers} processes that read images brought none for data.timeout_seconds="
+                f"{timeout_seconds} seconds: a disk or network folder may hang, or reading is that slow (then raise "
+                f"data.timeout_seconds); data.workers=0 reads without them. resume=auto continues the run"
+            ) from error
+        if str(error).startswith("DataLoader worker"):
+            raise ChildProcessError(
+                f"one of the data.workers={workers} processes that read images ended: {str(error).strip()} Where the "
+                f"machine ran out of memory, fewer data.workers need less. resume=auto continues the run"
+            ) from error
+        raise
 
 
 def _channels_first(image: np.ndarray) -> torch.Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from datasets.loading import worker_init
+from datasets.loading import Workers, worker_init
 
 
 def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None) -> DataLoader:
@@ -14,13 +14,15 @@ def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None
 
     By default there is one per core; 0 is none but this one.
     """
+    count = min(_cores() if workers is None else workers, len(indices))
     return DataLoader(
         source,
         sampler=indices,
         batch_size=None,
         collate_fn=_as_it_is,
-        num_workers=min(_cores() if workers is None else workers, len(indices)),
+        num_workers=count,
         worker_init_fn=worker_init,
+        multiprocessing_context=Workers() if count else None,
         # Its own generator: an iterator draws a number when it starts, and a run must not depend on what is cached.
         generator=torch.Generator(),
     )

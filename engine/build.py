@@ -19,6 +19,7 @@ from datasets import (
     TrainingCrops,
     TrainingTransform,
     WholeImages,
+    Workers,
     camvid,
     cityscapes,
     coco_stuff,
@@ -329,6 +330,7 @@ def _loader(source: Dataset, workers: int, device: torch.device, timeout_seconds
         num_workers=workers,
         timeout=timeout_seconds if workers else 0,
         worker_init_fn=worker_init,
+        multiprocessing_context=Workers() if workers else None,
         pin_memory=device.type == "cuda",
         # Its own generator: an iterator draws a number when it starts, and evaluating must not change the training.
         generator=torch.Generator(),
