@@ -10,7 +10,9 @@ from pathlib import Path
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
 
+from datasets import worker_failures
 from engine import build, checkpoint, distributed, loop, reporting
 from engine import config as configuration
 from engine.distributed import World
@@ -43,10 +45,15 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         ValueError: the configuration, the data or the run directory do not fit; before the first step.
         FloatingPointError: loss or gradient became infinite or NaN; the last checkpoint is of an earlier step.
         MemoryError: the device has not enough memory.
+        OSError: a checkpoint cannot be written, the data does not come in time, or another process is lost.
         Preempted: SIGTERM or SIGUSR1 asked the run to stop, and it can be continued.
     """
     config = configuration.typed(values)
-    with distributed.joined(config.trainer.device, config.trainer.timeout_seconds) as world, StopRequest() as stop:
+    with (
+        distributed.joined(config.trainer.device, config.trainer.timeout_seconds) as world,
+        worker_failures(config.data.workers, config.data.timeout_seconds),
+        StopRequest() as stop,
+    ):
         configuration.check_shares(config, world.size)
         return run(config, world, stop, command)
 
@@ -139,15 +146,14 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
             autocast=autocast,
             on_prediction=pictures,
         )
-        improved = scores["miou"] > report.best_miou
+        if scores["miou"] > report.best_miou:
+            save(step, best=True)  # before it is recorded: a run that is killed in between evaluates again
         report.evaluation(step, schedule.epoch(step), scores, pictures.pictures)
-        if improved:
-            save(step, best=True)
         return scores, confusion
 
     report.mious = world.gather(report.mious)[0]
 
-    with report:
+    with report, directory.named_in_numerical_errors():
         if schedule.evaluates(start_step) and start_step not in report.mious:  # the run was stopped in it
             evaluate(start_step)
         loop.train(
@@ -185,8 +191,10 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train_seg")
 def main(values: DictConfig) -> None:
+    # What torchrun says of a process that failed is what `record` leaves it.
+    recorded = record(train) if distributed.launched() else train
     with reporting.errors_for_users():
-        train(values, command=shlex.join(["python", *sys.argv]))
+        recorded(values, command=shlex.join(["python", *sys.argv]))
 
 
 if __name__ == "__main__":

@@ -78,16 +78,21 @@ def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError
     free = "an unknown number of"
     with suppress(OSError):
         free = f"{shutil.disk_usage(path.parent).free:,}"
-    kept = "there is no earlier checkpoint"
-    for file in filter(None, (path, previous)):
-        with suppress(ValueError):
-            kept = f"the last good checkpoint is kept: {file}, of step {load(file).get('step')}"
-            break
+    good = last_good(path, previous)
+    kept = f"the last good checkpoint is kept: {good}" if good else "there is no earlier checkpoint"
     return (
         f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
         f"{_bytes(state):,} bytes, and {free} bytes are free there; {kept}. Make room (or raise the quota or limit), "
         f"then continue with resume=auto"
     )
+
+
+def last_good(*paths: Path | None) -> str | None:
+    """The first of the checkpoints that can be read, and its step, for a message; None where none can."""
+    for path in filter(None, paths):
+        with suppress(ValueError):
+            return f"{path}, of step {load(path).get('step')}"
+    return None
 
 
 def _bytes(value) -> int:
@@ -208,8 +213,7 @@ def run_state(
     broken = [name for name, tensor in network.state_dict().items() if not tensor.isfinite().all()]
     if broken:
         raise FloatingPointError(
-            f"after step {step}, {len(broken)} tensors are not finite, {broken[0]} among them; "
-            f"checkpoints, if any, are of earlier steps: try a lower optim.lr, or trainer.precision=float32"
+            f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
         )
     state = {
         "step": step,

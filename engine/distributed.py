@@ -60,17 +60,33 @@ def joined(device: str, timeout_seconds: float) -> Iterator[World]:
 
     Raises:
         ValueError: "cuda" where PyTorch sees no CUDA device, or fewer than processes on this machine.
+        ConnectionError: another process ended, or did not come within the timeout.
     """
     own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
     started = launched() and not dist.is_initialized()
-    if started:
-        # Gloo beside nccl: flags and objects in CPU memory travel without waiting for the device.
-        backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    together = dist.is_available() and dist.is_initialized()
-    yield World(dist.get_rank(), dist.get_world_size(), own) if together else World(device=own)
+    try:
+        if started:
+            # Gloo beside nccl: flags and objects in CPU memory travel without waiting for the device.
+            backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        together = dist.is_available() and dist.is_initialized()
+        yield World(dist.get_rank(), dist.get_world_size(), own) if together else World(device=own)
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        rank = os.environ.get("RANK", "0")
+        raise ConnectionError(
+            f"process {rank} of the run lost another one, or waited for it longer than trainer.timeout_seconds="
+            f"{timeout_seconds:g} ({str(error).strip().splitlines()[0]}). The message of the one that failed first "
+            f"says why; start all of them again with resume=auto"
+        ) from error
     if started:  # after an error the others may be gone, and the end of this process says so
         dist.destroy_process_group()
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """What NCCL and the store raise has a type of its own; what gloo raises has the path of its source."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def node_group(world: World) -> dist.ProcessGroup | None:

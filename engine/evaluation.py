@@ -12,6 +12,7 @@ from datasets import SegmentationDataset
 from engine.distributed import World
 from engine.inference import WHOLE_IMAGE, Views, predict
 from engine.loop import Autocast, ImageInput
+from engine.memory import is_out_of_memory, out_of_memory_evaluating
 from engine.metrics import Counts, all_scores
 from engine.pictures import comparison, inside, write_png
 from engine.reporting import tracked
@@ -35,10 +36,18 @@ def evaluate_dataset(
         loader: reads whole images of `dataset`, of any sizes: those that this process of `world` evaluates. Scores and
             matrix are of the images of all processes. Those without labels are predicted and not counted.
         on_prediction: sees every (minibatch, predictions), the latter uint8 (N, H, W) on the CPU.
+
+    Raises:
+        MemoryError: the device has not enough memory for an image; says what would need less.
     """
     counts = Counts(dataset.table)
     for minibatch in tracked(progress, loader, f"evaluating {dataset.name} {dataset.split}"):
-        predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast, views=views)
+        try:
+            predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast, views=views)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise MemoryError(out_of_memory_evaluating(minibatch["image"].shape)) from error
         if "label" in minibatch:
             counts.add(predictions, minibatch)
         on_prediction(minibatch, predictions.cpu())

@@ -67,6 +67,15 @@ def out_of_memory(shape: tuple[int, ...], accumulation_steps: int, network: nn.M
     )
 
 
+def out_of_memory_evaluating(shape: tuple[int, ...]) -> str:
+    """What to say when an image, `shape` (N, 3, H, W), could not be evaluated for want of memory."""
+    return (
+        f"out of memory while an image of {shape[-2]}x{shape[-1]} pixels was evaluated. eval.py and scripts.predict "
+        f"need less with window.size=1024 or smaller, also for the checkpoints of a training that stops here; a "
+        f"training itself with a smaller data.base_size, or trainer.precision=bfloat16 where it is not used yet"
+    )
+
+
 def keep_freed_memory() -> bool:
     """Let the C library keep freed memory of this process for its next allocation, as CUDA's caching allocator does.
 

@@ -1,6 +1,8 @@
 """The folder of one run: where its files are, and whether a run may start or go on in it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -56,6 +58,21 @@ class RunDirectory:
         """Write the last checkpoint, as `checkpoint.save`; the one before it is kept."""
         checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
         self._last_is_good = True
+
+    @contextmanager
+    def named_in_numerical_errors(self) -> Iterator[None]:
+        """Around the training: a FloatingPointError also says which checkpoint there is from before it."""
+        try:
+            yield
+        except FloatingPointError as error:
+            good = checkpoint.last_good(self.last, self.previous)
+            kept = "There is no checkpoint yet: try a lower optim.lr"
+            if good:
+                kept = (
+                    f"The last good checkpoint is {good}: with another run_dir, init.weights={self.last} starts from "
+                    f"its weights, for example with a lower optim.lr"
+                )
+            raise FloatingPointError(f"{error}. {kept}") from error
 
     def checkpoint_to_resume(self, resume: str | None, config: dict, total_steps: int) -> dict | None:
         """The state to continue from, None for a run that starts here.
