@@ -19,7 +19,9 @@ from engine.distributed import World
 from engine.evaluation import PictureCollector, evaluate_dataset
 from engine.inference import WHOLE_IMAGE
 from engine.initial_weights import initialise_from
+from engine.layer_health import corner_crops, layer_health
 from engine.learner import renew_statistics
+from engine.pictures import class_legend, confusion_picture
 from engine.profiling import profiled
 from engine.run_directory import RunDirectory, new_run_path
 from engine.run_report import RunReport
@@ -62,6 +64,7 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
     """What `train` does in one of the processes of `world`."""
     data, trainer = config.data, config.trainer
     plain_config = configuration.plain(config)
+    config_text = f"# {command}\n{OmegaConf.to_yaml(plain_config)}"
     directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
     train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
     val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
@@ -73,7 +76,7 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
     if directory.notice:
         reporting.logger.warning(directory.notice)
     if resumed is None and world.first:
-        directory.config.write_text(f"# {command}\n{OmegaConf.to_yaml(plain_config)}")
+        directory.config.write_text(config_text)
     if data.verify and world.first:  # the others wait for it when they first exchange something
         reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
         reporting.verify_with_progress(val_set, console)
@@ -110,8 +113,15 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
     image_input = build.image_input(config, world.device)
     autocast = build.autocast(trainer.precision, world.device)
     report = RunReport(
-        directory.path if world.first else None, console, schedule.total_steps, start_step, data.max_skipped
+        directory.path if world.first else None,
+        console,
+        schedule.total_steps,
+        start_step,
+        data.max_skipped,
+        config_text,
     )
+    if trainer.pictures and world.first and start_step == 0:
+        report.figure("image_label_prediction/legend", class_legend(val_set), 0)
 
     def save(step: int, best: bool = False) -> None:
         states = world.gather(checkpoint.random_states(world.device))
@@ -146,9 +156,16 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
             autocast=autocast,
             on_prediction=pictures,
         )
+        layers = {}
+        if world.first:
+            crops = corner_crops(val_loader.dataset[0]["image"], data.crop_size)  # always the same
+            layers = layer_health(learner.network, image_input(crops), autocast)
+            if step == schedule.total_steps:
+                title = f"{val_set.name} {val_set.split}"
+                report.figure("val/confusion", confusion_picture(confusion.numpy(), val_set.classes, title), step)
         if scores["miou"] > report.best_miou:
             save(step, best=True)  # before it is recorded: a run that is killed in between evaluates again
-        report.evaluation(step, schedule.epoch(step), scores, pictures.pictures)
+        report.evaluation(step, schedule.epoch(step), scores, pictures.pictures, layers)
         return scores, confusion
 
     report.mious = world.gather(report.mious)[0]
@@ -175,8 +192,8 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         scores, confusion = evaluate(schedule.total_steps)
 
     console.print(reporting.iou_table(scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
-    again = shlex.join(["python", "eval.py", f"checkpoint={directory.last}"])
-    console.print(f"evaluate again with: {again}", soft_wrap=True, markup=False)
+    console.print(report.summary(directory), soft_wrap=True, markup=False, highlight=False)
+    reporting.logger.debug(report.summary(directory))
     return reporting.write_results(
         directory.results if world.first else None,
         dataset=val_set,

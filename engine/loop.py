@@ -101,7 +101,8 @@ def train(
         report.step(loss, gradient_norm, crops_per_minibatch)
         report.skips(skips, skipped)
         if schedule.logs(step):
-            report.training(step, schedule.epoch(step), lr, peak_memory_mib(world.device))
+            scale = learner.scaler.get_scale() if learner.scaler.is_enabled() else None
+            report.training(step, schedule.epoch(step), lr, peak_memory_mib(world.device), scale)
         if schedule.checkpoints(step) or asked:
             save(step)
         if asked:

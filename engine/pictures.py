@@ -56,16 +56,23 @@ def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[P
         for class_id in np.argsort(-pixels, kind="stable")
         if pixels[class_id] and class_id != dataset.ignore_index
     ]
-    patches = [
-        Patch(
-            facecolor=np.array(dataset.palette[i]) / 255,
-            edgecolor="gray",
-            label=f"{dataset.classes[i]} {shares[i]:.1f} %",
-        )
-        for i in present
-    ]
+    patches = [_patch(dataset.palette[i], f"{dataset.classes[i]} {shares[i]:.1f} %") for i in present]
     ignored = f"ignored {shares[dataset.ignore_index]:.1f} %"
     return [*patches, Patch(facecolor="white", edgecolor="gray", hatch="////", label=ignored)]
+
+
+def class_legend(dataset: SegmentationDataset) -> Figure:
+    """The colours of all classes; up to 40 of them as wide as a card of TensorBoard, so that it is shown as it is."""
+    handles = [_patch(colour, name) for colour, name in zip(dataset.palette, dataset.classes, strict=True)]
+    columns = max(2, -(-len(handles) // 20))
+    rows = -(-len(handles) // columns)
+    figure = Figure(figsize=(1.75 * columns, 0.22 * rows + 0.2))  # inches of 100 pixels
+    figure.legend(handles=handles, loc="center", ncols=columns, frameon=False)
+    return figure
+
+
+def _patch(colour: tuple[int, int, int], label: str) -> Patch:
+    return Patch(facecolor=np.array(colour) / 255, edgecolor="gray", label=label)
 
 
 def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:

@@ -66,7 +66,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert records[-1]["miou"] == results["miou"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {"train/loss", "train/lr", "val/miou", "val_iou/road"} <= set(events.Tags()["scalars"])
-    assert len(events.Tags()["images"]) == 1
+    assert len(events.Tags()["images"]) == 3  # one of the images, the legend, the confusion matrix
 
 
 def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):

@@ -1,13 +1,20 @@
-"""Records of a run: speeds without pauses, no record twice, none lost."""
+"""Records of a run: what people watch, speeds without pauses, no record twice, none lost."""
 
 import json
+import math
 import time
 
 import numpy as np
+import pytest
+import torch
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from engine import checkpoint
+from engine.run_directory import RunDirectory
 from engine.run_report import RunReport
+from tests.runs import SHORT, composed
+from train_seg import train
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
 
@@ -18,6 +25,112 @@ def report(run_dir, start_step=0, total_steps=10) -> RunReport:
 
 def records(run_dir) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(run_dir) -> EventAccumulator:
+    return EventAccumulator(str(run_dir / "tensorboard")).Reload()
+
+
+def trained(run_dir, *overrides: str) -> dict:
+    return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
+
+
+EVALUATED = ("trainer.evaluate_every_steps=2", "trainer.log_every_steps=2", "trainer.pictures=2")
+
+
+def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
+    results = trained(tmp_path, *EVALUATED, "trainer.checkpoint_every_steps=2")
+    events = events_of(tmp_path)
+    names = events.Tags()["scalars"]
+    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
+        assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
+    found = {f"val_iou/{name}" for name, iou in results["iou"].items() if iou is not None}
+    assert found and found == {name for name in names if name.startswith("val_iou/")}
+    assert events.Scalars("val/miou")[-1].value == pytest.approx(results["miou"])
+
+    # The layers: at every evaluation, and with the names of the layers in metrics.jsonl.
+    weights = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["network"]
+    gammas = {name: weights[name.replace("running_mean", "weight")] for name in weights if "running_mean" in name}
+    smallest, name = min((gamma.abs().min().item(), name) for name, gamma in gammas.items())
+    record = records(tmp_path)[-1]["layers"]
+    assert record["smallest_gamma"] == {"layer": name.removesuffix(".running_mean"), "value": smallest}
+    assert f"{record['largest_reconstruction_error']['layer']}.running_mean" in weights
+    assert 0 < record["largest_reconstruction_error"]["value"] < 1e-4
+    for name in ("smallest_gamma", "largest_reconstruction_error"):
+        scalars = events.Scalars(f"layers/{name}")
+        assert [event.step for event in scalars] == [2, 4]
+        assert scalars[-1].value == pytest.approx(record[name]["value"])
+
+    text = events.Tensors("config/text_summary")
+    assert len(text) == 1
+    config = (tmp_path / "config.yaml").read_text()
+    assert config.startswith("# python a b=c\n")
+    assert text[0].tensor_proto.string_val[0].decode() == f"```yaml\n{config}\n```"
+
+    pictures = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
+    assert pictures.pop("image_label_prediction/legend") == [0] and pictures.pop("val/confusion") == [4]
+    assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
+
+    output = capsys.readouterr().out
+    assert "4 steps in 0:00:" in output and "0 images skipped" in output
+    for line in (
+        f"python eval.py checkpoint={tmp_path}/checkpoints/last.pt",
+        f"tensorboard --logdir {tmp_path}/tensorboard",
+        f"last.pt, step 4, mIoU {100 * results['miou']:.2f} %",
+    ):
+        assert line in output
+
+
+def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
+    """Looked at after every step, or never; in bfloat16, with dropout and an average of the weights."""
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4", "norm=inplace_1")
+    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    options = (*body, channels, "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
+    trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
+    monkeypatch.setattr("train_seg.layer_health", lambda *_: {})
+    trained(tmp_path / "not", *options, "trainer.pictures=0")
+    watched, not_watched = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("watched", "not"))
+    for part in ("network", "ema"):
+        assert watched[part].keys() == not_watched[part].keys()
+        assert all(torch.equal(watched[part][name], tensor) for name, tensor in not_watched[part].items())
+    for before, after in zip(not_watched["random"]["cpu"], watched["random"]["cpu"], strict=True):
+        assert torch.equal(before, after)
+
+
+def test_standard_norms_have_no_reconstruction(tmp_path):
+    trained(tmp_path, "norm=std", "trainer.pictures=0")
+    events = events_of(tmp_path)
+    assert {name for name in events.Tags()["scalars"] if name.startswith("layers/")} == {"layers/smallest_gamma"}
+    assert events.Tags()["images"] == ["val/confusion"]
+    assert list(records(tmp_path)[-1]["layers"]) == ["smallest_gamma"]
+
+
+def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path):
+    for start_step, before in ((0, 0), (2, 3)):
+        with RunReport(tmp_path, Console(quiet=True), 10, start_step, max_skipped=4) as running:
+            for step in (start_step + 1, start_step + 2):
+                running.step(loss=1.0, gradient_norm=1.0, images=1)
+                running.skips(3 if step == start_step + 2 else 0, [])
+                running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
+            running.evaluation(start_step + 2, 0.0, SCORES, {})
+            assert f"{before + 3} images skipped" in running.summary(RunDirectory(str(tmp_path)))
+    train_records = [record for record in records(tmp_path) if record["kind"] == "train"]
+    assert [record.get("skipped_images") for record in train_records] == [None, 3, 3, 6]
+    assert [record["loss_scale"] for record in train_records] == [2.0, 4.0, 8.0, 16.0]
+    assert [event.value for event in events_of(tmp_path).Scalars("train/skipped_images")] == [3, 3, 6]
+
+
+def test_the_summary_says_what_is_there(tmp_path):
+    directory = RunDirectory(str(tmp_path))
+    with report(tmp_path) as running:
+        running.evaluation(5, 0.0, {**SCORES, "miou": math.nan}, {})
+        assert "best      none" in running.summary(directory)
+        for step, miou in ((6, 0.25), (7, 0.75), (8, 0.75), (10, 0.5)):
+            running.evaluation(step, 0.0, {**SCORES, "miou": miou}, {})
+    lines = running.summary(directory).splitlines()
+    assert lines[1] == "training  0 steps in 0:00:00, 0 images skipped"  # it was resumed at its end
+    assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
+    assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
 
 
 def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
