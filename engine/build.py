@@ -236,7 +236,7 @@ def loss(config: Loss, ignore_index: int) -> nn.Module:
 
 def optimizer(config: Optim, parameters) -> torch.optim.SGD:
     """SGD with weight decay on every parameter, the norms' included, as in the paper's recipe."""
-    return torch.optim.SGD(
+    sgd = torch.optim.SGD(
         parameters,
         lr=config.lr,
         momentum=config.momentum,
@@ -244,6 +244,10 @@ def optimizer(config: Optim, parameters) -> torch.optim.SGD:
         nesterov=config.nesterov,
         fused=config.fused,
     )
+    # Else GradScaler calls it for infinite gradients too: it leaves the weights, but what it takes up as its first
+    # momentum is memory that nobody has written to.
+    sgd._step_supports_amp_scaling = False
+    return sgd
 
 
 def lr_schedule(config: Optim, optimizer: torch.optim.Optimizer, total_steps: int):

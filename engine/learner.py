@@ -1,6 +1,7 @@
 """A network with everything that changes while it learns, and what one optimiser step does to it."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -86,7 +87,9 @@ class Learner:
         """Change the weights, then the learning rate and the averaged weights."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.scheduler.step()
+        with warnings.catch_warnings():  # float16 may leave out the very first steps of the optimiser
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.network)
 

@@ -1,0 +1,175 @@
+"""Switches of precision and speed through train_seg.py: each does what it says, and changes nothing else."""
+
+import functools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import build, checkpoint, schema
+from engine import config as configuration
+from engine.distributed import World
+from engine.learner import Learner
+from engine.loop import ImageInput, prefetched
+from eval import evaluate
+from tests.runs import SHORT, composed
+from train_seg import train
+
+STEPS = 3
+# Small steps, so that differences of rounding stay small; four crops, as the pooled branch of the head normalises one
+# value of each, and two values are always one above and one below their mean.
+GENTLE = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=eager")
+Weights = dict[str, torch.Tensor]
+
+
+def trained(run_dir: Path, *overrides: str) -> dict:
+    """The last checkpoint of a short training."""
+    train(composed("train_seg", f"run_dir={run_dir}", *SHORT, *GENTLE, f"trainer.steps={STEPS}", *overrides))
+    return checkpoint.load(run_dir / "checkpoints" / "last.pt")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Weights:
+    """The weights of the training without any switch."""
+    return trained(tmp_path_factory.mktemp("plain"))["network"]
+
+
+def initial_weights() -> Weights:
+    config = configuration.typed(composed("train_seg", *SHORT))
+    return build.learner(config, 19, 1, World()).network.state_dict()
+
+
+def moved(weights: Weights) -> torch.Tensor:
+    """How far a training has moved all weights from where they began, as one vector."""
+    start = initial_weights()
+    assert weights.keys() == start.keys()
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    return torch.cat([(weights[name] - start[name]).flatten() for name in start if not name.endswith(statistics)])
+
+
+def difference(weights: Weights, others: Weights) -> float:
+    """Distance of what two trainings have learnt, relative to how much the second has."""
+    return ((moved(weights) - moved(others)).norm() / moved(others).norm()).item()
+
+
+def test_float16_scales_the_loss_and_keeps_the_scale(tmp_path, plain):
+    state = trained(tmp_path, "trainer.precision=float16")
+    assert state["scaler"]["scale"] > 1
+    assert all(weight.dtype == torch.float32 for weight in state["network"].values() if weight.is_floating_point())
+    assert 1e-4 < difference(state["network"], plain)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
+    """The very first one too, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
+    weight = torch.nn.Parameter(torch.ones(100))
+    optim = schema.Optim(lr=1.0, momentum=0.5, weight_decay=0.0, power=0.0, fused=fused)
+    sgd = build.optimizer(optim, [weight])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    learner = Learner(torch.nn.ParameterList([weight]), None, sgd, build.lr_schedule(optim, sgd, 4), scaler)
+    values = []
+    for slope in (math.inf, 1.0, 1.0):
+        sgd.zero_grad()
+        learner.backward((slope * weight).sum())
+        learner.gradient_norm()
+        learner.step()
+        values.append(weight.tolist())
+    assert values == [100 * [1.0], 100 * [0.0], 100 * [-1.5]]
+
+
+def test_memory_format_and_fused_updates_change_the_rounding_only(tmp_path, plain):
+    state = trained(tmp_path, "trainer.channels_last=false", "optim.fused=false")
+    kernel = state["network"]["body.mod2.block1.convs.conv2.weight"]
+    assert kernel.is_contiguous() and not kernel.is_contiguous(memory_format=torch.channels_last)
+    assert difference(state["network"], plain) < 1e-2
+
+
+@pytest.mark.parametrize("norm", ["inplace", "std"])
+def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
+    """Without breaks, before and after an evaluation; crops in parts of 3, 2 and 2. Traced, but not compiled."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    options = (f"norm={norm}", "data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
+    expected = trained(tmp_path / "eager", *options)["network"]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    state = trained(tmp_path / "compiled", *options, "trainer.compile=true", "trainer.evaluate_every_steps=2")
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+    assert difference(state["network"], expected) < 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["inplace", "std"])
+def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm):
+    expected = trained(tmp_path / "eager", f"norm={norm}")["network"]
+    state = trained(tmp_path / "compiled", f"norm={norm}", "trainer.compile=true")
+    assert difference(state["network"], expected) < 1e-2
+
+
+def test_the_average_is_kept_evaluated_and_has_statistics_of_its_own(tmp_path):
+    """Weights (paper, section 3.1) that lie between the first and the last ones; their norms see new minibatches."""
+    options = ("trainer.ema_decay=0.5", "trainer.ema_statistics_minibatches=2", "norm.momentum=0.01")
+    state = trained(tmp_path, *options)
+    assert state["ema"].keys() == state["network"].keys() and state["ema_updates"] == STEPS
+    assert not torch.equal(state["ema"]["cls.weight"], state["network"]["cls.weight"])
+    # The best checkpoint is written after the evaluation, for which the statistics were taken anew.
+    best = checkpoint.load(tmp_path / "checkpoints" / "best.pt")
+    (name, *_) = (name for name in best["ema"] if name.endswith("running_var"))
+    started, moved = initial_weights()[name], best["network"][name]
+    assert (best["ema"][name] - started).norm() > 5 * (moved - started).norm()
+    results = json.loads((tmp_path / "results.json").read_text())
+    again = evaluate(composed("eval", f"checkpoint={tmp_path / 'checkpoints' / 'best.pt'}", "workers=0", "device=cpu"))
+    assert results["images"] == 2 and again["images"] == 40
+
+
+def test_clipping_bounds_what_a_step_changes(tmp_path):
+    plain_sgd = ("optim.lr=1", "optim.momentum=0", "optim.weight_decay=0", "trainer.steps=1")
+    state = trained(tmp_path, *plain_sgd, "optim.max_gradient_norm=1e-3")
+    assert moved(state["network"]).norm().item() == pytest.approx(1e-3, rel=1e-2)
+    (record,) = [
+        r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "train"
+    ]
+    assert record["gradient_norm"] > 0.1  # before clipping
+
+
+def test_accumulation_passes_parts_of_a_minibatch(tmp_path, monkeypatch):
+    sizes, prepare = [], ImageInput.__call__
+
+    def recorded(self, images):
+        sizes.append(len(images))
+        return prepare(self, images)
+
+    monkeypatch.setattr(ImageInput, "__call__", recorded)
+    trained(tmp_path, "data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
+    assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
+
+
+def test_deterministic_runs_are_equal(tmp_path):
+    try:
+        first, second = (trained(tmp_path / name, "trainer.deterministic=true")["network"] for name in ("a", "b"))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):
+    trained(tmp_path, "trainer.profile=2", "trainer.steps=13")
+    events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert sum(name.startswith("ProfilerStep#") for name in names) >= 2
+    assert "BatchNormActivation" in names and "BatchNormActivationBackward" in names
+    assert "BatchNormActivation" in (tmp_path / "profile" / "operators.txt").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
+def test_prefetched_minibatches_are_those_of_the_loader():
+    minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
+    seen = [
+        (minibatch["image"].sum(), minibatch["name"]) for minibatch in prefetched(minibatches, torch.device("cuda"))
+    ]
+    assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]
