@@ -1,0 +1,35 @@
+"""Measure training steps: `python -m scripts.bench_training [device=cpu|cuda] out=FILE.json`.
+
+Writes FILE.json, and from it FILE.md (targets, tables). `measure=false` makes the page again from a FILE.json.
+"""
+
+from pathlib import Path
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig
+
+from engine.config import within_bounds
+from engine.reporting import errors_for_users
+from scripts.records import record
+
+from .benchmark import TrainingBenchmark, measure
+from .page import write_page
+
+
+def run(values: DictConfig) -> Path:
+    """Measure, write both files; returns the path of the page. Raises ValueError for impossible arguments."""
+    return record(values, lambda: measure(within_bounds(values)), write_page)
+
+
+ConfigStore.instance().store(name="training_benchmark", node=TrainingBenchmark)
+
+
+@hydra.main(version_base="1.3", config_path="../../configs", config_name="bench_training")
+def main(values: DictConfig) -> None:
+    with errors_for_users():
+        print(run(values))
+
+
+if __name__ == "__main__":
+    main()
