@@ -164,6 +164,7 @@ def test_a_resumed_run_has_every_record_once(tmp_path):
     assert [(r["kind"], r["step"]) for r in records(tmp_path)] == [("train", s) for s in (1, 2, 3, 4, 5)] + [("val", 5)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert len(events.Tensors("config/text_summary")) == 1
 
 
 def test_a_run_that_starts_again_leaves_nothing_of_the_first_attempt(tmp_path):
