@@ -15,6 +15,7 @@ _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # a JPEG's markers of the h
 _SEQUENTIAL = (0xC0, 0xC1)  # of them, those of a JPEG that is decoded in one pass from the top
 _JPEG_MARGIN = 16  # rows of a JPEG's largest block: a row may be interpolated with the ones below it
 _TRAILER_BYTES = 4096  # the end mark of an image is looked for here: some cameras write padding behind it
+_NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
 
 Window = tuple[slice, slice]  # rows and columns of an image, with start and stop
 EVERYTHING: Window = slice(None), slice(None)
@@ -38,12 +39,12 @@ def decode_image(path: Path, window: Window = EVERYTHING) -> np.ndarray:
 def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
     """The values of a label file, uint8 (H, W); of a palette PNG the indices. ValueError where they are not that.
 
-    Of a `window` alone, the rows below it are not decoded.
+    Of a `window` alone, the rows below it are not decoded; the check sums are those of the whole file.
     """
-    data = _read_complete(path)
+    data = _read_png(path)
     if window != EVERYTHING and (part := _decode_window(data, window, _GRAY, _PALETTE)) is not None:
         return part
-    depth, colour_type = data[24:26] if data.startswith(_PNG) and len(data) > 25 else (8, None)
+    depth, colour_type = data[24:26]
     if colour_type == _PALETTE:  # OpenCV would give its colours
         raw = _pillow(data)
     elif depth < 8:
@@ -59,14 +60,14 @@ def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
     return raw[window]
 
 
-def decode_instances(path: Path, window: Window = EVERYTHING) -> np.ndarray:
+def decode_instance_classes(path: Path, window: Window = EVERYTHING) -> np.ndarray:
     """The classes in a file of instances, uint8 (H, W): its values are 256 * class + number of the instance."""
     return (decode_uint16(path)[window] // 256).astype(np.uint8)
 
 
 def decode_uint16(path: Path) -> np.ndarray:
     """The values of a file of instances, uint16 (H, W). ValueError where they are not that."""
-    raw = _decode(_read_complete(path), cv2.IMREAD_UNCHANGED)
+    raw = _decode(_read_png(path), cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise ValueError(f"{path}: cannot be decoded as instances; expected an intact PNG. {RESTORE}")
     _check_values(path, raw, np.uint16, "instances with one 16-bit value per pixel")
@@ -76,7 +77,8 @@ def decode_uint16(path: Path) -> np.ndarray:
 def read_size(path: Path) -> tuple[int, int]:
     """(width, height) of an image, from its header; ValueError where the file is unreadable or stops too early.
 
-    Only the first and last bytes are read, so damage in the middle stays unnoticed until decoding.
+    ValueError also beyond Pillow's limit, 178 megapixels: so many are the work of a flipped bit. Only the first and
+    last bytes are read, so damage in the middle stays unnoticed until decoding.
     """
     try:
         with open(path, "rb") as file:
@@ -89,6 +91,11 @@ def read_size(path: Path) -> tuple[int, int]:
                 return image.size
     except (UnidentifiedImageError, SyntaxError):
         raise ValueError(f"{path}: has no readable image header; expected an intact PNG or JPEG. {RESTORE}") from None
+    except Image.DecompressionBombError:
+        limit = 2 * Image.MAX_IMAGE_PIXELS // 10**6
+        raise ValueError(
+            f"{path}: the header says that it has more than {limit} megapixels; expected at most so many. {RESTORE}"
+        ) from None
     except OSError as error:
         raise _unreadable(path, error) from None
 
@@ -108,6 +115,21 @@ def _read_complete(path: Path) -> bytes:
     except OSError as error:
         raise _unreadable(path, error) from None
     _check_ends(path, data[:8], data[-_TRAILER_BYTES:])
+    return data
+
+
+def _read_png(path: Path) -> bytes:
+    """A file of labels, in which no bit has changed: not all decoders look at a PNG's check sums."""
+    data = _read_complete(path)
+    if not data.startswith(_PNG):
+        raise ValueError(
+            f"{path}: is a JPEG, which changes values; expected a PNG. Use the label files that the dataset "
+            "distributes."
+        )
+    try:
+        Image.open(BytesIO(data)).verify()
+    except _NOT_INTACT:
+        raise ValueError(f"{path}: damaged pixels or header; expected an intact PNG. {RESTORE}") from None
     return data
 
 
@@ -143,7 +165,7 @@ def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:
             rows, columns = window
             image = image.crop((columns.start, rows.start, columns.stop, rows.stop))
         return np.asarray(image)
-    except (OSError, SyntaxError, ValueError):
+    except _NOT_INTACT:
         return None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
-from datasets.reading import Window, decode_instances, decode_label
+from datasets.reading import Window, decode_instance_classes, decode_label
 from datasets.segmentation import Files, SegmentationDataset
 
 IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
@@ -113,4 +113,4 @@ def _labels(root: Path, folder: Path) -> dict[str, Path]:
 
 
 def _decode(path: Path, window: Window) -> np.ndarray:
-    return (decode_instances if path.parent.name == "instances" else decode_label)(path, window)
+    return (decode_instance_classes if path.parent.name == "instances" else decode_label)(path, window)

@@ -114,11 +114,12 @@ def test_finds_damaged_files_and_counts_the_others(file, damage, tmp_path, capfd
 
 
 def test_finds_a_pixel_of_a_palette_that_only_the_check_sum_betrays(tmp_path):
-    """Pillow decodes such files, about one in twenty with a flipped bit, and says nothing."""
+    """Pillow decodes such files, about one in twenty with a flipped bit, and says nothing. Nor does a crop read it."""
     root = trees.coco_stuff(tmp_path / "data")
     dataset = coco_stuff(root, "train")
-    path, label = dataset.files[0].label, dataset.read_label(0)
-    ids = np.asarray(Image.open(path)).copy()
+    path = dataset.files[0].label
+    stored = np.asarray(Image.open(path))
+    ids = stored.copy()
     row, column = np.argwhere((ids > 91) & (ids < 182))[0]
     ids[row, column] += 1  # another class
     data = path.read_bytes()
@@ -126,7 +127,10 @@ def test_finds_a_pixel_of_a_palette_that_only_the_check_sum_betrays(tmp_path):
     rows = b"".join(b"\0" + values.tobytes() for values in ids)
     content = zlib.compress(rows + bytes(len(rows)))  # inflates to more than the picture, as damaged codes may
     path.write_bytes(data[: start - 8] + len(content).to_bytes(4, "big") + b"IDAT" + content + data[end:])
-    assert (dataset.read_label(0) != label).sum() == 1
+    assert (np.asarray(Image.open(path)) != stored).sum() == 1
+    for window in (np.s_[:, :], np.s_[0:1, 0:1]):
+        with pytest.raises(ValueError, match=f"{path}: damaged pixels"):
+            dataset.read_label(0, window)
     (problem,) = found(dataset).problems
     assert problem.kind == "unreadable label" and problem.message.startswith(f"{path}: damaged pixels")
 

@@ -1,5 +1,6 @@
 """Windows of image files: exactly the pixels of the whole image, without decoding what lies below them."""
 
+import zlib
 from io import BytesIO
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets.reading import decode_image, decode_instances, decode_label, read_size
+from datasets.reading import decode_image, decode_instance_classes, decode_label, decode_uint16, read_size
 
 HEIGHT, WIDTH = 75, 53
 # A row, the first and the last rows, and windows whose end lies anywhere in a JPEG's blocks of 8 or 16 rows.
@@ -90,7 +91,7 @@ def test_a_window_of_instances_is_that_of_the_whole(tmp_path):
     path = tmp_path / "x.png"
     cv2.imwrite(str(path), labels().astype(np.uint16) * 256 + 17)
     for window in WINDOWS:
-        assert np.array_equal(decode_instances(path, window), labels()[window])
+        assert np.array_equal(decode_instance_classes(path, window), labels()[window])
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg"])
@@ -121,6 +122,45 @@ def test_damaged_headers_are_reported(name, content, complaint, tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=complaint):
         decode_image(path, (slice(0, 4), slice(0, 4)))
+
+
+@pytest.mark.parametrize("decode", [decode_label, decode_uint16, decode_instance_classes])
+def test_a_jpeg_is_no_label(decode, tmp_path):
+    """Its values would nearly all be classes, too, but others."""
+    path = saved(tmp_path / "x.jpg", Image.fromarray(labels()))
+    path = path.rename(tmp_path / "x.png")
+    for window in [()] if decode is decode_uint16 else [(), (WINDOWS[0],)]:
+        with pytest.raises(ValueError, match=f"{path}: is a JPEG, .*; expected a PNG"):
+            decode(path, *window)
+
+
+def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
+    """Pillow's error for them is none of the kinds that others are."""
+    path = saved(tmp_path / "x.jpg", Image.fromarray(photograph()))
+    data = path.read_bytes()
+    size = data.index(HEIGHT.to_bytes(2, "big") + WIDTH.to_bytes(2, "big"))
+    path.write_bytes(data[:size] + b"\xff\xff\x40\x00" + data[size + 4 :])
+    with pytest.raises(ValueError, match=f"{path}: the header says that it has more than 178 megapixels; expected"):
+        read_size(path)
+    label = saved(tmp_path / "x.png", palette(66))
+    data = label.read_bytes()
+    header = b"IHDR" + b"\0\1\0\0" + b"\0\1\0\0" + data[24:29]
+    label.write_bytes(data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + data[33:])
+    with pytest.raises(ValueError, match=f"{label}: "):
+        decode_label(label)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".jpg"])
+def test_whatever_byte_of_a_header_is_damaged_the_error_names_the_file(suffix, tmp_path):
+    path = saved(tmp_path / f"x{suffix}", palette(66) if suffix == ".png" else Image.fromarray(photograph()))
+    data = path.read_bytes()
+    for place in range(8, 700):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0x80]) + data[place + 1 :])
+        for read in (read_size, decode_label if suffix == ".png" else lambda path: decode_image(path, WINDOWS[0])):
+            try:
+                read(path)
+            except ValueError as error:
+                assert str(error).startswith(f"{path}: "), (place, error)
 
 
 def test_the_size_is_that_of_the_stored_pixels(tmp_path):
