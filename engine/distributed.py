@@ -68,7 +68,13 @@ def joined(device: str, timeout_seconds: float) -> Iterator[World]:
         if started:
             # Gloo beside nccl: flags and objects in CPU memory travel without waiting for the device.
             backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+            timeout = timedelta(seconds=timeout_seconds)
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            if os.environ["GROUP_WORLD_SIZE"] == "1":
+                # torchrun on a single machine (static rendezvous) keeps this store when it starts the processes again:
+                # without a name of its own an attempt may find the addresses of the one before.
+                store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         together = dist.is_available() and dist.is_initialized()
         yield World(dist.get_rank(), dist.get_world_size(), own) if together else World(device=own)
     except RuntimeError as error:
