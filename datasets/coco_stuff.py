@@ -6,6 +6,7 @@ from pathlib import Path
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
+from datasets.reading import RESTORE
 from datasets.segmentation import Files, SegmentationDataset
 
 # In the official splits, by the list of images.
@@ -148,10 +149,16 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> li
             archives=("stuff_annotations_trainval2017.zip",),
         )
     names = []
-    for line in filter(None, map(str.strip, file.read_text().splitlines())):
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8. {RESTORE}") from None
+    for line in filter(None, map(str.strip, lines)):
         if not line.isdecimal():
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")
+    if not names:
+        raise ValueError(f"{file}: the list is empty; expected one image id (a number) per line. {RESTORE}")
     missing = [name for name in names if name not in images]
     if len(missing) == len(names) or (strict and missing):
         what = f"{len(missing)} of its {len(names)} images, such as {missing[0]}.jpg," if missing else "all images"

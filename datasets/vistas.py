@@ -37,16 +37,17 @@ def vistas_classes(config: Path) -> ClassTable:
     Label values and official ids are positions in the file's list. ValueError for v2.0, or a file of another form.
     """
     try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-        labels = [(entry["readable"], tuple(entry["color"]), entry["evaluate"]) for entry in content["labels"]]
-        version = float(content.get("version", 1))
+        content = json.loads(config.read_text(encoding="utf-8-sig"))
+        labels = [(str(entry["readable"]), _colour(entry["color"]), entry["evaluate"]) for entry in content["labels"]]
+        version = str(content.get("version")).lstrip("v")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{config}: cannot be read as a config file of Mapillary Vistas ({type(error).__name__}: {error}); "
-            'expected JSON with "labels", a list of {"readable", "color", "evaluate", ...}. '
+            'expected JSON with "labels", a list of {"readable": name, "color": [three numbers from 0 to 255], '
+            '"evaluate": true or false, ...}. '
             "Restore the file from the dataset's archive."
         ) from None
-    if version >= 2 or len(labels) == _V2_LABELS:
+    if version.startswith("2") or len(labels) == _V2_LABELS:
         raise _LAYOUT.error(
             f"vistas: {config} is of Mapillary Vistas v2.0 ({len(labels)} labels); expected v1.2 (65 classes and "
             "Unlabeled), which the archive of v2.0 contains as well",
@@ -90,6 +91,12 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
         files = _LAYOUT.pair(images, labels, root, looked_for, strict)
     return SegmentationDataset("vistas", split, files, table, decode_label=_decode)
+
+
+def _colour(values: list[int]) -> tuple[int, int, int]:
+    """ValueError or TypeError for other than three numbers from 0 to 255."""
+    red, green, blue = bytes([*values])
+    return red, green, blue
 
 
 def _config(root: Path) -> Path:

@@ -97,6 +97,16 @@ def test_a_list_that_does_not_fit_is_an_error(coco_root):
     file.write_text("9\nabc\n")
     with pytest.raises(ValueError, match="train-ids.txt: contains 'abc'; expected one image id"):
         coco_stuff(coco_root, "train")
+    for empty in ("", "\n \n"):
+        file.write_text(empty)
+        with pytest.raises(ValueError, match="train-ids.txt: the list is empty; expected one image id"):
+            coco_stuff(coco_root, "train")
+    for undecodable in ("9\n30\n".encode("utf-16"), b"9\n\xe9\n"):
+        file.write_bytes(undecodable)
+        with pytest.raises(ValueError, match="train-ids.txt: cannot be read .*; expected text in UTF-8"):
+            coco_stuff(coco_root, "train")
+    file.write_text("9\n30\n", encoding="utf-8-sig")
+    assert len(coco_stuff(coco_root, "train")) == 2
     file.unlink()
     with pytest.raises(ValueError, match=r"train-ids.txt, which is missing \(data.lists=full"):
         coco_stuff(coco_root, "train")

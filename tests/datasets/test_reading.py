@@ -154,7 +154,7 @@ def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
 def test_whatever_byte_of_a_header_is_damaged_the_error_names_the_file(suffix, tmp_path):
     path = saved(tmp_path / f"x{suffix}", palette(66) if suffix == ".png" else Image.fromarray(photograph()))
     data = path.read_bytes()
-    for place in range(8, 700):
+    for place in range(8, 700, 5):
         path.write_bytes(data[:place] + bytes([data[place] ^ 0x80]) + data[place + 1 :])
         for read in (read_size, decode_label if suffix == ".png" else lambda path: decode_image(path, WINDOWS[0])):
             try:

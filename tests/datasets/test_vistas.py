@@ -84,6 +84,10 @@ def only_v2_config(root):
     (root / "config_v2.0.json").write_text(json.dumps(trees.vistas_config(124, version=2.0)))
 
 
+def v2_in_words(root):
+    (root / "config.json").write_text(json.dumps(trees.vistas_config(120, version="v2.0")))
+
+
 def v2_under_another_name(root):
     (root / "config.json").write_text(json.dumps(trees.vistas_config(124)))
 
@@ -93,20 +97,36 @@ def only_v2_labels(root):
     (root / "training" / "labels").rename(root / "training" / "v2.0" / "labels")
 
 
-@pytest.mark.parametrize("change", [only_v2_config, v2_under_another_name, only_v2_labels])
+@pytest.mark.parametrize("change", [only_v2_config, v2_in_words, v2_under_another_name, only_v2_labels])
 def test_v2_is_refused_by_name(vistas_root, change):
     change(vistas_root)
     with pytest.raises(ValueError, match="Mapillary Vistas v2.0.*; expected"):
         vistas(vistas_root, "train")
 
 
+def one_label(colour: str) -> str:
+    return '{"labels": [{"readable": "Bird", "evaluate": true, "color": ' + colour + "}]}"
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{}", '{"labels": [1]}', '{"labels": []}', '{"labels": [{"readable": "Bird"}]}']
+    "content",
+    [
+        *("", "{}", "[]", '{"labels": [1]}', '{"labels": []}', '{"labels": [{"readable": "Bird"}]}'),
+        *map(one_label, ("[300, 2, 1]", "[-1, 2, 1]", "[1, 2]", "[1, 2, 3, 4]", "[0.5, 2, 1]", "3", "null", '"abc"')),
+    ],
 )
 def test_a_broken_config_file_is_named(vistas_root, content):
     (vistas_root / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config.json: .*expected.*Restore the file"):
         vistas(vistas_root, "train")
+
+
+@pytest.mark.parametrize("version", [None, "1.2", "v1.2", 1])
+def test_the_version_may_be_written_in_any_way(vistas_root, version):
+    expected = vistas(vistas_root, "train").table
+    config = json.dumps({**trees.vistas_config(), "version": version})
+    (vistas_root / "config.json").write_text(config, encoding="utf-8-sig")  # some editors add a mark in front
+    assert vistas(vistas_root, "train").table == expected
 
 
 def test_what_is_missing_is_named(vistas_root):
