@@ -151,7 +151,7 @@ def worker_init(worker_id: int) -> None:
             signal.signal(number, signal.SIG_IGN)
     cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
     # Pillow keeps what one image of 25 megapixels needs for the next one: taking the pages of a large image from the
-    # system each time can take as long as decoding it.
+    # system each time can take as long as decoding it. (Private, but the only way besides environment variables.)
     Image.core.set_blocks_max(_KEPT_BLOCKS)
 
 

@@ -14,7 +14,7 @@ def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None
 
     By default there is one per core; 0 is none but this one.
     """
-    count = min(_cores() if workers is None else workers, len(indices))
+    count = min(cores() if workers is None else workers, len(indices))
     return DataLoader(
         source,
         sampler=indices,
@@ -28,7 +28,8 @@ def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None
     )
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores that this process may use, as a scheduler may not give it all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.fingerprint import fingerprint
-from datasets.parallel import in_order
+from datasets.parallel import cores, in_order
 from datasets.reading import RESTORE, decode_image, read_size
 from datasets.segmentation import SegmentationDataset, size_mismatch
 
@@ -63,7 +63,7 @@ def verify(
     if remembered.is_file():
         return
     problems = []
-    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(workers or min(8, cores())) as pool:
         checks = pool.map(lambda index: _check(dataset, index, read_size, dataset.read_label), range(len(dataset)))
         for done, (found, _) in enumerate(checks, start=1):
             problems += found

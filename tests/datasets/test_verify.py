@@ -1,5 +1,7 @@
 import os
 import shutil
+import threading
+import time
 
 import cv2
 import numpy as np
@@ -100,6 +102,23 @@ def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path):
     label = moved / "train" / "labels" / "0001TP_000000.png"
     os.utime(label, ns=(0, label.stat().st_mtime_ns + 1))
     assert checked_files(camvid(moved, "train")) == 6
+
+
+def test_uses_the_cores_that_it_may_use(camvid_folders, monkeypatch):
+    """A scheduler may have given it one of many."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
+    dataset, threads = camvid(camvid_folders, "train"), set()
+    read_label = dataset.read_label
+
+    def slowly(index):
+        threads.add(threading.get_ident())
+        time.sleep(0.01)
+        return read_label(index)
+
+    monkeypatch.setattr(dataset, "read_label", slowly)
+    verify(dataset)
+    assert len(threads) == 1
 
 
 def test_failure_is_not_remembered(camvid_folders):
