@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint
+.PHONY: help demo test faults lint
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -16,6 +16,9 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 
 test: $(INSTALLED)  ## the tests; PYTEST="-k name" adds options
 	$(VENV)/bin/python -m pytest -n 2 $(PYTEST)
+
+faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (20 minutes)
+	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "fault and not gpu" --faults-out docs/results/faults.json $(PYTEST)
 
 lint: $(INSTALLED)  ## style
 	$(VENV)/bin/ruff check .

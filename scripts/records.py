@@ -22,7 +22,7 @@ def record(values: DictConfig, measure: Callable[[], dict], write_page: Callable
     if values.measure:
         result = measure()
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(_as_text(result))
+        out.write_text(as_text(result))
     elif not out.is_file():
         raise ValueError(f"measure=false makes the page of a file that was measured before, and {out} does not exist")
     return write_page(out)
@@ -35,7 +35,7 @@ def conditions(environment: dict) -> str:
     return f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
 
 
-def _as_text(result: dict) -> str:
+def as_text(result: dict) -> str:
     """JSON; of a list of rows each has a line of its own."""
     return "{\n" + ",\n".join(f'"{key}": {_value(value)}' for key, value in result.items()) + "\n}\n"
 

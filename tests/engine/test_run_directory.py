@@ -83,6 +83,9 @@ def no_links(*_):
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
+@pytest.mark.fault(
+    "SIGKILL", "before each line of a save, ours and PyTorch's, in five states of the folder", into="files"
+)
 @pytest.mark.parametrize(
     "held, old, links",
     [
@@ -93,7 +96,9 @@ def no_links(*_):
         ("damaged last and previous", 1, True),
     ],
 )
-def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monkeypatch, held, old, links):
+def test_killed_before_any_line_of_a_save_a_run_continues(
+    tmp_path, config, monkeypatch, record_property, held, old, links
+):
     """From the step before (`old`) or the one that was saved (3), and its next save is as any other."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process is not a lost power supply, and this is slow
     for convert in ("from_plain", "plain"):  # nor is the configuration what is tested, and it is read a hundred times
@@ -121,6 +126,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(tmp_path, config, monk
         assert checkpoint.load(run.last)["step"] == 4
         if steps[-1] is not None:
             assert checkpoint.load(run.previous)["step"] in (steps[-1], 1)
+    record_property("tried", len(steps) - 1)  # the last one was not killed
     assert len(steps) > 40 and set(steps) == {old, 3} and steps == sorted(steps, key=[old, 3].index)
 
 

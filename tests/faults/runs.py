@@ -1,0 +1,152 @@
+"""Small trainings in processes of their own, to be killed, signalled and continued."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from engine import checkpoint, reporting
+from tests.runs import REPOSITORY, SHORT, composed
+from train_seg import train
+
+STEPS = 12
+# In the middle of an epoch, with averaged weights, a checkpoint in every step and an evaluation on the way.
+OPTIONS = (
+    *SHORT,
+    *("data.crops_per_minibatch=4", f"trainer.steps={STEPS}", "trainer.checkpoint_every_steps=1", "resume=auto"),
+    *("trainer.log_every_steps=1", "trainer.evaluate_every_steps=8", "trainer.pictures=0", "trainer.ema_decay=0.5"),
+)
+
+# Children are forked from a process that has imported everything: seconds less for each of a hundred runs.
+_FORKSERVER = multiprocessing.get_context("forkserver")
+_FORKSERVER.set_forkserver_preload([__name__])
+
+
+class Run:
+    """A training that was started in a process of its own.
+
+    Args:
+        run_dir: of the training.
+        overrides: beside `OPTIONS`.
+        inject: called in the process before the training; found by its name, so it stands at the top of a module.
+    """
+
+    def __init__(self, run_dir: Path, *overrides: str, inject: Callable[[], None] | None = None):
+        self.run_dir = run_dir
+        self.output_file = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.txt")
+        arguments = (self.output_file, inject, f"run_dir={run_dir}", *OPTIONS, *overrides)
+        self.process = _FORKSERVER.Process(target=_main, args=arguments)
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        return self.output_file.read_text() if self.output_file.exists() else ""
+
+    @property
+    def steps(self) -> list[int]:
+        return steps_of(self.run_dir)
+
+    def until(self, condition: Callable[[], bool], seconds: float = 60) -> "Run":
+        """Wait until it is true, or the training has ended."""
+        deadline = time.monotonic() + seconds
+        while not condition() and self.process.is_alive():
+            assert time.monotonic() < deadline, f"it did not come to pass in {seconds} s:\n{self.output}"
+            time.sleep(0.001)
+        return self
+
+    def until_step(self, step: int) -> "Run":
+        return self.until(lambda: step in self.steps)
+
+    def send(self, number: signal.Signals, workers: bool = False) -> None:
+        """A signal to the process and, with `workers`, to those that read its data."""
+        for pid in [self.process.pid, *(children(self.process.pid) if workers else [])]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def ends(self, seconds: float = 60) -> int:
+        """The exit status, of a training that ends in time."""
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            raise AssertionError(f"it hangs:\n{self.output}")
+        return self.process.exitcode
+
+
+def _main(output: Path, inject: Callable[[], None] | None, *overrides: str) -> None:
+    """What `python train_seg.py` does."""
+    torch.set_num_threads(1)
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    if inject is not None:
+        inject()
+    with reporting.errors_for_users():
+        train(composed("train_seg", *overrides))
+
+
+def complete(run_dir: Path, *overrides: str) -> Path:
+    """Train to the end in one go."""
+    run = Run(run_dir, *overrides)
+    assert run.ends() == 0, run.output
+    return run_dir
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Of the records of the training, in the order in which they were written; a line that is being written is none."""
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    return [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
+
+
+def says(output: str, *words: str) -> bool:
+    """Whether it does, wherever its lines are broken."""
+    unbroken = "".join(output.split())
+    return all("".join(text.split()) in unbroken for text in words)
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
+    return [int(child) for child in found.split()]
+
+
+def survived(run_dir: Path, whole: Path, *overrides: str, processes: int = 1) -> str:
+    """Continue a run to its end: it is, to the bit, what it would have been without interruption; what it printed."""
+    if processes == 1:
+        run = Run(run_dir, *overrides)
+        assert run.ends() == 0, run.output
+        output = run.output
+    else:
+        output = torchrun(run_dir, *overrides, processes=processes).communicate(timeout=120)[0]
+    assert steps_of(run_dir) == list(range(1, STEPS + 1)), output
+    ended, expected = (checkpoint.load(path / "checkpoints" / "last.pt") for path in (run_dir, whole))
+    assert ended["step"] == STEPS
+    for part in ("network", "ema"):
+        assert all(torch.equal(ended[part][name], tensor) for name, tensor in expected[part].items())
+    for key, state in expected["optimizer"]["state"].items():
+        assert torch.equal(ended["optimizer"]["state"][key]["momentum_buffer"], state["momentum_buffer"])
+    scores = [json.loads((path / "results.json").read_text())["confusion_matrix"] for path in (run_dir, whole)]
+    assert scores[0] == scores[1]
+    names = {path.name for path in (run_dir / "checkpoints").iterdir()}
+    assert names == {"last.pt", "previous.pt", "best.pt"}
+    return output
+
+
+def torchrun(run_dir: Path, *overrides: str, processes: int = 2, options: tuple[str, ...] = ()) -> subprocess.Popen:
+    """The same under torchrun; its standard output is that of all processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *options]
+    return subprocess.Popen(
+        [*launcher, "train_seg.py", f"run_dir={run_dir}", *OPTIONS, *overrides],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

@@ -1,0 +1,106 @@
+"""Checkpoints that are damaged, and disks that are full."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+
+import pytest
+
+from engine import checkpoint
+from tests.faults.runs import Run, says, survived
+
+
+def truncate(content: bytes, at: float) -> bytes:
+    return content[: int(at * len(content))]
+
+
+def zeros_to_the_end(content: bytes, at: float) -> bytes:
+    return truncate(content, at).ljust(len(content), b"\0")
+
+
+def flip(content: bytes, at: float) -> bytes:
+    place = int(at * len(content))
+    return content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
+
+
+DAMAGES = [
+    pytest.param(damage, id=name, marks=[pytest.mark.fault("damaged checkpoint", f"last.pt {words}"), *marks])
+    for damage, name, words, marks in (
+        (truncate, "truncated", "loses its end, from a random byte on", []),
+        (zeros_to_the_end, "zeros", "is zero from a random byte on, as after a power cut", [pytest.mark.faults]),
+        (flip, "flipped", "has one bit flipped, of a random byte of the tensors", [pytest.mark.faults]),
+    )
+]
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """The folder of a run that was killed after its fifth step or later."""
+    run = Run(tmp_path / "run").until_step(5)
+    run.send(signal.SIGKILL)
+    run.ends()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 4))])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(stopped, whole, damage, seed):
+    last, previous = stopped / "checkpoints" / "last.pt", stopped / "checkpoints" / "previous.pt"
+    last.write_bytes(damage(last.read_bytes(), at=random.Random(seed).uniform(0.1, 0.9)))
+    step = checkpoint.load(previous)["step"]
+    output = survived(stopped, whole)
+    assert says(output, f"checkpoint {last} is ", f"The run continues from {previous}, of step {step}")
+
+
+def files_of_a_megabyte() -> None:
+    """No file may be larger from the fourth checkpoint on: what the kernel says then is what it says of a full disk."""
+    save, calls = checkpoint.save, []
+
+    def limited(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+        save(*args, **kwargs)
+
+    checkpoint.save = limited
+
+
+@pytest.mark.fault("full disk", "RLIMIT_FSIZE below the size of a checkpoint, from the fourth on")
+def test_no_room_for_a_checkpoint(tmp_path, whole):
+    run = Run(tmp_path / "run", inject=files_of_a_megabyte)
+    assert run.ends() == 1
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    assert f"error: checkpoint {last} of step 4 cannot be written: File too large" in run.output
+    assert f"the last good checkpoint is kept: {last}, of step 3. Make room" in run.output
+    assert "Traceback" not in run.output
+    survived(tmp_path / "run", whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path, whole):
+    """A filesystem with room for two checkpoints and a half."""
+    disk, size = tmp_path / "disk", (whole / "checkpoints" / "last.pt").stat().st_size
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={int(2.5 * size)}", "tmpfs", disk], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts filesystems")
+@pytest.mark.fault("full disk", "a tmpfs with room for two checkpoints and a half; made larger afterwards")
+def test_no_space_left(small_disk, whole):
+    run = Run(small_disk / "run")
+    assert run.ends() == 1
+    assert "of step 3 cannot be written: No space left on device" in run.output and "Traceback" not in run.output
+    assert "the last good checkpoint is kept" in run.output and "of step 2. Make room" in run.output
+    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    survived(small_disk / "run", whole)
+    assert shutil.disk_usage(small_disk).free

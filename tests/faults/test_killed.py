@@ -1,0 +1,111 @@
+"""SIGKILL at any moment, and signals that ask for a stop: nothing is lost but the step that was under way."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from engine import checkpoint
+from engine.stopping import EXIT_CODE
+from tests.faults.runs import STEPS, Run, complete, says, survived
+
+
+@pytest.mark.fault("SIGKILL", "at a random moment between the start and the end of a run that saves at every step")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 30))])
+def test_killed_at_a_random_moment(tmp_path, whole, seed):
+    run = Run(tmp_path / "run")
+    run.until(lambda: run.output_file.exists())
+    time.sleep(random.Random(seed).uniform(0.0, 2.5))
+    run.send(signal.SIGKILL)
+    run.ends()
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.fault("SIGKILL", "while last.pt or best.pt is being written, at a random size of the temporary file")
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
+    chosen = random.Random(seed)
+    run = Run(tmp_path / "run").until_step(chosen.randrange(1, STEPS - 1))
+    folder = tmp_path / "run" / "checkpoints"
+    size = chosen.uniform(0.0, 0.9) * (whole / "checkpoints" / "last.pt").stat().st_size
+
+    def written() -> bool:
+        return any(file.stat().st_size >= size for file in folder.glob("*.pt.partial") if file.exists())
+
+    try:
+        run.until(written)
+    except FileNotFoundError:  # it was renamed while it was looked at
+        pass
+    run.send(signal.SIGKILL)
+    assert run.ends() == -signal.SIGKILL, "it ended before it was killed"
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.faults
+@pytest.mark.fault("SIGKILL", "five times in one run, each time a step or two after it was continued")
+def test_killed_again_and_again(tmp_path, whole, record_property):
+    for step in (2, 3, 5, 7, 10):
+        run = Run(tmp_path / "run").until_step(step)
+        run.send(signal.SIGKILL)
+        run.ends()
+    record_property("tried", 5)
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to the process or to the whole process group, in a random step")
+@pytest.mark.parametrize(
+    "number, workers, seed",
+    [
+        (signal.SIGTERM, 2, 1),
+        *(
+            pytest.param(number, workers, seed, marks=pytest.mark.faults)
+            for number in (signal.SIGTERM, signal.SIGUSR1)
+            for workers in (0, 2)
+            for seed in range(2, 4)
+        ),
+    ],
+)
+def test_asked_to_stop(tmp_path, whole, number, workers, seed):
+    run = Run(tmp_path / "run", f"data.workers={workers}").until_step(random.Random(seed).randrange(1, STEPS - 3))
+    run.send(number, workers=True)
+    assert run.ends() == EXIT_CODE, run.output
+    step = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"]
+    assert says(run.output, f"stopped after step {step} of {STEPS}; exit status 75: start it again with resume=auto")
+    assert run.steps == list(range(1, step + 1))
+    survived(tmp_path / "run", whole)
+
+
+def slow_evaluation() -> None:
+    """An evaluation takes a second for each image."""
+    from datasets import WholeImages
+
+    read = WholeImages.__getitem__
+    WholeImages.__getitem__ = lambda self, index: (time.sleep(1), read(self, index))[1]
+
+
+@pytest.mark.faults
+@pytest.mark.fault("preemption", "SIGTERM in an evaluation")
+def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
+    run = Run(tmp_path / "run", inject=slow_evaluation).until_step(8)
+    run.send(signal.SIGTERM)
+    assert run.ends() == EXIT_CODE, run.output
+    assert says(run.output, "stopped during an evaluation, which will be made again")
+    assert run.steps == list(range(1, 9))
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.faults
+@pytest.mark.fault("SIGKILL", "in a random step of a run with float16 and its loss scale, dropout and two data workers")
+@pytest.mark.parametrize("seed", range(3))
+def test_everything_that_changes_continues(tmp_path, seed):
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
+    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    options = (*body, channels, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
+    whole = complete(tmp_path / "whole", *options)
+    assert checkpoint.load(whole / "checkpoints" / "last.pt")["scaler"]
+    run = Run(tmp_path / "run", *options).until_step(random.Random(seed).randrange(1, STEPS - 1))
+    run.send(signal.SIGKILL)
+    run.ends()
+    survived(tmp_path / "run", whole, *options)
