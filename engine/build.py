@@ -75,21 +75,26 @@ def dataset(config: Data, split: str, strict: bool = True) -> SegmentationDatase
 
     Not `strict`: images without labels and labels without images are among its files, with None for what is missing.
     """
-    if isinstance(config, CocoStuffData):
-        return coco_stuff(config.root, split, lists=config.lists, other_class=config.other_class, strict=strict)
-    builders = {"camvid": camvid, "cityscapes": cityscapes, "synthetic": synthetic, "vistas": vistas}
-    return builders[config.name](config.root, split, strict=strict)
+    make, _ = _source(config)
+    return make(config.root, split, strict=strict)
 
 
 def official_images(config: Data) -> dict[str, int]:
     """The number of images in each split of the dataset, as its publishers state it."""
+    _, images = _source(config)
+    return images
+
+
+def _source(config: Data) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
+    """What makes a split, and what `official_images` returns."""
     if isinstance(config, CocoStuffData):
-        return COCO_STUFF_IMAGES[config.lists]
+        make = partial(coco_stuff, lists=config.lists, other_class=config.other_class)
+        return make, COCO_STUFF_IMAGES[config.lists]
     return {
-        "camvid": CAMVID_IMAGES,
-        "cityscapes": CITYSCAPES_IMAGES,
-        "synthetic": SYNTHETIC_IMAGES,
-        "vistas": VISTAS_IMAGES,
+        "camvid": (camvid, CAMVID_IMAGES),
+        "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
+        "synthetic": (synthetic, SYNTHETIC_IMAGES),
+        "vistas": (vistas, VISTAS_IMAGES),
     }[config.name]
 
 
