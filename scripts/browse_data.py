@@ -3,8 +3,9 @@
     python -m scripts.browse_data data=camvid data.root=DIR out=DIR [sampler=class_uniform] [count=16] [epoch=0]
 
 Takes whatever train_seg.py takes (experiment=…, seed=…) and writes pages of the first crops of an epoch, in the order
-of the run: each beside its label, with the image's name, the scale, and, where the sampler drew a class, that class and
-a circle around the pixel that the crop had to contain. Pixels that are ignored are left as they are in the overlay.
+of the run (and of the next ones, where it has fewer): each beside its label, with the image's name, the scale, and,
+where the sampler drew a class, that class and a circle around the pixel that the crop had to contain. Pixels that are
+ignored are left as they are in the overlay.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ class Shown(NamedTuple):
     label: np.ndarray
     title: str
     pixel: tuple[int, int] | None
+    epoch: int  # of the run
 
 
 def browse(values: DictConfig) -> list[Path]:
@@ -59,10 +61,12 @@ def browse(values: DictConfig) -> list[Path]:
     crops = islice(training_crops(config, dataset, console), config.count)
     out = Path(config.out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, epoch {config.epoch}"
     written = []
     while page := list(islice(crops, _ROWS * _COLUMNS)):
         written.append(out / f"page_{len(written):03d}.png")
+        first, last = page[0].epoch, page[-1].epoch
+        epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+        title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, {epochs}"
         sheet(page, dataset, title).savefig(written[-1], dpi=_DPI)
     console.print(f"{config.count} crops on {len(written)} page(s): {out}", soft_wrap=True, markup=False)
     return written
@@ -78,8 +82,8 @@ def training_crops(config: SegmentationRun, dataset: SegmentationDataset, consol
     for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
         images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()
         for key_of_crop, image, label in zip(keys, images, labels, strict=True):
-            title, pixel = described(loader.dataset, Draw(*key_of_crop), label)
-            yield Shown(image, label, title, pixel)
+            draw = Draw(*key_of_crop)
+            yield Shown(image, label, *described(loader.dataset, draw, label), draw.epoch)
 
 
 def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str, tuple[int, int] | None]:

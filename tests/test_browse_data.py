@@ -9,7 +9,8 @@ from engine import build, reporting
 from engine import config as configuration
 from engine.distributed import World
 from engine.pictures import legend
-from scripts.browse_data import browse, training_crops
+from scripts import browse_data
+from scripts.browse_data import browse, sheet, training_crops
 from tests import trees
 from tests.runs import composed
 
@@ -35,6 +36,7 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
         minibatch, place = seen[number // 4], number % 4
         assert np.array_equal(crop.image, minibatch["image"][place].permute(1, 2, 0))
         assert np.array_equal(crop.label, minibatch["label"][place])
+        assert crop.epoch == 2 + number // (4 * steps_per_epoch)
         name, facts = crop.title.split("\n")
         assert name == minibatch["name"][place]
         assert facts.endswith(f"{100 * (crop.label == 255).mean():.1f} % ignored")
@@ -45,13 +47,19 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     assert {"mirrored" in crop.title for crop in shown} == {True, False}
 
 
-def test_writes_pages_of_eight(tmp_path):
+def test_writes_pages_of_eight_and_says_of_which_epochs(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr(browse_data, "sheet", lambda *page: titles.append(page[-1]) or sheet(*page))
     root = trees.camvid_folders(tmp_path / "data")
     data = ("data=camvid", f"data.root={root}", "sampler=class_uniform", *CROPS)
-    written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "count=9"))
+    written = browse(composed("browse_data", *data, f"out={tmp_path / 'pages'}", "epoch=3", "count=9"))
     assert [path.name for path in written] == ["page_000.png", "page_001.png"]
     full, last = (cv2.imread(str(path)) for path in written)
     assert full.shape[0] > 2 * last.shape[0] > 400 and full.shape[1] == last.shape[1]  # one row of crops on the last
+    # An epoch has one minibatch of four crops.
+    assert titles == [
+        f"camvid train, class_uniform sampling, seed 0, {epochs}" for epochs in ("epochs 3 to 4", "epoch 5")
+    ]
 
 
 def test_the_legend_names_what_occurs(tmp_path):
