@@ -5,7 +5,6 @@ On several devices or machines: `torchrun --nproc-per-node N train_seg.py …` (
 
 import shlex
 import sys
-from pathlib import Path
 
 import hydra
 import torch
@@ -18,14 +17,14 @@ from engine import config as configuration
 from engine.distributed import World
 from engine.evaluation import PictureCollector, evaluate_dataset
 from engine.inference import WHOLE_IMAGE
-from engine.initial_weights import initialise_from
 from engine.layer_health import corner_crops, layer_health
 from engine.learner import renew_statistics
 from engine.pictures import class_legend, confusion_picture
 from engine.profiling import profiled
 from engine.run_directory import RunDirectory, new_run_path
 from engine.run_report import RunReport
-from engine.schema import PackageNorm, SegmentationRun
+from engine.run_state import restore_run, run_state
+from engine.schema import SegmentationRun
 from engine.stopping import StopRequest, UntilStopped
 
 configuration.register()
@@ -83,20 +82,9 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
 
     build.arithmetic(trainer)
     learner = build.learner(config, len(train_set.classes), schedule.total_steps, world)
-    start_step = 0
-    if resumed is not None:
-        start_step = checkpoint.restore_run(resumed, **learner.state(), rank=world.rank, world_size=world.size)
-    elif config.init.weights is not None:
-        initialised = initialise_from(
-            learner.network,
-            Path(config.init.weights),
-            train_set.classes,
-            format=config.init.format,
-            part=config.init.part,
-            package=isinstance(config.norm, PackageNorm),
-        )
-        reporting.logger.info(str(initialised))
-        learner.restart_average()
+    start_step = 0 if resumed is None else restore_run(resumed, learner, world)
+    if resumed is None and config.init.weights is not None:
+        reporting.logger.info(str(build.initialise(config, learner, train_set.classes)))
     reporting.logger.info(
         f"{directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, {len(train_set)} "
         f"training and {len(val_set)} validation images, steps {start_step} to {schedule.total_steps} on "
@@ -124,13 +112,8 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         report.figure("image_label_prediction/legend", class_legend(val_set), 0)
 
     def save(step: int, best: bool = False) -> None:
-        states = world.gather(checkpoint.random_states(world.device))
         state = {
-            **checkpoint.run_state(
-                **learner.state(),
-                step=step,
-                random={kind: [state for rank in states for state in rank[kind]] for kind in ("cpu", "cuda")},
-            ),
+            **run_state(learner, step, world),
             "total_steps": schedule.total_steps,
             "config": plain_config,
             "classes": list(train_set.classes),
@@ -141,8 +124,7 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
 
     def evaluate(step: int) -> tuple[dict, torch.Tensor]:
         if trainer.ema_statistics_minibatches:
-            steps = trainer.ema_statistics_minibatches
-            crops = build.training_loader(config, train_set, steps, world)
+            crops = build.training_loader(config, train_set, trainer.ema_statistics_minibatches, world)
             renew_statistics(learner.evaluated, (image_input(crop["image"]) for crop in crops), autocast)
         world.share_buffers(learner.evaluated)
         pictures = PictureCollector(val_set, trainer.pictures)

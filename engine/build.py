@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
 from datasets.vistas import IMAGES as VISTAS_IMAGES
 from engine.distributed import World, node_group
 from engine.inference import Views
+from engine.initial_weights import Initialised, initialise_from
 from engine.learner import Learner
 from engine.loop import Autocast, ImageInput
 from engine.losses import BootstrappedCrossEntropy, CrossEntropy
@@ -237,6 +239,20 @@ def loss(config: Loss, ignore_index: int) -> nn.Module:
     if isinstance(config, BootstrappedLoss):
         return BootstrappedCrossEntropy(config.fraction, ignore_index)
     return CrossEntropy(ignore_index)
+
+
+def initialise(config: SegmentationRun, learner: Learner, classes: tuple[str, ...]) -> Initialised:
+    """Put the weights of `init.weights` into the network, and into its average. ValueError as of `initialise_from`."""
+    report = initialise_from(
+        learner.network,
+        Path(config.init.weights).expanduser(),
+        classes,
+        format=config.init.format,
+        part=config.init.part,
+        package=isinstance(config.norm, PackageNorm),
+    )
+    learner.restart_average()
+    return report
 
 
 def optimizer(config: Optim, parameters) -> torch.optim.SGD:

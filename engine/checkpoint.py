@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim.swa_utils import AveragedModel
 
 FORMAT = "inplace-abn-segmentation/1"
 
@@ -184,93 +182,3 @@ def _check_bytes(path: Path) -> None:
         raise ValueError(f"the checksum of its part {wrong} is wrong")
     if folders:  # by an attribute without a checksum, for which torch.load would leave a tensor's memory as it was
         raise ValueError(f"its part {folders[0]} is marked as a folder")
-
-
-def random_states(device: torch.device) -> dict[str, list[Tensor]]:
-    """The states of this process's random number generators; those of several ranks are these lists joined in order."""
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return {"cpu": [torch.get_rng_state()], "cuda": on_device}
-
-
-def run_state(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    step: int,
-    *,
-    random: dict[str, list[Tensor]] | None = None,
-    scaler: GradScaler | None = None,
-    ema: AveragedModel | None = None,
-) -> dict:
-    """What a run needs to go on after `step` steps.
-
-    `random`: the `random_states` of all ranks; None where this process is alone. `ema`: averaged weights, kept under
-    the names of the network's own.
-
-    Raises:
-        FloatingPointError: a weight or statistic is not finite. A checkpoint of such a network is of no use.
-    """
-    broken = [name for name, tensor in network.state_dict().items() if not tensor.isfinite().all()]
-    if broken:
-        raise FloatingPointError(
-            f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
-        )
-    state = {
-        "step": step,
-        "network": network.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict(),
-        "random": random or random_states(next(network.parameters()).device),  # dropout draws from these
-    }
-    if scaler is not None:
-        state["scaler"] = scaler.state_dict()
-    if ema is not None:
-        state["ema"] = ema.module.state_dict()
-        state["ema_updates"] = int(ema.n_averaged)
-    return state
-
-
-def restore_run(
-    state: dict,
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    scaler: GradScaler | None = None,
-    ema: AveragedModel | None = None,
-) -> int:
-    """Put a `run_state` back, on each of `world_size` ranks; returns the number of steps done.
-
-    On another number of ranks, or another kind of device, random numbers cannot go on; a notice is logged.
-    """
-    network.load_state_dict(state["network"])
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    if scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-    if ema is not None:
-        ema.module.load_state_dict(state["ema"])
-        ema.n_averaged.fill_(state["ema_updates"])
-    _restore_random(state["random"], next(network.parameters()).device, rank, world_size)
-    return state["step"]
-
-
-def _restore_random(random: dict, device: torch.device, rank: int, world_size: int) -> None:
-    cpu, cuda = random["cpu"], random["cuda"]
-    if isinstance(cpu, Tensor):  # written before runs had ranks: one process, with the states of all its devices
-        cpu, cuda = [cpu], cuda[:1]
-    before, now = (len(cpu), "cuda" if cuda else "cpu"), (world_size, device.type)
-    if before == now:
-        torch.set_rng_state(cpu[rank])
-        if cuda:
-            torch.cuda.set_rng_state(cuda[rank], device)
-        return
-    torch.set_rng_state(cpu[0])
-    torch.manual_seed(int(torch.randint(2**62, ())) + rank)  # of CUDA, too
-    if rank == 0:
-        logger.warning(
-            f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
-            f"same samples, but dropout draws other numbers than it would have there"
-        )

@@ -36,16 +36,6 @@ class Learner:
         """The network whose scores count: the averaged one where there is one."""
         return self.network if self.average is None else self.average.module
 
-    def state(self) -> dict:
-        """What a checkpoint holds of it, as `engine.checkpoint.run_state` and `restore_run` name it."""
-        return {
-            "network": self.network,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "scaler": self.scaler if self.scaler.is_enabled() else None,
-            "ema": self.average,
-        }
-
     def restart_average(self) -> None:
         """Let the averaged weights begin with the present ones."""
         if self.average is not None:

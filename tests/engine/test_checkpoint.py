@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import checkpoint
 
@@ -159,90 +158,3 @@ def test_another_number_of_classes_is_refused(tmp_path):
     state = {"classes": ["road", "sky"], "network": {}}
     with pytest.raises(ValueError, match="2 classes .*road.* has 3 .*a, b, c"):
         checkpoint.load_network(nn.Linear(2, 2), state, ("a", "b", "c"), tmp_path / "last.pt")
-
-
-def small_run() -> tuple:
-    """A network with its optimiser, schedule and averaged weights after a step."""
-    network = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)
-    ema = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for _ in range(2):
-        network(torch.randn(3, 2)).square().mean().backward()
-        optimizer.step(), scheduler.step(), ema.update_parameters(network)
-    return network, optimizer, scheduler, ema
-
-
-@pytest.fixture
-def stored(tmp_path):
-    """{"random": …} of three ranks with streams of their own, written and read, and the next numbers of each rank."""
-    network, optimizer, scheduler, _ = small_run()
-    states, following = {"cpu": [], "cuda": []}, []
-    for rank in range(3):
-        torch.manual_seed(rank)
-        states["cpu"] += checkpoint.random_states(torch.device("cpu"))["cpu"]
-        following.append(torch.rand(3))
-    checkpoint.save(tmp_path / "last.pt", checkpoint.run_state(network, optimizer, scheduler, step=7, random=states))
-    return checkpoint.load(tmp_path / "last.pt"), following
-
-
-def restored(state: dict, **options) -> torch.Tensor:
-    """The next random numbers of a rank."""
-    torch.manual_seed(123)
-    assert checkpoint.restore_run(state, *small_run()[:3], **options) == 7
-    return torch.rand(3)
-
-
-def test_the_random_stream_continues(tmp_path):
-    run = small_run()[:3]
-    checkpoint.save(tmp_path / "last.pt", checkpoint.run_state(*run, step=7))
-    expected = torch.rand(3)
-    assert torch.equal(restored(checkpoint.load(tmp_path / "last.pt")), expected)
-
-
-def test_every_rank_continues_its_own_random_stream(stored, caplog):
-    state, following = stored
-    for rank in range(3):
-        assert torch.equal(restored(state, rank=rank, world_size=3), following[rank])
-    assert not caplog.records
-
-
-def test_another_number_of_ranks_has_new_random_streams_and_says_so(stored, caplog):
-    state, following = stored
-    ranks = [restored(state, rank=rank, world_size=2) for rank in range(2)]
-    assert [record.getMessage() for record in caplog.records] == [
-        "the run was on 3 x cpu and continues on 2 x cpu: at the same step with the same samples, but dropout draws "
-        "other numbers than it would have there"
-    ]
-    assert torch.equal(restored(state, rank=1, world_size=2), ranks[1])  # again the same
-    streams = [*following, *ranks, restored(state, rank=0, world_size=1)]
-    assert len({tuple(stream.tolist()) for stream in streams[:5]}) == 5
-    assert torch.equal(streams[5], ranks[0])
-
-
-def test_a_checkpoint_from_before_there_were_ranks_continues(stored, caplog):
-    state, following = stored
-    state["random"]["cpu"] = state["random"]["cpu"][1]
-    assert torch.equal(restored(state), following[1]) and not caplog.records
-
-
-def test_scaler_and_averaged_weights_continue(tmp_path):
-    network, optimizer, scheduler, ema = small_run()
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    plain = checkpoint.run_state(network, optimizer, scheduler, step=2)
-    assert not {"scaler", "ema"} & plain.keys()
-    state = checkpoint.run_state(network, optimizer, scheduler, step=2, scaler=scaler, ema=ema)
-    assert state["ema"].keys() == state["network"].keys()
-    checkpoint.save(tmp_path / "last.pt", state)
-
-    *again, ema_again = small_run()
-    scaler_again = torch.amp.GradScaler("cpu")
-    checkpoint.restore_run(checkpoint.load(tmp_path / "last.pt"), *again, scaler=scaler_again, ema=ema_again)
-    assert scaler_again.get_scale() == 64.0
-    for before, after in ((network, again[0]), (ema, ema_again)):
-        assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
-        with torch.no_grad():
-            [parameter.add_(1) for parameter in (*network.parameters(), *again[0].parameters())]
-    ema.update_parameters(network), ema_again.update_parameters(again[0])
-    assert torch.equal(ema.module.weight, ema_again.module.weight)
-    assert not torch.equal(ema.module.weight, network.weight)
