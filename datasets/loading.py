@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import parent_process
+from multiprocessing import parent_process, popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
 from typing import NamedTuple
 
@@ -131,9 +131,21 @@ class WholeImages(Dataset):
         return item
 
 
-class _Worker(ForkProcess):
+class _Killed(popen_fork.Popen):
+    """Ended by SIGKILL where Python and PyTorch, at the latest at the end of the process, send SIGTERM."""
+
     def terminate(self) -> None:
-        self.kill()  # a worker that hangs, as it does not listen to SIGTERM
+        # Meanwhile PyTorch's handler would take it for a worker that died.
+        handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self.kill()
+        self.wait()
+        signal.signal(signal.SIGCHLD, handler)
+
+
+class _Worker(ForkProcess):
+    @staticmethod
+    def _Popen(process: ForkProcess) -> _Killed:
+        return _Killed(process)
 
 
 class Workers(ForkContext):

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -141,12 +142,20 @@ def survived(run_dir: Path, whole: Path, *overrides: str, processes: int = 1) ->
 
 def torchrun(run_dir: Path, *overrides: str, processes: int = 2, options: tuple[str, ...] = ()) -> subprocess.Popen:
     """The same under torchrun; its standard output is that of all processes."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), *options]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    if "--rdzv-backend" not in options:
+        launcher += ["--master-port", str(free_port())]  # other tests are running
     return subprocess.Popen(
-        [*launcher, "train_seg.py", f"run_dir={run_dir}", *OPTIONS, *overrides],
+        [*launcher, *options, "train_seg.py", f"run_dir={run_dir}", *OPTIONS, *overrides],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]

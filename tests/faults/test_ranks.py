@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine import checkpoint
-from tests.faults.runs import STEPS, Run, children, says, steps_of, survived, torchrun
+from tests.faults.runs import STEPS, Run, children, free_port, says, steps_of, survived, torchrun
 
 pytestmark = pytest.mark.faults
 SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # as scripts/slurm.sbatch
@@ -137,15 +136,17 @@ def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
 
 @pytest.mark.fault("a machine is lost", "torchrun --nnodes 1:2, of two agents the second is killed with its rank")
 def test_torchrun_goes_on_with_the_machines_that_are_left(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     elastic = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "faults")
-    elastic += ("--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1")
+    elastic += (
+        "--rdzv-endpoint",
+        f"localhost:{free_port()}",
+        "--rdzv-conf",
+        "last_call_timeout=3,keep_alive_interval=1",
+    )
     run_dir = tmp_path / "run"
-    hosts, slow = [], ("trainer.steps=12",)
+    hosts = []
     for _ in range(2):
-        hosts.append(torchrun(run_dir, *slow, processes=1, options=elastic))
+        hosts.append(torchrun(run_dir, processes=1, options=elastic))
         time.sleep(0.5)  # the first one keeps the rendezvous
     until_step(run_dir, 3, hosts[0])
     rank = children(hosts[1].pid)
