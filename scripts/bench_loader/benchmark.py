@@ -7,14 +7,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import cv2
+import numpy as np
 import torch
 from omegaconf import MISSING
 from PIL import Image
 
-from datasets import TrainingCrops, TrainingTransform, cityscapes, vistas, worker_init
+from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, cityscapes, vistas, worker_init
+from datasets.class_index import POSITIONS, index_label
 from engine.environment import environment
 from engine.schema import key
 
@@ -42,7 +45,7 @@ class LoaderBenchmark:
 
 
 def measure(config: LoaderBenchmark) -> dict:
-    """Times of all pipelines, memory of a worker, seconds of a start; arguments and environment."""
+    """Times of all pipelines and of the class index, memory of a worker, a start; arguments and environment."""
     started_s = time.monotonic()
     known = {**environment(), "threads": 1}
     with tempfile.TemporaryDirectory() as folder, _like_a_worker():
@@ -61,11 +64,14 @@ def measure(config: LoaderBenchmark) -> dict:
             JPEG: crops(photographs),
             JPEG_BASE: crops(photographs, config.base_size),
         }
-        rows = []
+        rows, index_ms = [], {}
         for name, source in sources.items():
             chosen = pipelines(source, palette=source.dataset is photographs)
-            times_ms = interleaved(chosen, [(epoch, epoch % config.pictures) for epoch in range(config.rounds)])
+            keys = [(epoch, epoch % config.pictures) for epoch in range(config.rounds)]
+            times_ms = interleaved(chosen, keys)
             rows += [_row(name, pipeline, times) for pipeline, times in times_ms.items()]
+            if name != JPEG_BASE:
+                index_ms |= interleaved({name: partial(index_of, source.dataset)}, keys)
             print(f"{time.monotonic() - started_s:6.1f} s  {name}", flush=True)
         keys = [(epoch, epoch % config.pictures) for epoch in range(4 * config.minibatches)]
         minibatches = [keys[i : i + 4] for i in range(0, len(keys), 4)]
@@ -77,11 +83,18 @@ def measure(config: LoaderBenchmark) -> dict:
             "environment": known,
             "seconds": round(time.monotonic() - started_s, 1),
             "bytes_per_file": {name: _bytes_per_file(source) for name, source in sources.items() if name != JPEG_BASE},
+            "index_ms": index_ms,
             "memory_mib": memory,
             "first_start_s": starts[0],
             "cached_starts_s": starts[1:],
             "rows": rows,
         }
+
+
+def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.ndarray]:
+    """What the class index keeps of a label, read from its file."""
+    label = dataset.read_label(key[1])
+    return index_label(label, len(dataset.classes), POSITIONS, np.random.default_rng(key))
 
 
 def interleaved(chosen: dict[str, Callable[[Key], object]], keys: list[Key]) -> dict[str, list[float]]:
@@ -114,7 +127,6 @@ def _row(source: str, pipeline: str, times_ms: list[float]) -> dict:
         "source": source,
         "pipeline": pipeline,
         "median_ms": round(statistics.median(times_ms), 3),
-        "samples_per_s": round(1e3 * len(times_ms) / sum(times_ms), 2),
         "times_ms": [round(ms, 3) for ms in times_ms],
     }
 
