@@ -24,6 +24,7 @@ from torch import Tensor
 
 from datasets import SegmentationDataset, verify
 from engine.environment import environment
+from engine.memory import is_out_of_memory
 from engine.pictures import confusion_picture
 from engine.stopping import EXIT_CODE, Preempted
 
@@ -124,6 +125,14 @@ def errors_for_users() -> Iterator[None]:
     except Preempted as stopped:
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        logger.debug("", exc_info=True)
+        sys.exit(
+            f"error: out of memory, and not in a step or with an image: {str(error).strip().splitlines()[0]}. Network "
+            f"and optimiser alone need more than is free: look for other processes there, or take a smaller body"
+        )
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         logger.debug("", exc_info=True)  # the traceback, in log.txt where there is one
         # A DataLoader's worker wraps the message of an error into a traceback of its own.

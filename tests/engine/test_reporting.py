@@ -29,6 +29,14 @@ def test_json_has_null_for_what_is_not_a_number(tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["miou"] is None
 
 
+def test_memory_that_runs_out_anywhere_is_a_message():
+    with pytest.raises(SystemExit, match="error: out of memory, and not in a step or with an image: .*smaller body"):
+        with errors_for_users():
+            torch.empty(2**60, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="another"), errors_for_users():
+        raise RuntimeError("another one")
+
+
 def table_lines(scores: dict) -> list[list[str]]:
     """The words of each line of the table, without its frame."""
     console = Console(file=io.StringIO(), width=80)
