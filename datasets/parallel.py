@@ -1,4 +1,8 @@
-"""One pass over a data set by all cores."""
+"""One pass over a data set by all cores.
+
+Processes, not threads: one that is started while a thread that has used OpenCV ends may find a mutex of OpenCV locked
+for ever, and a training starts its workers right after such a pass.
+"""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +18,7 @@ def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None
 
     By default there is one per core; 0 is none but this one.
     """
-    count = min(cores() if workers is None else workers, len(indices))
+    count = min(_cores() if workers is None else workers, len(indices))
     return DataLoader(
         source,
         sampler=indices,
@@ -28,7 +32,7 @@ def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None
     )
 
 
-def cores() -> int:
+def _cores() -> int:
     """Cores that this process may use, as a scheduler may not give it all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -4,7 +4,6 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.utils.data import Dataset
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.fingerprint import fingerprint
-from datasets.parallel import cores, in_order
+from datasets.parallel import in_order
 from datasets.reading import RESTORE, decode_image, read_size
 from datasets.segmentation import SegmentationDataset, size_mismatch
 
@@ -54,21 +53,18 @@ def verify(
     """Checks every image and label of a split; ValueError lists the first offenders and counts all.
 
     Images and files of instances: readable header, complete file, the label's size; their pixels are not decoded.
-    Labels: decoded, every id in the class table. `workers` threads (default: one per core, at most 8);
-    `progress(done, total)` is called from the calling thread after each image. Success is remembered in the cache
-    folder under the paths, sizes and modification times of all files; where that folder cannot be written the check
-    just runs every time.
+    Labels: decoded, every id in the class table. `workers` processes (default: one per core; 0: none but this one);
+    `progress(done, total)` after each image. Success is remembered in the cache folder under the paths, sizes and
+    modification times of all files; where that folder cannot be written the check just runs every time.
     """
     remembered = cache_folder() / "verified" / fingerprint(dataset, version=_CHECKS)
     if remembered.is_file():
         return
     problems = []
-    with ThreadPoolExecutor(workers or min(8, cores())) as pool:
-        checks = pool.map(lambda index: _check(dataset, index, read_size, dataset.read_label), range(len(dataset)))
-        for done, (found, _) in enumerate(checks, start=1):
-            problems += found
-            if progress is not None:
-                progress(done, len(dataset))
+    for done, found in enumerate(in_order(_Checked(dataset), range(len(dataset)), workers), start=1):
+        problems += found
+        if progress is not None:
+            progress(done, len(dataset))
     if problems:
         listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
         more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -104,6 +100,17 @@ def inspect(
         if progress is not None:
             progress(done, len(dataset))
     return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
+
+
+class _Checked(Dataset):
+    """image -> its problems, without its pixels."""
+
+    def __init__(self, dataset: SegmentationDataset):
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> list[Problem]:
+        problems, _ = _check(self.dataset, index, read_size, self.dataset.read_label)
+        return problems
 
 
 class _Inspected(Dataset):
