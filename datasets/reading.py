@@ -129,7 +129,9 @@ def _read_png(path: Path) -> bytes:
     try:
         Image.open(BytesIO(data)).verify()
     except _NOT_INTACT:
-        raise ValueError(f"{path}: damaged pixels or header; expected an intact PNG. {RESTORE}") from None
+        raise ValueError(
+            f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG. {RESTORE}"
+        ) from None
     return data
 
 
