@@ -43,8 +43,8 @@ SWITCHES = (
     Switch(("trainer.accumulation_steps=4",)),
     Switch(("trainer.deterministic=true",)),
     Switch((f"trainer.profile={LONG}",), name_="trainer.profile, while it traces"),
-    Switch((), freed_memory_kept=True, name_=KEPT),
 )
+ALLOCATION = (PLAIN, Switch((), freed_memory_kept=True, name_=KEPT))
 COMPILED = (
     PLAIN,
     Switch(("trainer.compile=true",)),

@@ -86,12 +86,12 @@ class Training:
             self.step()
         return {"first_step_s": first_step_s, "graphs_warm": counters["stats"]["unique_graphs"]}
 
-    def facts(self, steps: int) -> dict:
-        """Everything but times: memory, graphs, and the mean loss of all minibatches in the last ones of `steps`."""
+    def facts(self) -> dict:
+        """Everything but times: memory, graphs, and the mean loss of all minibatches after the first step."""
         process_mib = round(peak_memory_mib(torch.device("cpu")), 1)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         self.minibatches = self.endless()  # a trace ends: a process has one profiler at a time
-        losses = self.losses[:steps][-MINIBATCHES:]
+        losses = self.losses[1 : 1 + MINIBATCHES]
         return {
             "saved_bytes": self.saved_bytes(),
             "peak_bytes": peak_bytes(self.step, self.world.device.type),
