@@ -76,7 +76,6 @@ def score(
 
     results = {}
     if dataset.has_labels:
-        console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
         results = reporting.write_results(
             results_file if world.first else None,
             dataset=dataset,
@@ -87,6 +86,7 @@ def score(
             checkpoint=path,
             config=configuration.plain(config),
         )
+        console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
     written = {
@@ -96,7 +96,7 @@ def score(
     }
     for what, where in written.items():
         if where is not None:
-            console.print(f"{what}: {where}", soft_wrap=True, markup=False)
+            console.print(f"{what}: {where}", soft_wrap=True)
     return results
 
 

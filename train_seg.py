@@ -173,10 +173,7 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         )
         scores, confusion = evaluate(schedule.total_steps)
 
-    console.print(reporting.iou_table(scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
-    console.print(report.summary(directory), soft_wrap=True, markup=False, highlight=False)
-    reporting.logger.debug(report.summary(directory))
-    return reporting.write_results(
+    results = reporting.write_results(
         directory.results if world.first else None,
         dataset=val_set,
         scores=scores,
@@ -186,6 +183,10 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         checkpoint=directory.last,
         config=plain_config,
     )
+    console.print(reporting.iou_table(scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
+    console.print(report.summary(directory), soft_wrap=True, highlight=False)
+    reporting.logger.debug(report.summary(directory))
+    return results
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train_seg")

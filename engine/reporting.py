@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -34,10 +35,12 @@ logger = logging.getLogger("engine")
 def make_console(rank: int = 0) -> Console:
     """The terminal, or, where the output goes to a file or a pipe, lines that are not broken at 80 columns.
 
-    Of several processes only the first one speaks.
+    Of several processes only the first one speaks. What is printed may hold paths and names of the data: no square
+    brackets or colons in it are instructions.
     """
-    console = Console(quiet=rank > 0)
-    return console if console.is_terminal else Console(width=160, quiet=rank > 0)
+    make = partial(Console, quiet=rank > 0, markup=False, emoji=False)
+    console = make()
+    return console if console.is_terminal else make(width=160)
 
 
 def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
@@ -69,7 +72,7 @@ def progress_bar(console: Console, *extra: ProgressColumn) -> Progress:
     """A progress bar with count, the `extra` columns and the time left; nothing where the console is not a terminal."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         *extra,

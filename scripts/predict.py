@@ -69,7 +69,7 @@ def predict(values: DictConfig) -> list[Path]:
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))
             written.append(ids_file)
-    console.print(f"predicted {len(written)} of {len(images)} images: {output}", soft_wrap=True, markup=False)
+    console.print(f"predicted {len(written)} of {len(images)} images: {output}", soft_wrap=True)
     if unreadable:
         raise ValueError("\n".join([f"{len(unreadable)} of {len(images)} images were not predicted:", *unreadable]))
     return written

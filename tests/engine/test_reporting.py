@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from datasets import synthetic
-from engine.reporting import errors_for_users, iou_table, write_results
+from engine.reporting import errors_for_users, iou_table, make_console, progress_bar, tracked, write_results
 
 
 def test_json_has_null_for_what_is_not_a_number(tmp_path):
@@ -69,6 +69,20 @@ def test_official_scores_stand_beside_the_papers():
     lines = table_lines({**paper, "official": {**official, "iiou": {"car": None}, "mean_iiou": None}})
     assert ["class", "IoU %"] in lines and ["mean (mIoU)", "50.00"] in lines and ["flat", "50.00"] in lines
     assert any("instanceIds" in line[0] for line in lines)
+
+
+def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
+    name = "[/x] [bold]:bug: \\"
+    scores = {"miou": 0.5, "iou": {name: 0.5}, "pixel_accuracy": 0.75, "official": {}}
+    make_console().print(iou_table(scores, title=f"{name}/last.pt"), f"results: {name}")
+    output = capsys.readouterr().out
+    assert f"{name}/last.pt" in output and f"│ {name} " in output and f"results: {name}" in output
+
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    with progress_bar(make_console()) as progress:
+        for _ in tracked(progress, [1], name):
+            progress.refresh()
+    assert name in capsys.readouterr().out
 
 
 def test_users_see_the_message_of_a_worker_and_no_traceback(capsys):
