@@ -192,6 +192,7 @@ def write_results(
 ) -> dict:
     """Return the results of one evaluation, with what is needed to repeat it, and write them to `path` if given.
 
+    What was at `path` is replaced in one go: a full disk or a kill leaves it, or the whole of the new results.
     Beside `path`, NAME_confusion.png is the picture of the confusion matrix. `views`: of `inference.Views.record`.
     """
     results = {
@@ -207,7 +208,9 @@ def write_results(
     }
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(without_nan(results)) + "\n")
+        partial_file = path.with_name(path.name + ".partial")
+        partial_file.write_text(json.dumps(without_nan(results)) + "\n")
+        partial_file.replace(path)
         picture = confusion_picture(confusion.numpy(), dataset.classes, title=f"{dataset.name} {dataset.split}")
         picture.savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
     return results

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,21 +13,35 @@ from rich.console import Console
 from datasets import synthetic
 from engine.reporting import errors_for_users, iou_table, make_console, progress_bar, tracked, write_results
 
+SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
+RESULTS = dict(
+    scores=SCORES,
+    confusion=torch.zeros(19, 19, dtype=torch.int64),
+    images=0,
+    views={},
+    checkpoint=Path("last.pt"),
+    config={},
+)
+
 
 def test_json_has_null_for_what_is_not_a_number(tmp_path):
-    scores = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
-    write_results(
-        tmp_path / "results.json",
-        dataset=synthetic(None, "val"),
-        scores=scores,
-        confusion=torch.zeros(19, 19, dtype=torch.int64),
-        images=0,
-        views={},
-        checkpoint=Path("last.pt"),
-        config={},
-    )
+    write_results(tmp_path / "results.json", dataset=synthetic(None, "val"), **RESULTS)
     assert "NaN" not in (tmp_path / "results.json").read_text()
     assert json.loads((tmp_path / "results.json").read_text())["miou"] is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results_confusion.png"]
+
+
+def test_a_full_disk_keeps_the_results_that_were_there(tmp_path):
+    file, dataset = tmp_path / "results.json", synthetic(None, "val")
+    file.write_text("those of before")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # of which the kernel says about the same
+    try:
+        with pytest.raises(OSError):
+            write_results(file, dataset=dataset, **RESULTS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert file.read_text() == "those of before"
 
 
 def test_memory_that_runs_out_anywhere_is_a_message():
