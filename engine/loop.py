@@ -93,9 +93,9 @@ def train(
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise MemoryError(
-                f"step {step}: {out_of_memory(minibatch['image'].shape, accumulation_steps, learner.network)}"
-            ) from error
+            shape, least_share = minibatch["image"].shape, crops_per_minibatch // world.size
+            message = out_of_memory(shape, accumulation_steps, learner.network, least_share)
+            raise MemoryError(f"step {step}: {message}") from error
         skipped = [reason for reason in minibatch["skipped"] if reason]
         asked, skips = world.sum_(torch.tensor([int(stop.requested), len(skipped)])).tolist()
         report.step(loss, gradient_norm, crops_per_minibatch)

@@ -45,17 +45,17 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def out_of_memory(shape: tuple[int, ...], accumulation_steps: int, network: nn.Module) -> str:
+def out_of_memory(shape: tuple[int, ...], accumulation_steps: int, network: nn.Module, least_share: int) -> str:
     """What to say when a training step has not found enough memory, and what would about halve what it needs.
 
-    `shape`: (N, 3, H, W) of this process's share of a minibatch; `accumulation_steps`: the parts it passes in.
+    `shape`: (N, 3, H, W) of this process's share of a minibatch; `accumulation_steps`: the parts it passes in;
+    `least_share`: crops of the process with the fewest.
     """
     crops, (height, width) = shape[0], shape[-2:]
     at_a_time = -(-crops // accumulation_steps)
     ways = []
-    if crops // (2 * accumulation_steps) >= 2:
-        ways.append(f"trainer.accumulation_steps={2 * accumulation_steps}")
-    ways.append("twice as many processes")
+    if least_share // (2 * accumulation_steps) >= 2:  # else config.check_shares refuses them
+        ways += [f"trainer.accumulation_steps={2 * accumulation_steps}", "twice as many processes"]
     ways.append(f"data.crop_size={int(min(height, width) / 2**0.5)}")
     if not any(isinstance(module, InPlaceABN) for module in network.modules()):
         ways.append("norm=inplace")
