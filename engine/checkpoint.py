@@ -1,11 +1,15 @@
 """Checkpoints: everything a run needs to go on, and an evaluation needs to start, in plain containers and tensors."""
 
 import logging
+import math
 import os
 import pickle
+import reprlib
 import shutil
 import zipfile
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -76,8 +80,9 @@ def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError
     free = "an unknown number of"
     with suppress(OSError):
         free = f"{shutil.disk_usage(path.parent).free:,}"
-    good = last_good(path, previous)
-    kept = f"the last good checkpoint is kept: {good}" if good else "there is no earlier checkpoint"
+    kept = "there is no earlier checkpoint"
+    if good := last_good(path, previous):
+        kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
     return (
         f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
         f"{_bytes(state):,} bytes, and {free} bytes are free there; {kept}. Make room (or raise the quota or limit), "
@@ -85,11 +90,11 @@ def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError
     )
 
 
-def last_good(*paths: Path | None) -> str | None:
-    """The first of the checkpoints that can be read, and its step, for a message; None where none can."""
+def last_good(*paths: Path | None) -> tuple[Path, int] | None:
+    """The first of the checkpoints that can be read, and its step; None where none can."""
     for path in filter(None, paths):
         with suppress(ValueError):
-            return f"{path}, of step {load(path).get('step')}"
+            return path, load(path)["step"]
     return None
 
 
@@ -114,13 +119,57 @@ def load(path: Path) -> dict:
 
 
 def checked(state: object, path: Path) -> dict:
-    """What `read` gave, if it is a checkpoint of ours; else a ValueError."""
+    """What `read` gave, if it is a checkpoint of ours with what an evaluation needs in it; else a ValueError."""
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(
             f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which train_seg.py of this version writes"
         )
+    for key, (fits, expected) in _PARTS.items():
+        absent = key not in state
+        if absent and key in _OPTIONAL:
+            continue
+        if absent or not fits(state[key]):
+            found = f"no {key}" if absent else f"{key}={reprlib.repr(state[key])}"
+            raise ValueError(f"checkpoint {path} has {found}: expected {expected}, which train_seg.py writes")
+    colours = len(state.get("palette", state["classes"]))
+    if colours != len(state["classes"]):
+        raise ValueError(
+            f"checkpoint {path} has {colours} colours in palette: expected {len(state['classes'])}, as classes"
+        )
     return state
+
+
+def _are(entry_fits: Callable[[object], bool], least: int, most: int) -> Callable[[object], bool]:
+    """Whether a value is a sequence of `least` to `most` entries that fit."""
+    return lambda value: (
+        isinstance(value, (list, tuple)) and least <= len(value) <= most and all(map(entry_fits, value))
+    )
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_tensors(value: object) -> bool:
+    tensors = isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values())
+    return tensors and all(map(_is_name, value))
+
+
+def _is_number(value: object, most: float) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+# What an evaluation needs of a checkpoint: the test of a value, and what it expects. Class 255 would be "ignored".
+_PARTS = {
+    "step": (partial(_is_number, most=math.inf), "a number of steps"),
+    "config": (lambda value: isinstance(value, dict), "the dictionary of the run's configuration"),
+    "classes": (_are(_is_name, 1, 255), "1 to 255 names"),
+    "network": (_are_tensors, "a dictionary {name: tensor}"),
+    "ema": (_are_tensors, "a dictionary {name: tensor}"),
+    "palette": (_are(_are(partial(_is_number, most=255), 3, 3), 1, 255), "an (R, G, B) of 0 to 255 for each class"),
+}
+_OPTIONAL = ("ema", "palette")  # runs without averaged weights have no ema, older ones no palette
 
 
 def read(path: Path) -> object:

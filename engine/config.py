@@ -1,13 +1,24 @@
 """From what Hydra composes to checked, plain Python objects of `engine.schema`, and to dictionaries and back."""
 
 import math
+import re
 from dataclasses import fields, is_dataclass
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema import ALTERNATIVES, Evaluation, PackageNorm, Prediction, SegmentationRun, TrainedNetwork, Window
+from engine.schema import (
+    ALTERNATIVES,
+    Data,
+    Evaluation,
+    PackageNorm,
+    Prediction,
+    SegmentationRun,
+    TrainedNetwork,
+    Window,
+)
 from models.package import PACKAGE_ACTIVATIONS
 
 
@@ -29,9 +40,7 @@ def typed(values: DictConfig) -> SegmentationRun | Evaluation | Prediction:
         ValueError: a value is missing, or values do not go together.
     """
     config = within_bounds(values)
-    pooling_size = config.head and config.head.pooling_size
-    if pooling_size is not None and len(pooling_size) != 2:
-        raise ValueError(f"head.pooling_size={pooling_size}: expected (height, width) in feature cells")
+    _check_length("head.pooling_size", config.head and config.head.pooling_size, 2, "(height, width) in feature cells")
     if isinstance(config, SegmentationRun):
         check(config)
         return config
@@ -69,22 +78,30 @@ def within_bounds(values: DictConfig):
     return config
 
 
-def from_plain(values: dict) -> SegmentationRun:
+def from_plain(values: dict, source: str = "the checkpoint") -> SegmentationRun:
     """The run's config from the plain dictionary in a checkpoint: the inverse of `plain`.
 
-    Groups that are younger than the checkpoint have the choice that was the only one before.
+    Groups that are younger than the checkpoint have the choice that was the only one before. Bounds are checked of what
+    matters to an evaluation, too; a training compares all with the command's.
 
     Raises:
-        ValueError: a key or value does not fit the schema, as in a checkpoint of another version.
+        ValueError: a key or value does not fit the schema, as in a checkpoint of another version. Names `source`.
     """
     schema = OmegaConf.structured(SegmentationRun)
     values = {"sampler": {"name": "uniform"}, **values}
     try:
-        for group, alternatives in ALTERNATIVES.items():
-            schema[group] = OmegaConf.structured(alternatives[values[group]["name"]])
-        return OmegaConf.to_object(OmegaConf.merge(schema, values))
-    except (OmegaConfBaseException, KeyError, TypeError) as error:
-        raise ValueError(f"the checkpoint's configuration does not fit this version of the code: {error}") from error
+        for group in ALTERNATIVES:
+            chosen = values.get(group)
+            name = chosen.get("name") if isinstance(chosen, dict) else None
+            schema[group] = OmegaConf.structured(_alternative(group, name))
+        config = OmegaConf.to_object(OmegaConf.merge(schema, values))
+        for group in ("norm", "body", "head", "data", "trainer"):
+            _check_bounds(getattr(config, group), f"{group}.")
+        _check_length("head.pooling_size", config.head.pooling_size, 2, "(height, width) in feature cells")
+        _check_data(config.data)
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
+        raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
+    return config
 
 
 def plain(config: SegmentationRun | Evaluation) -> dict:
@@ -100,20 +117,27 @@ def flat(values: dict, prefix: str = "") -> dict:
     return leaves
 
 
+def assignment(key: str, path: object) -> str:
+    """`key=path` as Hydra must be given it, with the quotes that some characters need. A shell's come on top."""
+    text = str(path)
+    if not re.fullmatch(r"[\w.+-]*(/[\w.+-]+)+", text, re.ASCII):
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else an interpolation
+        text = QuotedString(text, Quote.double).with_quotes()
+    return f"{key}={text}"
+
+
 def check(config: SegmentationRun) -> None:
     """Rules that one key's type does not express.
 
     Raises:
         ValueError: names the key, its value, what is expected and how to get it.
     """
-    for group, alternatives in ALTERNATIVES.items():
+    for group in ALTERNATIVES:
         chosen = getattr(config, group)
         name = chosen and chosen.name
-        if name not in alternatives:
-            raise ValueError(f"{group}.name={name}: expected one of {', '.join(alternatives)}")
-        if type(chosen) is not alternatives[name]:
+        if type(chosen) is not _alternative(group, name):
             raise ValueError(f"{group}.name={name} does not change the {group}: give {group}={name}")
-    data, trainer = config.data, config.trainer
+    trainer = config.trainer
     check_package(config)
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
@@ -127,12 +151,7 @@ def check(config: SegmentationRun) -> None:
         raise ValueError(
             "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
         )
-    for name, values, count in (("mean", data.mean, 3), ("std", data.std, 3), ("scale", data.scale, 2)):
-        if len(values) != count:
-            meaning = "red, green and blue" if count == 3 else "the lowest and the highest factor"
-            raise ValueError(f"data.{name}={values}: expected {count} numbers, {meaning}")
-    if data.scale[0] > data.scale[1]:
-        raise ValueError(f"data.scale={data.scale}: expected the lowest factor first")
+    _check_data(config.data)
     init = config.init
     for name, value, default in (("format", init.format, None), ("part", init.part, "network")):
         if value != default and init.weights is None:
@@ -172,6 +191,26 @@ def check_package(config: SegmentationRun) -> None:
             f"norm.activation={norm.activation} with norm=package: the released package has "
             f"{', '.join(PACKAGE_ACTIVATIONS)}; choose one of them, or norm=inplace"
         )
+
+
+def _alternative(group: str, name: object) -> type:
+    alternatives = ALTERNATIVES[group]
+    if name not in list(alternatives):
+        raise ValueError(f"{group}.name={name}: expected one of {', '.join(alternatives)}")
+    return alternatives[name]
+
+
+def _check_data(data: Data) -> None:
+    for name, values in (("mean", data.mean), ("std", data.std)):
+        _check_length(f"data.{name}", values, 3, "3 numbers, red, green and blue")
+    _check_length("data.scale", data.scale, 2, "2 numbers, the lowest and the highest factor")
+    if data.scale[0] > data.scale[1]:
+        raise ValueError(f"data.scale={data.scale}: expected the lowest factor first")
+
+
+def _check_length(key: str, values: list | None, count: int, expected: str) -> None:
+    if values is not None and len(values) != count:
+        raise ValueError(f"{key}={values}: expected {expected}")
 
 
 def _check_bounds(config, prefix: str = "") -> None:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine import checkpoint
+from engine.config import from_plain
+from engine.schema import PackageNorm
 from models.segmentation import SegmentationNetwork
 
 SHOWN_NAMES = 4  # of tensors that are listed with one reason
@@ -107,12 +109,12 @@ def _of_checkpoint(content: object, path: Path) -> _Weights:
             f"dict of a network with standard batch normalisation under our names; others cannot be loaded yet"
         )
     state = checkpoint.checked(content, path)
-    norm, averaged = state["config"]["norm"], "ema" in state
+    norm, averaged = from_plain(state["config"], f"init.weights={path}").norm, "ema" in state
     return _Weights(
         _named_as_whole(state["ema" if averaged else "network"]),
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
         list(state["classes"]),
-        norm["eps"] if norm["name"] == "package" else None,
+        norm.eps if isinstance(norm, PackageNorm) else None,
     )
 
 

@@ -1,13 +1,14 @@
 """The folder of one run: where its files are, and whether a run may start or go on in it."""
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from engine import checkpoint
-from engine.config import flat, from_plain, plain
+from engine.config import assignment, flat, from_plain, plain
 
 # Keys that a resumed run may change: they say where and how it runs, not what it computes.
 _FREE_ON_RESUME = (
@@ -65,11 +66,12 @@ class RunDirectory:
         try:
             yield
         except FloatingPointError as error:
-            good = checkpoint.last_good(self.last, self.previous)
             kept = "There is no checkpoint yet: try a lower optim.lr"
-            if good:
+            if good := checkpoint.last_good(self.last, self.previous):
+                path, step = good
+                start = shlex.quote(assignment("init.weights", path))
                 kept = (
-                    f"The last good checkpoint is {good}: with another run_dir, init.weights={self.last} starts from "
+                    f"The last good checkpoint is {path}, of step {step}: with another run_dir, {start} starts from "
                     f"its weights, for example with a lower optim.lr"
                 )
             raise FloatingPointError(f"{error}. {kept}") from error
@@ -94,7 +96,7 @@ class RunDirectory:
             )
         state = self._newest_good()
         # Keys that are younger than the checkpoint get their defaults.
-        before, now = flat(plain(from_plain(state["config"]))), flat(config)
+        before, now = flat(plain(from_plain(state["config"], f"run_dir={self.path}"))), flat(config)
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
         changed = sorted(key for key in changed if key not in _FREE_ON_RESUME)
         if changed:
@@ -103,10 +105,11 @@ class RunDirectory:
                 f"run_dir={self.path} holds a run of another configuration: {listed}. Give the same values to "
                 f"continue it, or another run_dir to start anew"
             )
-        if state["total_steps"] != total_steps:
+        steps = state.get("total_steps")
+        if steps != total_steps:
             raise ValueError(
-                f"run_dir={self.path} holds a run of {state['total_steps']} steps, and with the images found now it "
-                f"would have {total_steps}: continue it on the data that it was started on"
+                f"run_dir={self.path} holds a run of {steps} steps, and with the images found now it would have "
+                f"{total_steps}: continue it on the data that it was started on"
             )
         return state
 

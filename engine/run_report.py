@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from engine.config import assignment
 from engine.layer_health import Extreme
 from engine.reporting import logger, progress_bar, without_nan
 from engine.run_directory import RunDirectory
@@ -193,7 +194,7 @@ class RunReport:
             "training": f"{took}, {self.skipped_before + self.skipped} images skipped",
             "last": f"{directory.last}, step {last}, mIoU {100 * self.mious[last]:.2f} %",
             "best": f"{directory.best}, step {best}, mIoU {100 * self.best_miou:.2f} %" if best else "none",
-            "evaluate": shlex.join(["python", "eval.py", f"checkpoint={directory.last}"]),
+            "evaluate": shlex.join(["python", "eval.py", assignment("checkpoint", directory.last)]),
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }
         return "\n".join(f"{name:<9} {line}" for name, line in lines.items())

@@ -41,7 +41,7 @@ def predict(values: DictConfig) -> list[Path]:
     images = find_images(Path(options.input).expanduser(), output)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
-    config = configuration.from_plain(state["config"])
+    config = configuration.from_plain(state["config"], f"checkpoint {path}")
     configuration.override(config, options)
     device = device_of(options.device)
     network = build.network_on(config, len(state["classes"]), device)

@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import re
 import resource
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,13 @@ from torch import nn
 from engine import checkpoint
 
 
+def state_of(step: int, **more) -> dict:
+    return {"step": step, "config": {}, "classes": ["road", "sky"], "network": {}, **more}
+
+
 def test_state_survives(tmp_path):
     path = tmp_path / "checkpoints" / "last.pt"
-    checkpoint.save(path, {"step": 3, "network": {"w": torch.arange(4.0)}, "config": {"a": [1, None, "x"]}})
+    checkpoint.save(path, state_of(3, network={"w": torch.arange(4.0)}, config={"a": [1, None, "x"]}))
     state = checkpoint.load(path)
     assert state["step"] == 3 and state["config"] == {"a": [1, None, "x"]}
     assert torch.equal(state["network"]["w"], torch.arange(4.0))
@@ -37,7 +42,7 @@ def files_of_at_most(size: int):
 def check_that_step_2_is_not_written(path: Path, previous: Path | None, message: str) -> None:
     """With checkpoints of steps 1 (`path`) and 0 (`previous`) on disk; the second has 40,000 bytes of tensors."""
     files = sorted(path.parent.iterdir())
-    state = {"step": 2, "network": {"w": torch.randn(9000)}, "optimizer": [{"m": torch.randn(500, 2)}, None]}
+    state = state_of(2, network={"w": torch.randn(9000)}, optimizer=[{"m": torch.randn(500, 2)}, None])
     with pytest.raises(OSError) as error:
         checkpoint.save(path, state, previous)
     for words in (f"{path} of step 2 cannot be written: {message}", "needs 40,000 bytes", "bytes are free there"):
@@ -51,7 +56,7 @@ def check_that_step_2_is_not_written(path: Path, previous: Path | None, message:
 def path_and_previous(tmp_path) -> tuple[Path, Path]:
     path, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
     for step in range(2):
-        checkpoint.save(path, {"step": step}, previous)
+        checkpoint.save(path, state_of(step), previous)
     return path, previous
 
 
@@ -118,7 +123,7 @@ def is_noticed(path: Path, content: bytes, good: dict) -> bool:
 )
 def test_no_changed_byte_and_no_lost_end_goes_unnoticed(tmp_path, record_property):
     path = tmp_path / "last.pt"
-    checkpoint.save(path, {"step": 3, "network": {"a": torch.randn(30), "b": torch.arange(5)}})
+    checkpoint.save(path, state_of(3, network={"a": torch.randn(30), "b": torch.arange(5)}))
     good, content = checkpoint.load(path), path.read_bytes()
     record_property("tried", len(content) + 2 * len(range(0, len(content), 13)))
     flipped = [content[:i] + bytes([content[i] ^ 0xFF]) + content[i + 1 :] for i in range(len(content))]
@@ -152,6 +157,45 @@ def test_unusable_files_are_named(tmp_path):
         with pytest.raises(ValueError, match=message) as error:
             checkpoint.load(path)
         assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "key, value, expected",
+    [
+        *(("step", value, "a number of steps") for value in (None, -1, 1.5, "3", True)),
+        *(("config", value, "the dictionary of the run's configuration") for value in (None, "norm: std", [1])),
+        *(("classes", value, "1 to 255 names") for value in (None, "road", [], [1, 2], ["a"] * 256)),
+        *(("network", value, "a dictionary {name: tensor}") for value in (None, [1], {"w": 1}, {1: torch.ones(1)})),
+        ("ema", [1], "a dictionary {name: tensor}"),
+        *(
+            ("palette", value, "an (R, G, B) of 0 to 255 for each class")
+            for value in (
+                [[0, 0, 300], [0, 0, 0]],
+                [[0, 0, -1], [0, 0, 0]],
+                [[0, 0], [0, 0]],
+                "ab",
+                [1, 2],
+                [[0.5] * 3] * 2,
+            )
+        ),
+        ("palette", [[0, 0, 0]], "2, as classes"),
+    ],
+)
+def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, expected):
+    path = tmp_path / "net.pt"
+    state = state_of(3, ema={"w": torch.ones(1)}, palette=[[0, 0, 0], [1, 2, 255]])
+    checkpoint.save(path, state)
+    assert checkpoint.load(path)["step"] == 3
+    checkpoint.save(path, {**state, key: value})
+    with pytest.raises(ValueError, match=f"^checkpoint {path} has .*{key}.*: expected {re.escape(expected)}"):
+        checkpoint.load(path)
+    del state[key]
+    checkpoint.save(path, state)
+    if key in ("ema", "palette"):
+        assert key not in checkpoint.load(path)
+        return
+    with pytest.raises(ValueError, match=f"^checkpoint {path} has no {key}: expected {re.escape(expected)}"):
+        checkpoint.load(path)
 
 
 def test_another_number_of_classes_is_refused(tmp_path):

@@ -1,5 +1,8 @@
 """Configurations: every shipped one composes, builds and steps; every wrong one is refused with its key's name."""
 
+import functools
+import math
+import shlex
 from pathlib import Path
 
 import pytest
@@ -239,10 +242,83 @@ def test_a_checkpoint_of_another_schema_is_refused():
         cfg.from_plain(values)
 
 
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("trainer.precision", "load", "trainer.precision=load: expected one of float32"),
+        ("trainer.timeout_seconds", -1, "trainer.timeout_seconds=-1: expected a number above 0"),
+        ("data.mean", [1.0], r"data.mean=\[1.0\]: expected 3 numbers"),
+        ("data.mean", "red", "data.mean"),
+        ("data.base_size", -5, "data.base_size=-5: expected a number above 0"),
+        ("data.name", "kitti", "data.name=kitti: expected one of camvid"),
+        ("data", [1], "data.name=None: expected one of camvid"),
+        ("body.stem_channels", -1, "body.stem_channels=-1: expected a number above 0"),
+        ("body", "resnext", "body.name=None: expected one of resnext"),
+        ("head.pooling_size", [3], r"head.pooling_size=\[3\]: expected \(height, width\)"),
+        ("norm.name", ["std"], r"norm.name=\['std'\]: expected one of std"),
+        ("norm.name", None, "norm.name=None: expected one of std"),
+        ("norm.eps", math.nan, "norm.eps=nan: expected a number above 0"),
+        ("norm.eps", torch.ones(1), "eps"),
+        ("norm", None, "norm.name=None: expected one of std"),
+        ("trainer", None, "trainer"),
+        ("trainer", 5, "5.*Trainer|Trainer.*5"),
+        ("seed", "${nothing}", "nothing"),
+    ],
+)
+def test_a_checkpoint_with_a_wrong_value_is_refused_by_file_and_key(key, value, message):
+    values = cfg.plain(cfg.typed(composed()))
+    *groups, name = key.split(".")
+    functools.reduce(dict.get, groups, values)[name] = value
+    with pytest.raises(ValueError, match=f"(?s)^checkpoint a.pt: its configuration does not fit .*{message}"):
+        cfg.from_plain(values, "checkpoint a.pt")
+
+
+def test_keys_that_only_mattered_to_its_training_do_not_keep_a_checkpoint_from_evaluation():
+    values = cfg.plain(cfg.typed(composed()))
+    values["optim"]["lr"], values["loss"]["fraction"] = 0.0, 3.0
+    values["trainer"]["epochs"] = values["trainer"]["steps"] = None
+    assert cfg.from_plain(values).optim.lr == 0
+
+
 def test_a_checkpoint_from_before_there_were_samplers_was_sampled_uniformly():
     values = cfg.plain(cfg.typed(composed()))
     del values["sampler"]
     assert cfg.from_plain(values) == cfg.typed(composed("sampler=uniform"))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "runs/lr=1,bs=2/last.pt",
+            "a b/c",
+            "Straße/街",
+            "a'b\"c/d",
+            "[x] {y} (z)/:w",
+            "~/a",
+            "${run_dir}/a",
+            "a\\${b}",
+        ),
+        *(
+            "back\\slash\\",
+            "\\\\'\\\"",
+            "null",
+            "12",
+            "1e3",
+            "",
+            " ",
+            "/",
+            "#",
+            "$a/*?!;&|<>`",
+            "a//b",
+            "plain/net-1.pt",
+        ),
+    ],
+)
+def test_an_assignment_that_is_advised_reads_back_to_the_path(path):
+    """Through a shell and Hydra."""
+    (word,) = shlex.split(shlex.quote(cfg.assignment("init.weights", path)))
+    assert cfg.typed(composed(word)).init.weights == path
 
 
 def test_what_is_printed_is_what_runs(tmp_path):

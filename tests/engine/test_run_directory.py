@@ -28,7 +28,7 @@ def run_in(path: Path) -> RunDirectory:
 
 def state_of(step: int, config: dict) -> dict:
     weights = {f"w{i}": torch.full((5000,), 10.0 * step + i) for i in range(2)}
-    return {"step": step, "network": weights, "total_steps": 9, "config": config}
+    return {"step": step, "network": weights, "total_steps": 9, "config": config, "classes": ["road", "sky"]}
 
 
 def damage(path: Path) -> None:
@@ -102,7 +102,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
     """From the step before (`old`) or the one that was saved (3), and its next save is as any other."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process is not a lost power supply, and this is slow
     for convert in ("from_plain", "plain"):  # nor is the configuration what is tested, and it is read a hundred times
-        monkeypatch.setattr(f"engine.run_directory.{convert}", lambda values: values)
+        monkeypatch.setattr(f"engine.run_directory.{convert}", lambda values, *_: values)
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     start = run_in(tmp_path / "start")
@@ -143,6 +143,19 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_sa
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [3, 2]
     run.save_last(state_of(4, config))
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [4, 3]
+
+
+def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config):
+    run = run_in(tmp_path)
+    for step in (1, 2):
+        run.save_last(state_of(step, config))
+    for good, step in ((run.last, 2), (run.previous, 1)):
+        with pytest.raises(FloatingPointError) as error, run.named_in_numerical_errors():
+            raise FloatingPointError("the loss is nan")
+        assert f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts" in (
+            str(error.value)
+        )
+        damage(run.last)
 
 
 @pytest.mark.parametrize("last", ["missing", "empty", "folder", "broken link"])

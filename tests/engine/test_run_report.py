@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import time
 
 import numpy as np
@@ -131,6 +132,15 @@ def test_the_summary_says_what_is_there(tmp_path):
     assert lines[1] == "training  0 steps in 0:00:00, 0 images skipped"  # it was resumed at its end
     assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
     assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
+
+
+def test_the_command_that_evaluates_survives_any_folder(tmp_path):
+    directory = RunDirectory(str(tmp_path / "lr=1,bs=2 [a'b]"))
+    with report(None) as running:
+        running.evaluation(10, 0.0, SCORES, {})
+        (line,) = (line for line in running.summary(directory).splitlines() if line.startswith("evaluate"))
+    *command, argument = shlex.split(line.removeprefix("evaluate"))
+    assert command == ["python", "eval.py"] and composed("eval", argument).checkpoint == str(directory.last)
 
 
 def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):

@@ -38,7 +38,7 @@ def stored(tmp_path, monkeypatch):
         patch.setattr(World, "gather", lambda world, own: states)
         state = run_state(learner, 7, World(size=3))
     checkpoint.save(tmp_path / "last.pt", state)
-    return checkpoint.load(tmp_path / "last.pt"), following
+    return checkpoint.read(tmp_path / "last.pt"), following
 
 
 def restored(state: dict, rank: int = 0, world_size: int = 1) -> torch.Tensor:
@@ -52,7 +52,7 @@ def restored(state: dict, rank: int = 0, world_size: int = 1) -> torch.Tensor:
 def test_the_random_stream_continues(tmp_path):
     checkpoint.save(tmp_path / "last.pt", run_state(small_learner(), 7, World()))
     expected = torch.rand(3)
-    assert torch.equal(restored(checkpoint.load(tmp_path / "last.pt")), expected)
+    assert torch.equal(restored(checkpoint.read(tmp_path / "last.pt")), expected)
 
 
 def test_every_rank_continues_its_own_random_stream(stored, caplog):
@@ -90,7 +90,7 @@ def test_scaler_and_averaged_weights_continue(tmp_path):
     checkpoint.save(tmp_path / "last.pt", state)
 
     again = small_learner("float16", averaged=True)
-    restore_run(checkpoint.load(tmp_path / "last.pt"), again, World())
+    restore_run(checkpoint.read(tmp_path / "last.pt"), again, World())
     assert again.scaler.get_scale() == 32.0
     for before, after in ((learner.network, again.network), (learner.average, again.average)):
         assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
