@@ -8,6 +8,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from datasets import worker_failures
 from engine import build, checkpoint, distributed, reporting
 from engine import config as configuration
 from engine.distributed import World
@@ -28,14 +29,18 @@ def evaluate(values: DictConfig) -> dict:
 
     Raises:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
+        OSError: the images do not come in time, or a process that reads them, or another one, is lost.
     """
     options = configuration.typed(values)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
-    config = configuration.from_plain(state["config"])
+    config = configuration.from_plain(state["config"], f"checkpoint {path}")
     results_file = Path(options.results or default_results_file(options, config))
     override(config, options)
-    with distributed.joined(options.device, config.trainer.timeout_seconds) as world:
+    with (
+        distributed.joined(options.device, config.trainer.timeout_seconds) as world,
+        worker_failures(options.workers, config.data.timeout_seconds, keys="", advice=""),
+    ):
         return score(state, path, config, options, results_file, world)
 
 
@@ -111,6 +116,7 @@ def override(config: SegmentationRun, options: Evaluation) -> None:
     if root is not None and not (_folder(root).is_dir() and any(_folder(root).iterdir())):
         raise ValueError(f"data.root={root} is not a folder with files: give data.root=DIR, that of {config.data.name}")
     config.data.root = root
+    config.data.timeout_seconds = options.timeout_seconds or config.data.timeout_seconds
     config.trainer.evaluate_images = None
     configuration.override(config, options)
 

@@ -168,8 +168,12 @@ def worker_init(worker_id: int) -> None:
 
 
 @contextmanager
-def worker_failures(workers: int, timeout_seconds: int) -> Iterator[None]:
+def worker_failures(
+    workers: int, timeout_seconds: int, keys: str = "data.", advice: str = " resume=auto continues the run"
+) -> Iterator[None]:
     """Around what reads with `workers` processes: an error of PyTorch about them becomes one that says what to do.
+
+    `keys`: what precedes workers and timeout_seconds in the names of their keys. `advice`: the last sentence.
 
     Raises:
         TimeoutError: they brought nothing for `timeout_seconds`.
@@ -180,14 +184,14 @@ def worker_failures(workers: int, timeout_seconds: int) -> Iterator[None]:
     except RuntimeError as error:
         if str(error).startswith("DataLoader timed out"):
             raise TimeoutError(
-                f"the data.workers={workers} processes that read images brought none for data.timeout_seconds="
+                f"the {keys}workers={workers} processes that read images brought none for {keys}timeout_seconds="
                 f"{timeout_seconds} seconds: a disk or network folder may hang, or reading is that slow (then raise "
-                f"data.timeout_seconds); data.workers=0 reads without them. resume=auto continues the run"
+                f"{keys}timeout_seconds); {keys}workers=0 reads without them.{advice}"
             ) from error
         if str(error).startswith("DataLoader worker"):
             raise ChildProcessError(
-                f"one of the data.workers={workers} processes that read images ended: {str(error).strip()} Where the "
-                f"machine ran out of memory, fewer data.workers need less. resume=auto continues the run"
+                f"one of the {keys}workers={workers} processes that read images ended: {str(error).strip()} Where the "
+                f"machine ran out of memory, fewer {keys}workers need less.{advice}"
             ) from error
         raise
 

@@ -325,7 +325,8 @@ class Evaluation(TrainedNetwork):
     overlays: str | None = None  # folder for pictures: image | ground truth | prediction
     overlay_images: int | None = key(None, above=0)  # how many of them; null: all
     results: str | None = None  # JSON file; null: in the run's folder
-    workers: int = key(2, least=0)
+    workers: int = key(2, least=0)  # processes that read
+    timeout_seconds: int | None = key(None, above=0)  # for an image that they do not bring; null: as in training
 
 
 @dataclass

@@ -1,9 +1,12 @@
 """Evaluating a checkpoint: the training's own numbers again, official encodings, the official Cityscapes script."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import cv2
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets import synthetic
+from datasets import WholeImages, synthetic
 from datasets.camvid import camvid_classes
 from engine import build, checkpoint
 from engine import config as cfg
@@ -209,11 +212,54 @@ def test_overlays_show_image_truth_and_prediction(run_dir, tmp_path):
 
 def test_a_checkpoint_of_other_classes_is_refused(run_dir, tmp_path):
     state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
-    state["classes"] = state["classes"][:-1]
+    state["classes"], state["palette"] = state["classes"][:-1], state["palette"][:-1]
     del state["format"]
     checkpoint.save(tmp_path / "other.pt", state)
     with pytest.raises(ValueError, match="18 classes.*has 19"):
         evaluate(composed("eval", f"checkpoint={tmp_path / 'other.pt'}"))
+
+
+@pytest.mark.parametrize("key, value", [("palette", [[0, 0, 300]] * 19), ("network", [1]), ("config", {})])
+def test_a_malformed_checkpoint_is_named(run_dir, tmp_path, key, value):
+    state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
+    torch.save({**state, key: value}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path / 'other.pt'}.*(expected|configuration)"):
+        evaluate(composed("eval", f"checkpoint={tmp_path / 'other.pt'}"))
+
+
+def test_a_path_in_square_brackets_is_evaluated(run_dir, tmp_path, capsys):
+    path = tmp_path / "[x] [/y]" / "lr=1,bs=2" / "checkpoints" / "last.pt"
+    path.parent.mkdir(parents=True)
+    path.hardlink_to(run_dir / "checkpoints" / "last.pt")
+    evaluate(composed("eval", cfg.assignment("checkpoint", path), "workers=0", "device=cpu"))
+    assert (path.parents[1] / "results.json").is_file()
+    assert f"results: {path.parents[1] / 'results.json'}" in capsys.readouterr().out
+
+
+def _killed(self, index):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hangs(self, index):
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    "fault, error, message",
+    [
+        (_killed, ChildProcessError, r"one of the workers=1 processes .* fewer workers need less\.$"),
+        (
+            _hangs,
+            TimeoutError,
+            r"workers=1 processes .* timeout_seconds=1 seconds: .*; workers=0 reads without them\.$",
+        ),
+    ],
+)
+def test_a_lost_worker_is_a_message(run_dir, monkeypatch, fault, error, message):
+    monkeypatch.setattr(WholeImages, "__getitem__", fault)
+    with pytest.raises(error, match=f"^[^.]*{message}") as raised:
+        evaluate_run(run_dir, "workers=1", "timeout_seconds=1")
+    assert "data." not in str(raised.value) and "resume" not in str(raised.value)
 
 
 def test_a_missing_checkpoint_is_named():
