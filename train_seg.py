@@ -76,9 +76,10 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         reporting.logger.warning(directory.notice)
     if resumed is None and world.first:
         directory.config.write_text(config_text)
-    if data.verify and world.first:  # the others wait for it when they first exchange something
+    if data.verify and world.first:
         reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
         reporting.verify_with_progress(val_set, console)
+    world.wait_for_first()
 
     build.arithmetic(trainer)
     learner = build.learner(config, len(train_set.classes), schedule.total_steps, world)
@@ -95,6 +96,9 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         minibatches = build.training_loader(
             config, train_set, schedule.total_steps, world, start_step=start_step, progress=progress
         )
+    statistics_crops = None
+    if trainer.ema_statistics_minibatches:
+        statistics_crops = build.training_loader(config, train_set, trainer.ema_statistics_minibatches, world)
     if trainer.profile and world.first:
         minibatches = profiled(minibatches, trainer.profile, directory.path / "profile")
     val_loader = build.evaluation_loader(val_set, data.workers, data.timeout_seconds, world, trainer.evaluate_images)
@@ -106,27 +110,31 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         schedule.total_steps,
         start_step,
         data.max_skipped,
+        0 if resumed is None else resumed.get("skipped_images", 0),
         config_text,
     )
+    report.mious = world.gather(report.mious)[0]
     if trainer.pictures and world.first and start_step == 0:
         report.figure("image_label_prediction/legend", class_legend(val_set), 0)
 
     def save(step: int, best: bool = False) -> None:
+        if not best and schedule.scores(step):  # what is scored is what was saved
+            if statistics_crops is not None:
+                images = (image_input(crop["image"]) for crop in statistics_crops)
+                renew_statistics(learner.evaluated, images, autocast, world)
+            world.share_buffers(learner.evaluated)
         state = {
             **run_state(learner, step, world),
             "total_steps": schedule.total_steps,
             "config": plain_config,
             "classes": list(train_set.classes),
             "palette": [list(colour) for colour in train_set.palette],
+            "skipped_images": report.skipped,
         }
         if world.first:
             checkpoint.save(directory.best, state) if best else directory.save_last(state)
 
     def evaluate(step: int) -> tuple[dict, torch.Tensor]:
-        if trainer.ema_statistics_minibatches:
-            crops = build.training_loader(config, train_set, trainer.ema_statistics_minibatches, world)
-            renew_statistics(learner.evaluated, (image_input(crop["image"]) for crop in crops), autocast)
-        world.share_buffers(learner.evaluated)
         pictures = PictureCollector(val_set, trainer.pictures)
         scores, confusion = evaluate_dataset(
             learner.evaluated,
@@ -147,14 +155,14 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
                 report.figure("val/confusion", confusion_picture(confusion.numpy(), val_set.classes, title), step)
         if scores["miou"] > report.best_miou:
             save(step, best=True)  # before it is recorded: a run that is killed in between evaluates again
-        report.evaluation(step, schedule.epoch(step), scores, pictures.pictures, layers)
+        shown = {name: picture for shard in world.gather(pictures.pictures) for name, picture in shard.items()}
+        report.evaluation(step, schedule.epoch(step), scores, shown, layers)
         return scores, confusion
-
-    report.mious = world.gather(report.mious)[0]
 
     with report, directory.named_in_numerical_errors():
         if schedule.evaluates(start_step) and start_step not in report.mious:  # the run was stopped in it
             evaluate(start_step)
+            report.pause_ended()
         loop.train(
             learner,
             build.loss(config.loss, train_set.ignore_index),

@@ -151,7 +151,7 @@ def learner(config: SegmentationRun, classes: int, total_steps: int, world: Worl
     """
     trainer = config.trainer
     torch.manual_seed(config.seed)
-    trained = network_on(config, classes, world.device, node_group(world) if _synchronised(config) == "node" else None)
+    trained = network_on(config, classes, world.device, _sync_group(config, world))
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     average = None
@@ -166,6 +166,7 @@ def learner(config: SegmentationRun, classes: int, total_steps: int, world: Worl
             forward,
             device_ids=[world.device] if on_cuda else None,
             gradient_as_bucket_view=True,
+            broadcast_buffers=False,  # the first process's are shared before they are needed, for evaluations
             # Else it lays out its buckets anew after the first step, and with them the order in which three or more
             # processes' gradients are summed: a resumed run would round differently.
             find_unused_parameters=trainer.deterministic or not on_cuda,
@@ -182,10 +183,12 @@ def learner(config: SegmentationRun, classes: int, total_steps: int, world: Worl
     )
 
 
-def _synchronised(config: SegmentationRun) -> str | None:
-    """Which processes share the statistics of the norms: "world", "node" or None."""
+def _sync_group(config: SegmentationRun, world: World) -> dist.ProcessGroup | None:
+    """The processes that share the statistics of synchronised norms; None is all of them."""
     norm = config.norm
-    return norm.sync_group if isinstance(norm, OurNorm) and norm.sync else None
+    if isinstance(norm, OurNorm) and norm.sync and norm.sync_group == "node":
+        return node_group(world, config.trainer.timeout_seconds)
+    return None
 
 
 def network_on(

@@ -38,6 +38,13 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def wait_for_first(self) -> None:
+        """Wait until the first process comes here too, however long it takes; with an error if it ends instead."""
+        if self.size > 1:
+            patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
+            dist.barrier(patient)
+            dist.destroy_process_group(patient)
+
     def share_buffers(self, network: nn.Module) -> None:
         """Give every process the first one's buffers: without synchronised norms each has statistics of its own."""
         if self.size > 1:
@@ -95,14 +102,15 @@ def _is_lost_connection(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
-def node_group(world: World) -> dist.ProcessGroup | None:
+def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
     """The processes on this machine as a group of their own; None (all processes) where there is one machine."""
     nodes = world.gather(int(os.environ.get("GROUP_RANK", 0)))
     if len(set(nodes)) == 1:
         return None
     own = None
     for node in sorted(set(nodes)):  # every process takes part in making every group
-        group = dist.new_group([rank for rank, other in enumerate(nodes) if other == node])
+        members = [rank for rank, other in enumerate(nodes) if other == node]
+        group = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds))
         own = group if node == nodes[world.rank] else own
     return own
 

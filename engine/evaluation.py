@@ -58,7 +58,7 @@ def evaluate_dataset(
 
 
 class PictureCollector:
-    """`on_prediction` that keeps comparisons of the first `count` images, {name: uint8 (H, 3 W, 3)}."""
+    """`on_prediction` that keeps comparisons of the split's first `count` images, {name: uint8 (H, 3 W, 3)}."""
 
     def __init__(self, dataset: SegmentationDataset, count: int):
         self.dataset = dataset
@@ -66,7 +66,7 @@ class PictureCollector:
         self.pictures: dict[str, np.ndarray] = {}
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
-        if len(self.pictures) < self.count:
+        if int(minibatch["index"][0]) < self.count:
             self.pictures[minibatch["name"][0]] = _comparison(self.dataset, minibatch, predictions)
 
 

@@ -12,6 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import AveragedModel
 
+from engine.distributed import World
+
 SMALLEST_SCALE = 2.0**-14  # of float16's losses: below, the gradients are broken and not just too large
 
 
@@ -77,11 +79,17 @@ class Learner:
         """Change the weights, then the learning rate and the averaged weights."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        with warnings.catch_warnings():  # float16 may leave out the very first steps of the optimiser
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        if self.scaler.is_enabled():
+            self._step_scheduler_quietly()
+        else:
             self.scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.network)
+
+    def _step_scheduler_quietly(self) -> None:
+        with warnings.catch_warnings():  # float16 may leave out the very first steps of the optimiser
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+            self.scheduler.step()
 
     def _largest_weight(self) -> str:
         name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
@@ -96,9 +104,12 @@ class Learner:
 
 
 @torch.no_grad()
-def renew_statistics(network: nn.Module, minibatches: Iterable[Tensor], autocast: Callable) -> None:
+def renew_statistics(network: nn.Module, minibatches: Iterable[Tensor], autocast: Callable, world: World) -> None:
     """Running statistics of all norms from `minibatches` alone, each counting the same: PyTorch's `update_bn` for
-    norms of any kind, with everything else (dropout) as in an evaluation."""
+    norms of any kind, with everything else (dropout) as in an evaluation.
+
+    Every process gives its own minibatches, as many as the others, and gets the average of all.
+    """
     norms = [m for m in network.modules() if getattr(m, "running_mean", None) is not None]
     momenta = [norm.momentum for norm in norms]
     network.eval()
@@ -110,6 +121,8 @@ def renew_statistics(network: nn.Module, minibatches: Iterable[Tensor], autocast
             network(images)
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
+        for statistics in (norm.running_mean, norm.running_var):
+            world.sum_(statistics).div_(world.size)
     network.eval()
 
 

@@ -74,6 +74,8 @@ def train(
         MemoryError: the device has not enough memory; says what would need less.
         Preempted: `stop` was requested; the step that was under way has been saved.
     """
+    if world.sum_(torch.tensor(int(stop.requested))).item():
+        raise Preempted(f"stopped before step {start_step + 1}")
     for step, minibatch in enumerate(prefetched(minibatches, world.device), start=start_step + 1):
         lr = learner.optimizer.param_groups[0]["lr"]
         try:

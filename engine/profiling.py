@@ -26,7 +26,14 @@ def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[
         (folder / "operators.txt").write_text(finished.key_averages().table(sort_by=order, row_limit=40))
         logger.info(f"{steps} steps profiled: {folder / 'trace.json'}, {folder / 'operators.txt'}")
 
+    done = 0
     with profile(activities=activities, schedule=rhythm, on_trace_ready=write) as profiler:
         for minibatch in minibatches:
             yield minibatch
             profiler.step()
+            done += 1
+    if done < WARM_UP_STEPS + steps:
+        logger.warning(
+            f"trainer.profile={steps}: these {done} steps are too few for a whole trace, which starts after "
+            f"{WARM_UP_STEPS} of warming up"
+        )

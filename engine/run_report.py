@@ -29,6 +29,7 @@ class RunReport:
         total_steps: length of the run.
         start_step: steps already done; records beyond it, of a run that was killed after its last checkpoint, go.
         max_skipped: training images that may be left out before the run stops.
+        skipped: how many have been, up to `start_step`.
         config_text: config.yaml, shown in TensorBoard.
     """
 
@@ -39,11 +40,11 @@ class RunReport:
         total_steps: int,
         start_step: int,
         max_skipped: int = 0,
+        skipped: int = 0,
         config_text: str = "",
     ):
         self.run_dir = run_dir
         self.mious: dict[int, float] = {}  # of all evaluations, by step; also of those before the run was resumed
-        self.skipped_before = 0  # by the processes that this run is continued from
         if run_dir is not None:
             self.metrics_file = run_dir / "metrics.jsonl"
             self._drop_records_beyond(start_step, total_steps)
@@ -54,7 +55,7 @@ class RunReport:
             if start_step == 0:  # a run that continues still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
         self.max_skipped = max_skipped
-        self.skipped = 0
+        self.skipped = skipped
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
@@ -137,8 +138,8 @@ class RunReport:
         }
         if loss_scale is not None:
             values["loss_scale"] = loss_scale
-        if skipped := self.skipped_before + self.skipped:
-            values["skipped_images"] = skipped
+        if self.skipped:
+            values["skipped_images"] = self.skipped
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
         for name, value in values.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
@@ -191,7 +192,7 @@ class RunReport:
         best = next((step for step, miou in self.mious.items() if miou == self.best_miou), None)  # None: all are NaN
         lines = {
             "run": str(directory.path),
-            "training": f"{took}, {self.skipped_before + self.skipped} images skipped",
+            "training": f"{took}, {self.skipped} images skipped",
             "last": f"{directory.last}, step {last}, mIoU {100 * self.mious[last]:.2f} %",
             "best": f"{directory.best}, step {best}, mIoU {100 * self.best_miou:.2f} %" if best else "none",
             "evaluate": shlex.join(["python", "eval.py", assignment("checkpoint", directory.last)]),
@@ -217,7 +218,6 @@ class RunReport:
                 continue
             if not beyond:
                 kept.append(line + "\n")
-                self.skipped_before = record.get("skipped_images", self.skipped_before)
                 if record["kind"] == "val":
                     self.mious[record["step"]] = math.nan if record["miou"] is None else record["miou"]
         partial = self.metrics_file.with_suffix(".partial")

@@ -17,9 +17,13 @@ class Schedule:
         # The end of the run has an evaluation of its own, also for a run that is resumed there.
         return self.evaluate_every is not None and step % self.evaluate_every == 0 and 0 < step < self.total_steps
 
+    def scores(self, step: int) -> bool:
+        """Whether the network of this step is evaluated, in between or as the run's result."""
+        return self.evaluates(step) or step == self.total_steps
+
     def checkpoints(self, step: int) -> bool:
         # Before an evaluation too, so that nothing is lost if that cannot be finished.
-        return step % self.checkpoint_every == 0 or self.evaluates(step) or step == self.total_steps
+        return step % self.checkpoint_every == 0 or self.scores(step)
 
     def logs(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.total_steps

@@ -17,9 +17,8 @@ class Ranks:
         self.connections, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, world_size, str(folder / "store"), theirs), daemon=True
-            )
+            # Not a daemon, which could have no data workers of its own; it ends with this process's end of the pipe.
+            process = context.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
             process.start()
             self.connections.append(ours)
             self.processes.append(process)

@@ -112,17 +112,16 @@ def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm):
 def test_the_average_is_kept_evaluated_and_has_statistics_of_its_own(tmp_path):
     """Weights (paper, section 3.1) that lie between the first and the last ones; their norms see new minibatches."""
     options = ("trainer.ema_decay=0.5", "trainer.ema_statistics_minibatches=2", "norm.momentum=0.01")
-    state = trained(tmp_path, *options)
+    state = trained(tmp_path, *options, "trainer.evaluate_images=null")
     assert state["ema"].keys() == state["network"].keys() and state["ema_updates"] == STEPS
     assert not torch.equal(state["ema"]["cls.weight"], state["network"]["cls.weight"])
-    # The best checkpoint is written after the evaluation, for which the statistics were taken anew.
-    best = checkpoint.load(tmp_path / "checkpoints" / "best.pt")
-    (name, *_) = (name for name in best["ema"] if name.endswith("running_var"))
-    started, moved = initial_weights()[name], best["network"][name]
-    assert (best["ema"][name] - started).norm() > 5 * (moved - started).norm()
+    (name, *_) = (name for name in state["ema"] if name.endswith("running_var"))
+    started, moved = initial_weights()[name], state["network"][name]
+    assert (state["ema"][name] - started).norm() > 5 * (moved - started).norm()
     results = json.loads((tmp_path / "results.json").read_text())
-    again = evaluate(composed("eval", f"checkpoint={tmp_path / 'checkpoints' / 'best.pt'}", "workers=0", "device=cpu"))
-    assert results["images"] == 2 and again["images"] == 40
+    last = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
+    again = evaluate(composed("eval", last, "workers=0", "device=cpu", f"results={tmp_path / 'again.json'}"))
+    assert again["confusion_matrix"] == results["confusion_matrix"], "what is scored is what is saved"
 
 
 def test_clipping_bounds_what_a_step_changes(tmp_path):
@@ -154,6 +153,14 @@ def test_deterministic_runs_are_equal(tmp_path):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_evaluation_computes_as_the_training_did(tmp_path):
+    trained(tmp_path, "trainer.tf32=true")
+    for tf32 in (False, True):
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
+        evaluate(composed("eval", f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}", "workers=0", "device=cpu"))
+        assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):

@@ -167,7 +167,7 @@ def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(r
 
 def nodes_of(rank: int) -> tuple[int, list[int]]:
     os.environ["GROUP_RANK"] = str(rank // 2)
-    group = node_group(this_world())
+    group = node_group(this_world(), timeout_seconds=60)
     del os.environ["GROUP_RANK"]
     return dist.get_world_size(group), dist.get_process_group_ranks(group)
 

@@ -149,7 +149,7 @@ def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
     """What PyTorch's update_bn gives, without the dropout that it leaves on."""
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
     minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
-    renew_statistics(network, minibatches, autocast=build.autocast("float32", CPU))
+    renew_statistics(network, minibatches, autocast=build.autocast("float32", CPU), world=World())
     with torch.no_grad():
         outputs = [network[0](images).transpose(0, 1).flatten(1) for images in minibatches]
     torch.testing.assert_close(network[2].running_mean, sum(y.mean(dim=1) for y in outputs) / 3)

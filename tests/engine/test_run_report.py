@@ -108,7 +108,8 @@ def test_standard_norms_have_no_reconstruction(tmp_path):
 
 def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path):
     for start_step, before in ((0, 0), (2, 3)):
-        with RunReport(tmp_path, Console(quiet=True), 10, start_step, max_skipped=4) as running:
+        options = dict(max_skipped=6, skipped=before)
+        with RunReport(tmp_path, Console(quiet=True), 10, start_step, **options) as running:
             for step in (start_step + 1, start_step + 2):
                 running.step(loss=1.0, gradient_norm=1.0, images=1)
                 running.skips(3 if step == start_step + 2 else 0, [])
@@ -119,6 +120,13 @@ def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path
     assert [record.get("skipped_images") for record in train_records] == [None, 3, 3, 6]
     assert [record["loss_scale"] for record in train_records] == [2.0, 4.0, 8.0, 16.0]
     assert [event.value for event in events_of(tmp_path).Scalars("train/skipped_images")] == [3, 3, 6]
+
+
+def test_the_bound_of_skipped_images_is_of_the_whole_run(tmp_path):
+    with RunReport(tmp_path, Console(quiet=True), 10, 2, max_skipped=4, skipped=3) as running:
+        running.skips(1, [])
+        with pytest.raises(ValueError, match="5 training images could not be read, more than data.max_skipped=4"):
+            running.skips(1, [])
 
 
 def test_the_summary_says_what_is_there(tmp_path):
