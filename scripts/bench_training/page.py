@@ -17,13 +17,12 @@ METHOD = """
   are in memory, one after the other, again and again. Every switch is a training in a process of its own. In each round
   every process takes one step while the others wait, in a new random order; the whole is started anew several times,
   as the place of buffers in memory differs by process. Times are medians over all rounds; ratios are medians of the
-  ratios to the default within a round, with the medians of each start in brackets. A training whose steps take more
+  ratios to the default within a round, with those of each start in brackets. A training whose steps take more
   than five seconds takes part in the first two rounds only.
 - *Saved* is what autograd keeps of one part of a minibatch for its backward pass, parameters aside. *Peak* is the most
   that tensors of a step take at any moment beyond what was there before it: weights, gradients of the step before and
   momentum. *Process* is the largest resident size of the whole process, with Python and PyTorch, in the first start.
-- The *first step* includes compilation where there is one, in the first start and in the last, which finds the
-  compiler's cache on disk.
+- The *first step* of each start includes compilation, except of kernels that the compiler's cache on disk already has.
 - The *loss* is the mean over the 4 minibatches in steps 2 to 5. Initial weights and minibatches are the same for all.
 - The *overhead* is that of `engine.loop.train` with its report (progress bar, metrics.jsonl, TensorBoard) over forward
   pass, loss, backward pass and optimiser step, on images that are normalised already. Both train the same network in
@@ -44,8 +43,8 @@ def markdown(result: dict) -> str:
     lines = ["# Speed of training steps", "", "```", result["command"], "```", ""]
     lines += [
         f"{conditions(result['environment'])}. {arguments['recipe'] or 'the default network'}, minibatches of "
-        f"{arguments['crops']} crops of {arguments['crop_size']} pixels in float32, {arguments['starts']} starts of "
-        f"{arguments['rounds']} rounds; the run took {result['seconds'] / 60:.1f} minutes."
+        f"{arguments['crops']} crops of {arguments['crop_size']} pixels in float32, {arguments['rounds']} rounds in "
+        f"each of {arguments['starts']} starts; the run took {result['seconds'] / 60:.1f} minutes."
     ]
     if judged := targets(result):
         lines += ["", "## Targets", "", "| | to reach | measured | |", "|---|---|---|---|"]
@@ -89,7 +88,7 @@ def _compiled(rows: list[dict]) -> list[tuple[str, str, str, str]]:
                 f"`{row['switch']}`",
                 f"{limit} graph{'s' * (limit != 1)}, no break, none made again",
                 f"{graphs}, {row['graph_breaks']} breaks, {later} made again; first step "
-                f"{row['first_step_s'][0]:.0f} s, with the compiler's cache {row['first_step_s'][-1]:.0f} s",
+                f"{' and '.join(f'{seconds:.0f} s' for seconds in row['first_step_s'])}",
                 PASS if reached else MISS,
             )
         )
@@ -108,23 +107,30 @@ def switches(result: dict) -> list[str]:
         memory = (row["saved_bytes"] / MIB, row["peak_bytes"] / MIB, row["process_mib"][0])
         numbers = [f"{median_ms:.0f}", "1" if row is default else spread(row, default)]
         numbers += [f"{mib:.1f}" for mib in memory[:2]] + [f"{memory[2]:.0f}", f"{row['loss']:.4f}"]
-        lines.append("| " + " | ".join([_code(row["switch"]), *numbers]) + " |")
+        lines.append("| " + " | ".join([code(row["switch"]), *numbers]) + " |")
     for entry in result["left_out"]:
-        lines.append(f"| {_code(entry['switch'])} | not measured: {entry['reason']} | | | | | |")
+        lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} | | | | | |")
     return lines
 
 
 def spread(row: dict, default: dict) -> str:
-    """Median of the ratios of a switch to the default over all rounds, and those of the starts in brackets."""
-    starts = [
-        [ours / other for ours, other in zip(*times, strict=False)]  # a slow one is in fewer rounds
-        for times in zip(row["times_ms"], default["times_ms"], strict=True)
+    """`ratio`, and in brackets those of each start where there are several."""
+    medians = [
+        ratio({"times_ms": [ours]}, {"times_ms": [others]})
+        for ours, others in zip(row["times_ms"], default["times_ms"], strict=True)
     ]
-    medians = ", ".join(f"{statistics.median(ratios):.2f}" for ratios in starts)
-    return f"{statistics.median(ratio for ratios in starts for ratio in ratios):.2f} ({medians})"
+    overall = f"{ratio(row, default):.2f}"
+    return f"{overall} ({', '.join(f'{median:.2f}' for median in medians)})" if len(medians) > 1 else overall
 
 
-def _code(name: str) -> str:
+def ratio(row: dict, default: dict) -> float:
+    """Median over the rounds of all starts of a training's time in the default's; a slow one is in fewer rounds."""
+    starts = zip(row["times_ms"], default["times_ms"], strict=True)
+    return statistics.median(ours / other for times in starts for ours, other in zip(*times, strict=False))
+
+
+def code(name: str) -> str:
+    """A switch as the tables show it."""
     return f"`{name}`" if "=" in name else name
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Switch(NamedTuple):
     overrides: tuple[str, ...]  # of train_seg.py
     only_cuda: bool = False
-    freed_memory_kept: bool = False  # by engine.memory.keep_freed_memory
+    freed_memory_kept: bool = True  # on the CPU, by engine.memory.keep_freed_memory
     prefetched: bool = True  # by engine.loop.prefetched
     name_: str | None = None
 
@@ -25,7 +25,7 @@ class Switch(NamedTuple):
         return "trainer.compile=true" in self.overrides
 
 
-DEFAULT, KEPT, DIRECT = "default", "freed memory kept", "without prefetching"
+DEFAULT, GIVEN_BACK, DIRECT = "default", "freed memory given back", "without prefetching"
 LONG = 100_000  # steps, more than a benchmark takes
 
 PLAIN = Switch((), name_=DEFAULT)
@@ -44,7 +44,7 @@ SWITCHES = (
     Switch(("trainer.deterministic=true",)),
     Switch((f"trainer.profile={LONG}",), name_="trainer.profile, while it traces"),
 )
-ALLOCATION = (PLAIN, Switch((), freed_memory_kept=True, name_=KEPT))
+ALLOCATION = (PLAIN, Switch((), freed_memory_kept=False, name_=GIVEN_BACK))
 COMPILED = (
     PLAIN,
     Switch(("trainer.compile=true",)),

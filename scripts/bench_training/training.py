@@ -36,12 +36,12 @@ class Training:
 
     def __init__(self, common: tuple[str, ...], switch: Switch, threads: int):
         torch.set_num_threads(threads)
-        if switch.freed_memory_kept and not keep_freed_memory():
-            raise RuntimeError("this C library is not glibc, and keeps no freed memory")
         self.config = composed(*common, *switch.overrides)
         trainer = self.config.trainer
         build.arithmetic(trainer)
         self.world = World(device=device_of(trainer.device))
+        if self.world.device.type == "cpu" and switch.freed_memory_kept:
+            keep_freed_memory()
         dataset = synthetic(None, "train")
         self.learner = build.learner(self.config, len(dataset.classes), LONG, self.world)
         self.loss_function = build.loss(self.config.loss, dataset.ignore_index)
