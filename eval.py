@@ -3,6 +3,7 @@
 On several devices: `torchrun --nproc-per-node N eval.py …`; every image is evaluated once.
 """
 
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -55,8 +56,8 @@ def score(
     dataset = build.dataset(config.data, split)
     if config.data.verify and world.first:  # the others wait for it when they first exchange something
         reporting.verify_with_progress(dataset, console)
-    network = build.network_on(config, len(state["classes"]), world.device)
-    checkpoint.load_network(network, state, dataset.classes, path, options.averaged)
+    make = partial(build.network_on, config, len(state["classes"]), world.device)
+    network = checkpoint.load_network(make, state, dataset.classes, path, options.averaged)
     results_file.parent.mkdir(parents=True, exist_ok=True)
     writer = PredictionWriter(
         dataset,

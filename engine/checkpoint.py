@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engine.memory import is_out_of_memory
+
 FORMAT = "inplace-abn-segmentation/1"
 
 logger = logging.getLogger(__name__)
@@ -201,14 +203,15 @@ def read(path: Path) -> object:
 
 
 def load_network(
-    network: nn.Module, state: dict, classes: tuple[str, ...], source: Path, averaged: bool = True
-) -> None:
-    """Put the weights of a checkpoint into a network built from the checkpoint's configuration.
+    make: Callable[[], nn.Module], state: dict, classes: tuple[str, ...], source: Path, averaged: bool = True
+) -> nn.Module:
+    """The network that `make` builds from the checkpoint's configuration, with the checkpoint's weights.
 
     `averaged`: the averaged ones, where the checkpoint has them.
 
     Raises:
-        ValueError: the network is to predict other classes than it was trained on, or parameters do not fit.
+        ValueError: the network is to predict other classes than it was trained on, or it cannot be built, or parameters
+            do not fit.
     """
     trained = tuple(state["classes"])
     if trained != tuple(classes):
@@ -217,9 +220,17 @@ def load_network(
             f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on the dataset it was trained on"
         )
     try:
+        network = make()
+    except (ValueError, RuntimeError, TypeError) as error:  # of PyTorch, where a number is beyond what it can count
+        if is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\nException raised from")[0]  # frames of C++
+        raise ValueError(f"checkpoint {source}: the network of its configuration cannot be built: {reason}") from error
+    try:
         network.load_state_dict(state["ema" if averaged and "ema" in state else "network"])
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
+    return network
 
 
 def _check_bytes(path: Path) -> None:

@@ -7,6 +7,7 @@ letters beyond ASCII needs quotes that reach Hydra: 'input="Straße 1"'.
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -44,8 +45,8 @@ def predict(values: DictConfig) -> list[Path]:
     config = configuration.from_plain(state["config"], f"checkpoint {path}")
     configuration.override(config, options)
     device = device_of(options.device)
-    network = build.network_on(config, len(state["classes"]), device)
-    checkpoint.load_network(network, state, state["classes"], path, options.averaged)
+    make = partial(build.network_on, config, len(state["classes"]), device)
+    network = checkpoint.load_network(make, state, state["classes"], path, options.averaged)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
     how = dict(
         image_input=build.image_input(config, device),

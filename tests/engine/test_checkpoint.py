@@ -201,4 +201,13 @@ def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, exp
 def test_another_number_of_classes_is_refused(tmp_path):
     state = {"classes": ["road", "sky"], "network": {}}
     with pytest.raises(ValueError, match="2 classes .*road.* has 3 .*a, b, c"):
-        checkpoint.load_network(nn.Linear(2, 2), state, ("a", "b", "c"), tmp_path / "last.pt")
+        checkpoint.load_network(lambda: nn.Linear(2, 2), state, ("a", "b", "c"), tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(2**62, 8), lambda: nn.Linear(2**70, 8), lambda: nn.Linear(3, 2)])
+def test_a_network_that_cannot_be_built_or_does_not_fit_is_a_message(tmp_path, make):
+    state = state_of(1, network=nn.Linear(2, 2).state_dict())
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}.* the network of its configuration"):
+        checkpoint.load_network(make, state, ("road", "sky"), tmp_path / "last.pt")
+    fitting = checkpoint.load_network(lambda: nn.Linear(2, 2), state, ("road", "sky"), tmp_path / "last.pt")
+    assert torch.equal(fitting.weight, state["network"]["weight"])
