@@ -57,6 +57,7 @@ def score(
     if config.data.verify and world.first:  # the others wait for it when they first exchange something
         reporting.verify_with_progress(dataset, console)
     make = partial(build.network_on, config, len(state["classes"]), world.device)
+    build.arithmetic(config.trainer)
     network = checkpoint.load_network(make, state, dataset.classes, path, options.averaged)
     results_file.parent.mkdir(parents=True, exist_ok=True)
     writer = PredictionWriter(

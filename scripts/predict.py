@@ -46,6 +46,7 @@ def predict(values: DictConfig) -> list[Path]:
     configuration.override(config, options)
     device = device_of(options.device)
     make = partial(build.network_on, config, len(state["classes"]), device)
+    build.arithmetic(config.trainer)
     network = checkpoint.load_network(make, state, state["classes"], path, options.averaged)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
     how = dict(
