@@ -14,12 +14,13 @@ from scripts.bench_training.__main__ import run
 from scripts.bench_training.benchmark import TrainingBenchmark, command_line, common
 from scripts.bench_training.elsewhere import Elsewhere
 from scripts.bench_training.overhead import Overhead
-from scripts.bench_training.page import markdown, spread, targets
+from scripts.bench_training.page import code, markdown, ratio, spread, targets
 from scripts.bench_training.switches import ALLOCATION, COMPILED, DEFAULT, PLAIN, SWITCHES, Switch
 from scripts.bench_training.training import Training, composed
 from scripts.records import MISS, NOT_MEASURED, PASS
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+DOCS = REPOSITORY / "docs"
 TINY = TrainingBenchmark(
     recipe=None, threads=1, crop_size=48, crops=4, overhead_crops=2, overhead_steps=2, overhead_rounds=2, rounds=2
 )
@@ -69,8 +70,24 @@ def test_the_page_is_made_from_the_record_alone(record):
 
 
 def test_pages_in_the_documentation_are_those_of_their_records():
-    for record in (REPOSITORY / "docs" / "results").glob("training_*.json"):
+    for record in (DOCS / "results").glob("training_*.json"):
         assert record.with_suffix(".md").read_text() == markdown(json.loads(record.read_text())), record.name
+
+
+def test_effects_in_the_documentation_are_those_of_the_records():
+    """Every switch that was measured has a row in docs/training.md, with its time and what it keeps to the default."""
+    cells = [[cell.strip() for cell in line.split("|")] for line in (DOCS / "training.md").read_text().splitlines()]
+    written = {row[1]: row[2:4] for row in cells if len(row) > 5}
+    times, kept = {}, {}
+    for record in (DOCS / "results").glob("training_cpu*.json"):
+        rows = {row["switch"]: row for row in json.loads(record.read_text())["rows"]}
+        default = rows.pop(DEFAULT)
+        for name, row in rows.items():
+            times.setdefault(name, set()).add(f"{ratio(row, default):.2f}")
+            kept[name] = f"{row['saved_bytes'] / default['saved_bytes']:.2f}".replace("1.00", "1")
+    assert times.keys() == {s.name for s in (*SWITCHES, *ALLOCATION, *COMPILED) if not s.only_cuda} - {DEFAULT}
+    for name in times:
+        assert written[code(name)] == [" – ".join(sorted(times[name])), kept[name]], name
 
 
 def test_both_loops_train_the_same():
