@@ -5,28 +5,30 @@ On several devices or machines: `torchrun --nproc-per-node N train_seg.py …` (
 
 import shlex
 import sys
+from typing import NamedTuple
 
 import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from datasets import worker_failures
-from engine import build, checkpoint, distributed, loop, reporting
+from datasets import SegmentationDataset, worker_failures
+from engine import build, distributed, loop, reporting
 from engine import config as configuration
 from engine.distributed import World
-from engine.evaluation import PictureCollector, evaluate_dataset
+from engine.evaluation import Validated, Validation
 from engine.inference import WHOLE_IMAGE
-from engine.layer_health import corner_crops, layer_health
-from engine.learner import renew_statistics
+from engine.learner import Learner, renew_statistics
 from engine.memory import keep_freed_memory
-from engine.pictures import class_legend, confusion_picture
+from engine.pictures import class_legend
 from engine.profiling import profiled
 from engine.run_directory import RunDirectory, new_run_path
 from engine.run_report import RunReport
 from engine.run_state import restore_run, run_state
+from engine.schedule import Schedule
 from engine.schema import SegmentationRun
-from engine.stopping import StopRequest, UntilStopped
+from engine.stopping import StopRequest
 
 configuration.register()
 
@@ -60,65 +62,39 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         return run(config, world, stop, command)
 
 
+class Opened(NamedTuple):
+    """What a run has before its network is built."""
+
+    directory: RunDirectory
+    train_set: SegmentationDataset
+    val_set: SegmentationDataset
+    schedule: Schedule
+    resumed: dict | None  # the checkpoint that the run continues from
+    console: Console
+
+
 def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) -> dict:
     """What `train` does in one of the processes of `world`."""
     data, trainer = config.data, config.trainer
-    plain_config = configuration.plain(config)
-    config_text = f"# {command}\n{OmegaConf.to_yaml(plain_config)}"
-    directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
-    train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
-    val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
-    schedule = build.schedule(config, images=len(train_set))
-    resumed = directory.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
-    console = reporting.make_console(world.rank)
-    reporting.log_to(console, directory.log if world.first else None, world.rank)
-    reporting.logger.debug(command)
-    if directory.notice:
-        reporting.logger.warning(directory.notice)
-    if resumed is None and world.first:
-        directory.config.write_text(config_text)
-    if data.verify and world.first:
-        reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
-        reporting.verify_with_progress(val_set, console)
-    world.wait_for_first()
-
-    build.arithmetic(trainer)
-    if world.device.type == "cpu":
-        keep_freed_memory()  # a sixth less time per step: docs/results/training_cpu.md
-    learner = build.learner(config, len(train_set.classes), schedule.total_steps, world)
-    start_step = 0 if resumed is None else restore_run(resumed, learner, world)
-    if resumed is None and config.init.weights is not None:
-        reporting.logger.info(str(build.initialise(config, learner, train_set.classes)))
-    reporting.logger.info(
-        f"{directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, {len(train_set)} "
-        f"training and {len(val_set)} validation images, steps {start_step} to {schedule.total_steps} on "
-        f"{world.size} x {world.device.type}"
-    )
-
+    opened = open_run(config, world, command)
+    directory, train_set, val_set, schedule, resumed, console = opened
+    learner, start_step = learner_at_start(config, opened, world)
     with reporting.counted(console, "indexing the classes") as progress:
         minibatches = build.training_loader(
             config, train_set, schedule.total_steps, world, start_step=start_step, progress=progress
         )
+    if trainer.profile and world.first:
+        minibatches = profiled(minibatches, trainer.profile, directory.path / "profile")
     statistics_crops = None
     if trainer.ema_statistics_minibatches:
         statistics_crops = build.training_loader(config, train_set, trainer.ema_statistics_minibatches, world)
-    if trainer.profile and world.first:
-        minibatches = profiled(minibatches, trainer.profile, directory.path / "profile")
     val_loader = build.evaluation_loader(val_set, data.workers, data.timeout_seconds, world, trainer.evaluate_images)
     image_input = build.image_input(config, world.device)
     autocast = build.autocast(trainer.precision, world.device)
-    report = RunReport(
-        directory.path if world.first else None,
-        console,
-        schedule.total_steps,
-        start_step,
-        data.max_skipped,
-        0 if resumed is None else resumed.get("skipped_images", 0),
-        config_text,
+    validation = Validation(
+        learner, val_set, val_loader, stop, world, image_input, autocast, trainer.pictures, data.crop_size
     )
-    report.mious = world.gather(report.mious)[0]
-    if trainer.pictures and world.first and start_step == 0:
-        report.figure("image_label_prediction/legend", class_legend(val_set), 0)
+    report = report_at_start(config, opened, start_step, world)
 
     def save(step: int, best: bool = False) -> None:
         if not best and schedule.scores(step):  # what is scored is what was saved
@@ -129,38 +105,20 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         state = {
             **run_state(learner, step, world),
             "total_steps": schedule.total_steps,
-            "config": plain_config,
+            "config": configuration.plain(config),
             "classes": list(train_set.classes),
             "palette": [list(colour) for colour in train_set.palette],
             "skipped_images": report.skipped,
         }
         if world.first:
-            checkpoint.save(directory.best, state) if best else directory.save_last(state)
+            directory.save(state, best)
 
-    def evaluate(step: int) -> tuple[dict, torch.Tensor]:
-        pictures = PictureCollector(val_set, trainer.pictures)
-        scores, confusion = evaluate_dataset(
-            learner.evaluated,
-            val_set,
-            UntilStopped(val_loader, stop, world),
-            world=world,
-            progress=report.progress,
-            image_input=image_input,
-            autocast=autocast,
-            on_prediction=pictures,
-        )
-        layers = {}
-        if world.first:
-            crops = corner_crops(val_loader.dataset[0]["image"], data.crop_size)  # always the same
-            layers = layer_health(learner.network, image_input(crops), autocast)
-            if step == schedule.total_steps:
-                title = f"{val_set.name} {val_set.split}"
-                report.figure("val/confusion", confusion_picture(confusion.numpy(), val_set.classes, title), step)
-        if scores["miou"] > report.best_miou:
+    def evaluate(step: int) -> Validated:
+        validated = validation.run(report.progress)
+        if validated.scores["miou"] > report.best_miou:
             save(step, best=True)  # before it is recorded: a run that is killed in between evaluates again
-        shown = {name: picture for shard in world.gather(pictures.pictures) for name, picture in shard.items()}
-        report.evaluation(step, schedule.epoch(step), scores, shown, layers)
-        return scores, confusion
+        report.evaluation(step, schedule.epoch(step), validated.scores, validated.pictures, validated.layers)
+        return validated
 
     with report, directory.named_in_numerical_errors():
         if schedule.evaluates(start_step) and start_step not in report.mious:  # the run was stopped in it
@@ -182,19 +140,91 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
             save=save,
             stop=stop,
         )
-        scores, confusion = evaluate(schedule.total_steps)
+        validated = evaluate(schedule.total_steps)
+        report.figure("val/confusion", validated.confusion_picture(val_set), schedule.total_steps)
+    images = int(world.sum_(torch.tensor(len(val_loader))))
+    return conclude(config, opened, report, validated, images, world)
 
+
+def open_run(config: SegmentationRun, world: World, command: str) -> Opened:
+    """Find the data, and the checkpoint to continue from; open the run's log; check the data.
+
+    Raises:
+        ValueError: the data or the run directory do not fit.
+    """
+    data, plain_config = config.data, configuration.plain(config)
+    directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
+    train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
+    val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
+    schedule = build.schedule(config, images=len(train_set))
+    resumed = directory.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
+    console = reporting.make_console(world.rank)
+    reporting.log_to(console, directory.log if world.first else None, world.rank)
+    reporting.logger.debug(command)
+    if directory.notice:
+        reporting.logger.warning(directory.notice)
+    if resumed is None and world.first:
+        directory.config.write_text(f"# {command}\n{OmegaConf.to_yaml(plain_config)}")
+    if data.verify and world.first:
+        reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
+        reporting.verify_with_progress(val_set, console)
+    world.wait_for_first()
+    return Opened(directory, train_set, val_set, schedule, resumed, console)
+
+
+def learner_at_start(config: SegmentationRun, opened: Opened, world: World) -> tuple[Learner, int]:
+    """What learns, with the weights that the run starts from or continues with, and the number of steps done."""
+    directory, train_set, val_set, schedule, resumed, _ = opened
+    build.arithmetic(config.trainer)
+    if world.device.type == "cpu":
+        keep_freed_memory()  # a quarter less time per step: docs/results/training_cpu.md
+    learner = build.learner(config, len(train_set.classes), schedule.total_steps, world)
+    start_step = 0 if resumed is None else restore_run(resumed, learner, world)
+    if resumed is None and config.init.weights is not None:
+        reporting.logger.info(str(build.initialise(config, learner, train_set.classes)))
+    reporting.logger.info(
+        f"{directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, {len(train_set)} "
+        f"training and {len(val_set)} validation images, steps {start_step} to {schedule.total_steps} on "
+        f"{world.size} x {world.device.type}"
+    )
+    return learner, start_step
+
+
+def report_at_start(config: SegmentationRun, opened: Opened, start_step: int, world: World) -> RunReport:
+    """The report, going on in what an earlier process of the run has recorded."""
+    directory, resumed = opened.directory, opened.resumed
+    starts = world.first and start_step == 0
+    report = RunReport(
+        directory.path if world.first else None,
+        opened.console,
+        opened.schedule.total_steps,
+        start_step,
+        config.data.max_skipped,
+        0 if resumed is None else resumed.get("skipped_images", 0),
+        directory.config.read_text() if starts else "",
+    )
+    report.mious = world.gather(report.mious)[0]
+    if starts and config.trainer.pictures:
+        report.figure("image_label_prediction/legend", class_legend(opened.val_set), 0)
+    return report
+
+
+def conclude(
+    config: SegmentationRun, opened: Opened, report: RunReport, validated: Validated, images: int, world: World
+) -> dict:
+    """Write the results of the last checkpoint, from `images` validation images; print them and the run's summary."""
+    directory, val_set, console = opened.directory, opened.val_set, opened.console
     results = reporting.write_results(
         directory.results if world.first else None,
         dataset=val_set,
-        scores=scores,
-        confusion=confusion,
-        images=int(world.sum_(torch.tensor(len(val_loader)))),
+        scores=validated.scores,
+        confusion=validated.confusion,
+        images=images,
         views=WHOLE_IMAGE.record(),
         checkpoint=directory.last,
-        config=plain_config,
+        config=configuration.plain(config),
     )
-    console.print(reporting.iou_table(scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
+    console.print(reporting.iou_table(validated.scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
     console.print(report.summary(directory), soft_wrap=True, highlight=False)
     reporting.logger.debug(report.summary(directory))
     return results

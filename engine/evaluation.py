@@ -1,9 +1,12 @@
 """Scores of a network on a whole split, with a progress bar, and what is made of the predictions on the way."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.progress import Progress
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -11,11 +14,14 @@ from torch.utils.data import DataLoader
 from datasets import SegmentationDataset
 from engine.distributed import World
 from engine.inference import WHOLE_IMAGE, Views, predict
+from engine.layer_health import Extreme, corner_crops, layer_health
+from engine.learner import Learner
 from engine.loop import Autocast, ImageInput
 from engine.memory import is_out_of_memory, out_of_memory_evaluating
 from engine.metrics import Counts, all_scores
-from engine.pictures import comparison, inside, write_png
+from engine.pictures import comparison, confusion_picture, inside, write_png
 from engine.reporting import tracked
+from engine.stopping import StopRequest, UntilStopped
 
 
 def evaluate_dataset(
@@ -55,6 +61,60 @@ def evaluate_dataset(
         world.sum_(tensor)
     trained = len(dataset.classes)
     return all_scores(counts, dataset.table, dataset.has_instances), counts.confusion[:trained, :trained]
+
+
+class Validated(NamedTuple):
+    """What an evaluation finds in the middle or at the end of a training."""
+
+    scores: dict  # of `all_scores`
+    confusion: Tensor  # int64 (K, K)
+    pictures: dict[str, np.ndarray]  # {name: uint8 (H, 3 W, 3)}
+    layers: dict[str, Extreme]  # of `layer_health`, in the first process alone
+
+    def confusion_picture(self, dataset: SegmentationDataset) -> Figure:
+        return confusion_picture(self.confusion.numpy(), dataset.classes, f"{dataset.name} {dataset.split}")
+
+
+@dataclass
+class Validation:
+    """The evaluations of a training run, in each of its processes.
+
+    Args:
+        dataset: whose images `loader` reads, those of this process of `world`.
+        stop: ends an evaluation with `Preempted`.
+        pictures: number of images that are kept for people to look at.
+        crop_size: pixels of a side of the crops that the norm layers are measured on.
+    """
+
+    learner: Learner
+    dataset: SegmentationDataset
+    loader: DataLoader
+    stop: StopRequest
+    world: World
+    image_input: ImageInput
+    autocast: Autocast
+    pictures: int
+    crop_size: int
+
+    def run(self, progress: Progress) -> Validated:
+        """Evaluate the network as it is now. Raises MemoryError, as `evaluate_dataset`, and Preempted."""
+        collector = PictureCollector(self.dataset, self.pictures)
+        scores, confusion = evaluate_dataset(
+            self.learner.evaluated,
+            self.dataset,
+            UntilStopped(self.loader, self.stop, self.world),
+            world=self.world,
+            progress=progress,
+            image_input=self.image_input,
+            autocast=self.autocast,
+            on_prediction=collector,
+        )
+        pictures = {name: picture for shard in self.world.gather(collector.pictures) for name, picture in shard.items()}
+        layers = {}
+        if self.world.first:
+            crops = corner_crops(self.loader.dataset[0]["image"], self.crop_size)  # always the same
+            layers = layer_health(self.learner.network, self.image_input(crops), self.autocast)
+        return Validated(scores, confusion, pictures, layers)
 
 
 class PictureCollector:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import cv2
+import matplotlib
 import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -14,6 +15,7 @@ from PIL import Image
 from datasets import SegmentationDataset
 
 OVERLAY_OPACITY = 0.6
+matplotlib.rcParams["text.parse_math"] = False  # a $ in the name of a class or an image is one
 
 
 def comparison(

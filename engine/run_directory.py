@@ -55,8 +55,11 @@ class RunDirectory:
         self.notice: str | None = None
         self._last_is_good = True  # or not there
 
-    def save_last(self, state: dict) -> None:
-        """Write the last checkpoint, as `checkpoint.save`; the one before it is kept."""
+    def save(self, state: dict, best: bool = False) -> None:
+        """Write the last checkpoint, as `checkpoint.save`; the one before it is kept. Or the `best` one."""
+        if best:
+            checkpoint.save(self.best, state)
+            return
         checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
         self._last_is_good = True
 

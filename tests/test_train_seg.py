@@ -176,7 +176,7 @@ def test_best_is_the_best_evaluation_also_after_resuming(tmp_path, monkeypatch):
     def scripted(*_, **__):
         return {"miou": next(scores), "iou": {}, "pixel_accuracy": 0.0, "official": {}}, torch.zeros(19, 19)
 
-    monkeypatch.setattr("train_seg.evaluate_dataset", scripted)
+    monkeypatch.setattr("engine.evaluation.evaluate_dataset", scripted)
     options = ("trainer.steps=5", "trainer.checkpoint_every_steps=1", "trainer.evaluate_every_steps=1")
     steps = itertools.count(1)
 

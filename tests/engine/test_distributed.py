@@ -19,7 +19,6 @@ from tests.ranks import Ranks
 from tests.runs import SHORT, composed
 from train_seg import train
 
-CROPS = 8
 NORMS = ("inplace", "std")
 
 
@@ -34,27 +33,30 @@ def this_world() -> World:
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
 
 
-def steps(rank: int, norm: str, dtype: torch.dtype = torch.float64) -> dict:
-    """Three training steps of this process: losses, gradients of the last, weights and running statistics."""
-    torch.set_default_dtype(dtype)
+def steps(rank: int, norm: str, order: list[int], parts: int = 1) -> dict:
+    """Three training steps of this process in float64: losses, gradients of the last, weights, running statistics.
+
+    The crops of each minibatch come in `order`, and each process's share of them in so many `parts`.
+    """
+    torch.set_default_dtype(torch.float64)
     try:
-        return _steps(norm)
+        return _steps(norm, order, parts)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _steps(norm: str) -> dict:
-    world = this_world()
-    options = (f"norm={norm}", "norm.sync=true")
-    config = cfg.typed(composed("train_seg", *SHORT, *options, f"data.crops_per_minibatch={CROPS}"))
+def _steps(norm: str, order: list[int], parts: int) -> dict:
+    world, crops = this_world(), len(order)
+    options = (f"norm={norm}", "norm.sync=true", f"data.crops_per_minibatch={crops}")
+    config = cfg.typed(composed("train_seg", *SHORT, *options))
     learner = build.learner(config, classes=5, total_steps=10, world=world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
     for _ in range(3):
-        images = torch.randint(0, 256, (CROPS, 3, 48, 48), dtype=torch.uint8, generator=generator)
-        labels = torch.randint(0, 6, (CROPS, 48, 48), dtype=torch.uint8, generator=generator)
+        images = torch.randint(0, 256, (crops, 3, 48, 48), dtype=torch.uint8, generator=generator)
+        labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
         labels[labels == 5] = 255
-        share = slice(world.rank * CROPS // world.size, (world.rank + 1) * CROPS // world.size)
+        share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
         loss, norm = train_step(
             learner,
             build.loss(config.loss, ignore_index=255),
@@ -63,8 +65,8 @@ def _steps(norm: str) -> dict:
             world=world,
             image_input=build.image_input(config, world.device),
             autocast=build.autocast("float32", world.device),
-            accumulation_steps=1,
-            crops_per_minibatch=CROPS,
+            accumulation_steps=parts,
+            crops_per_minibatch=crops,
         )
         losses.append(loss)
         norms.append(norm)
@@ -74,9 +76,23 @@ def _steps(norm: str) -> dict:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm):
-    """In float64, to rounding. Three processes have 2, 3 and 3 of the eight crops."""
-    alone = steps(0, norm)
-    for result in ranks.run(steps, norm):
+    """Three processes have 2, 3 and 3 of the eight crops."""
+    order = list(range(8))
+    assert_equal_to_rounding(ranks.run(steps, norm, order), steps(0, norm, order))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm):
+    """Norms see a part at a time: one process gets the crops in the order in which the parts of several hold them."""
+    size, parts = len(ranks.processes), 2
+    order = torch.arange(2 * size * parts)
+    together = order.view(size, parts, -1).transpose(0, 1).flatten()
+    assert together.tolist() != order.tolist()
+    assert_equal_to_rounding(ranks.run(steps, norm, order.tolist(), parts), steps(0, norm, together.tolist(), parts))
+
+
+def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
+    for result in results:
         for name, expected in alone.items():
             scale = expected.abs().max().item()
             torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-10 * max(scale, 1e-3), msg=name)

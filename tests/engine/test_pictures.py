@@ -6,7 +6,7 @@ import torch
 
 from datasets import ClassTable, SegmentationDataset
 from engine.evaluation import PredictionWriter
-from engine.pictures import confusion_picture, inside
+from engine.pictures import class_legend, confusion_picture, inside
 
 TABLE = ClassTable(("road", "sky"), ((1, 2, 3), (4, 5, 6)), (0, 1), {0: 0, 1: 1})
 
@@ -61,3 +61,10 @@ def test_confusion_picture_shows_shares_of_each_label():
     assert written == {(0, 0): "75", (0, 1): "25", (2, 0): "25", (2, 2): "75"}
     assert [label.get_text() for label in axes.get_xticklabels()] == ["road", "sky", "car"]
     assert axes.get_ylabel() == "label" and axes.get_xlabel() == "predicted"
+
+
+def test_names_of_classes_are_no_formulas(tmp_path):
+    names = ("$\\nothing$", "$")
+    confusion_picture(np.eye(2, dtype=int), names, "streets $\\val$").savefig(tmp_path / "confusion.png")
+    dataset = SegmentationDataset("streets", "val", [], ClassTable(names, TABLE.palette, (0, 1), {0: 0, 1: 1}))
+    class_legend(dataset).savefig(tmp_path / "legend.png")

@@ -73,7 +73,7 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
 
         sys.settrace(call)
         try:
-            run.save_last(state)
+            run.save(state)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -107,7 +107,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
         monkeypatch.setattr(os, "link", no_links)
     start = run_in(tmp_path / "start")
     for step in {"nothing": (), "last": (2,)}.get(held, (1, 2)):
-        start.save_last(state_of(step, config))
+        start.save(state_of(step, config))
     if held.startswith("damaged"):
         damage(start.last)
 
@@ -121,7 +121,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
         killed = killed_while_saving(run, state_of(3, config), fatal_line=len(steps) + 1)
         run = run_in(folder)
         steps.append(resumed(run, config))
-        run.save_last(state_of(4, config))
+        run.save(state_of(4, config))
         assert {path.name for path in run.last.parent.iterdir()} <= {"last.pt", "previous.pt"}
         assert checkpoint.load(run.last)["step"] == 4
         if steps[-1] is not None:
@@ -133,22 +133,22 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
 def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_says_why(tmp_path, config):
     run = run_in(tmp_path)
     for step in (1, 2, 3):
-        run.save_last(state_of(step, config))
+        run.save(state_of(step, config))
     assert resumed(run, config) == 3 and run.notice is None
     damage(run.last)
     assert resumed(run, config) == 2
     assert f"checkpoint {run.last} is damaged" in run.notice and "checksum" in run.notice
     assert f"The run continues from {run.previous}, of step 2" in run.notice
-    run.save_last(state_of(3, config))  # the good one stays, not the damaged one
+    run.save(state_of(3, config))  # the good one stays, not the damaged one
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [3, 2]
-    run.save_last(state_of(4, config))
+    run.save(state_of(4, config))
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [4, 3]
 
 
 def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config):
     run = run_in(tmp_path)
     for step in (1, 2):
-        run.save_last(state_of(step, config))
+        run.save(state_of(step, config))
     for good, step in ((run.last, 2), (run.previous, 1)):
         with pytest.raises(FloatingPointError) as error, run.named_in_numerical_errors():
             raise FloatingPointError("the loss is nan")
@@ -162,7 +162,7 @@ def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config)
 def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, last):
     run = run_in(tmp_path)
     for step in (1, 2):
-        run.save_last(state_of(step, config))
+        run.save(state_of(step, config))
     run.last.unlink()
     {"empty": run.last.touch, "folder": run.last.mkdir, "broken link": lambda: run.last.symlink_to("gone")}.get(
         last, lambda: None
@@ -175,7 +175,7 @@ def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, last):
 def test_without_a_good_checkpoint_a_run_neither_continues_nor_starts_anew(tmp_path, config):
     run = run_in(tmp_path)
     for step in (1, 2):
-        run.save_last(state_of(step, config))
+        run.save(state_of(step, config))
     damage(run.last), damage(run.previous)
     with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
         resumed(run, config)
@@ -191,13 +191,13 @@ def test_a_partial_file_alone_is_a_run_that_did_not_start(tmp_path, config):
     for name in ("last.pt.partial", "best.pt.partial", "previous.pt.partial"):
         (run.last.parent / name).write_bytes(b"PK half a checkpoint")
     assert resumed(run, config) is None
-    run.save_last(state_of(1, config))
+    run.save(state_of(1, config))
     assert [path.name for path in run.last.parent.iterdir()] == ["last.pt"] and resumed(run, config) == 1
 
 
 def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config):
     older = {key: value for key, value in config.items() if key not in ("init", "sampler")}
-    run_in(tmp_path).save_last(state_of(1, older))
+    run_in(tmp_path).save(state_of(1, older))
     assert run_in(tmp_path).checkpoint_to_resume("auto", config, total_steps=9)["step"] == 1
     other = {**config, "init": {"weights": "other.pt", "format": None, "part": "network"}}
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):

@@ -88,7 +88,7 @@ def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*body, channels, "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
-    monkeypatch.setattr("train_seg.layer_health", lambda *_: {})
+    monkeypatch.setattr("engine.evaluation.layer_health", lambda *_: {})
     trained(tmp_path / "not", *options, "trainer.pictures=0")
     watched, not_watched = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("watched", "not"))
     for part in ("network", "ema"):
