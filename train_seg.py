@@ -59,7 +59,9 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         StopRequest() as stop,
     ):
         configuration.check_shares(config, world.size)
-        return run(config, world, stop, command)
+        opened = open_run(config, world, command)
+        with opened.directory.named_in_errors():
+            return run(config, opened, world, stop)
 
 
 class Opened(NamedTuple):
@@ -73,11 +75,10 @@ class Opened(NamedTuple):
     console: Console
 
 
-def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) -> dict:
+def run(config: SegmentationRun, opened: Opened, world: World, stop: StopRequest) -> dict:
     """What `train` does in one of the processes of `world`."""
     data, trainer = config.data, config.trainer
-    opened = open_run(config, world, command)
-    directory, train_set, val_set, schedule, resumed, console = opened
+    directory, train_set, val_set, schedule, _, console = opened
     learner, start_step = learner_at_start(config, opened, world)
     with reporting.counted(console, "indexing the classes") as progress:
         minibatches = build.training_loader(
@@ -120,7 +121,7 @@ def run(config: SegmentationRun, world: World, stop: StopRequest, command: str) 
         report.evaluation(step, schedule.epoch(step), validated.scores, validated.pictures, validated.layers)
         return validated
 
-    with report, directory.named_in_numerical_errors():
+    with report:
         if schedule.evaluates(start_step) and start_step not in report.mious:  # the run was stopped in it
             evaluate(start_step)
             report.pause_ended()

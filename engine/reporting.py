@@ -63,9 +63,16 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     logger.addHandler(on_console)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        in_file = logging.FileHandler(file)
+        in_file = LogFile(file)
         in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logger.addHandler(in_file)
+
+
+class LogFile(logging.FileHandler):
+    """Drops what a full disk does not take, where logging prints a traceback for each line: a run ends of it anyway."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 def progress_bar(console: Console, *extra: ProgressColumn) -> Progress:

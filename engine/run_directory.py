@@ -1,7 +1,9 @@
 """The folder of one run: where its files are, and whether a run may start or go on in it."""
 
+import errno
 import os
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -10,6 +12,7 @@ from pathlib import Path
 from engine import checkpoint
 from engine.config import assignment, flat, from_plain, plain
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Keys that a resumed run may change: they say where and how it runs, not what it computes.
 _FREE_ON_RESUME = (
     "run_dir",
@@ -64,8 +67,8 @@ class RunDirectory:
         self._last_is_good = True
 
     @contextmanager
-    def named_in_numerical_errors(self) -> Iterator[None]:
-        """Around the training: a FloatingPointError also says which checkpoint there is from before it."""
+    def named_in_errors(self) -> Iterator[None]:
+        """Around a run: where numbers or the disk end it, the error also says which checkpoint there is."""
         try:
             yield
         except FloatingPointError as error:
@@ -78,6 +81,16 @@ class RunDirectory:
                     f"its weights, for example with a lower optim.lr"
                 )
             raise FloatingPointError(f"{error}. {kept}") from error
+        except OSError as error:
+            if error.errno not in _NO_ROOM:  # that of a checkpoint has said everything
+                raise
+            kept = "there is no checkpoint yet"
+            if good := checkpoint.last_good(self.last, self.previous):
+                kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
+            raise OSError(
+                f"run_dir={self.path} cannot be written to: {error.strerror}. {shutil.disk_usage(self.path).free:,} "
+                f"bytes are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
+            ) from error
 
     def checkpoint_to_resume(self, resume: str | None, config: dict, total_steps: int) -> dict | None:
         """The state to continue from, None for a run that starts here.

@@ -5,6 +5,7 @@ import logging
 import math
 import shlex
 import time
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -76,7 +77,9 @@ class RunReport:
         if self.skipped:
             logger.warning(f"{self.skipped} training images could not be read and were skipped")
         if self.run_dir is not None:
-            self.tensorboard.close()
+            # On a full disk, of two errors the one that ended the training says more.
+            with suppress(OSError) if exception[0] else nullcontext():
+                self.tensorboard.close()
 
     def step(self, loss: float, gradient_norm: float, images: int) -> None:
         """Count one training step. The time since the last call of `step` or `pause_ended` is the step's."""

@@ -150,12 +150,25 @@ def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config)
     for step in (1, 2):
         run.save(state_of(step, config))
     for good, step in ((run.last, 2), (run.previous, 1)):
-        with pytest.raises(FloatingPointError) as error, run.named_in_numerical_errors():
+        with pytest.raises(FloatingPointError) as error, run.named_in_errors():
             raise FloatingPointError("the loss is nan")
         assert f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts" in (
             str(error.value)
         )
         damage(run.last)
+
+
+def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config):
+    run = run_in(tmp_path)
+    for kept in ("there is no checkpoint yet", f"the last good checkpoint is kept: {run.last}, of step 1"):
+        with pytest.raises(OSError) as error, run.named_in_errors():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        message = str(error.value)
+        assert message.startswith(f"run_dir={tmp_path} cannot be written to: No space left on device. ")
+        assert f"bytes are free there; {kept}. Make room" in message
+        run.save(state_of(1, config))
+    with pytest.raises(FileNotFoundError, match="^gone$"), run.named_in_errors():
+        raise FileNotFoundError("gone")
 
 
 @pytest.mark.parametrize("last", ["missing", "empty", "folder", "broken link"])

@@ -6,10 +6,12 @@ import resource
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 
 import pytest
 
 from engine import checkpoint
+from engine.run_report import RunReport
 from tests.faults.runs import Run, says, survived
 
 
@@ -80,12 +82,14 @@ def test_no_room_for_a_checkpoint(tmp_path, whole):
 
 
 @pytest.fixture
-def small_disk(tmp_path, whole):
-    """A filesystem with room for two checkpoints and a half."""
+def disk(tmp_path, whole, request):
+    """A filesystem with room for so many checkpoints."""
     disk, size = tmp_path / "disk", (whole / "checkpoints" / "last.pt").stat().st_size
     disk.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={int(2.5 * size)}", "tmpfs", disk], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={int(request.param * size)}", "tmpfs", disk],
+        capture_output=True,
+        text=True,
     )
     if mounted.returncode:
         pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.strip()}")
@@ -93,14 +97,50 @@ def small_disk(tmp_path, whole):
     subprocess.run(["umount", disk], check=True)
 
 
+only_root_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts filesystems")
+
+
 @pytest.mark.faults
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts filesystems")
+@only_root_mounts
 @pytest.mark.fault("full disk", "a tmpfs with room for two checkpoints and a half; made larger afterwards")
-def test_no_space_left(small_disk, whole):
-    run = Run(small_disk / "run")
+@pytest.mark.parametrize("disk", [2.5], indirect=True)
+def test_no_space_left(disk, whole):
+    run = Run(disk / "run")
     assert run.ends() == 1
     assert "of step 3 cannot be written: No space left on device" in run.output and "Traceback" not in run.output
     assert "the last good checkpoint is kept" in run.output and "of step 2. Make room" in run.output
-    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
-    survived(small_disk / "run", whole)
-    assert shutil.disk_usage(small_disk).free
+    subprocess.run(["mount", "-o", "remount,size=200m", disk], check=True)
+    survived(disk / "run", whole)
+    assert shutil.disk_usage(disk).free
+
+
+def others_fill_the_disk() -> None:
+    """In the fourth step, whose record is written before its checkpoint."""
+    original, calls = RunReport.step, []
+
+    def step(self, *args):
+        calls.append(None)
+        if len(calls) == 4:
+            with open(self.run_dir.parent / "of others", "wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(2**20)) == 2**20:
+                    pass
+                while file.write(b"0"):
+                    pass
+        original(self, *args)
+
+    RunReport.step = step
+
+
+@pytest.mark.faults
+@only_root_mounts
+@pytest.mark.fault("full disk", "a tmpfs that others fill to the last byte in the fourth step; emptied afterwards")
+@pytest.mark.parametrize("disk", [10], indirect=True)
+def test_no_space_left_for_a_record(disk, whole):
+    """Neither in log.txt, metrics.jsonl nor for TensorBoard, whichever is the first to need another page."""
+    run = Run(disk / "run", inject=others_fill_the_disk)
+    assert run.ends() == 1
+    last = disk / "run" / "checkpoints" / "last.pt"
+    last_line = run.output[run.output.rindex("error: ") :]
+    assert says(last_line, "No space left on device", f"the last good checkpoint is kept: {last}, of step 3. Make room")
+    (disk / "of others").unlink()
+    survived(disk / "run", whole)
