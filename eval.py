@@ -54,8 +54,9 @@ def score(
     split = options.data.split or config.data.val_split
     views = build.views(options)
     dataset = build.dataset(config.data, split)
-    if config.data.verify and world.first:  # the others wait for it when they first exchange something
-        reporting.verify_with_progress(dataset, console)
+    with world.first_goes_ahead() as first:
+        if config.data.verify and first:
+            reporting.verify_with_progress(dataset, console)
     make = partial(build.network_on, config, len(state["classes"]), world.device)
     build.arithmetic(config.trainer)
     network = checkpoint.load_network(make, state, dataset.classes, path, options.averaged)

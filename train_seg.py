@@ -23,7 +23,7 @@ from engine.learner import Learner, renew_statistics
 from engine.memory import keep_freed_memory
 from engine.pictures import class_legend
 from engine.profiling import profiled
-from engine.run_directory import RunDirectory, new_run_path
+from engine.run_directory import FREE_ON_RESUME, RunDirectory, new_run_path
 from engine.run_report import RunReport
 from engine.run_state import restore_run, run_state
 from engine.schedule import Schedule
@@ -59,9 +59,9 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         StopRequest() as stop,
     ):
         configuration.check_shares(config, world.size)
-        opened = open_run(config, world, command)
-        with opened.directory.named_in_errors():
-            return run(config, opened, world, stop)
+        directory = RunDirectory(world.gather(config.run_dir or new_run_path(config.data.name, config.norm.name))[0])
+        with directory.named_in_errors():
+            return run(config, directory, world, stop, command)
 
 
 class Opened(NamedTuple):
@@ -71,15 +71,17 @@ class Opened(NamedTuple):
     train_set: SegmentationDataset
     val_set: SegmentationDataset
     schedule: Schedule
-    resumed: dict | None  # the checkpoint that the run continues from
     console: Console
 
 
-def run(config: SegmentationRun, opened: Opened, world: World, stop: StopRequest) -> dict:
+def run(config: SegmentationRun, directory: RunDirectory, world: World, stop: StopRequest, command: str) -> dict:
     """What `train` does in one of the processes of `world`."""
     data, trainer = config.data, config.trainer
-    directory, train_set, val_set, schedule, _, console = opened
-    learner, start_step = learner_at_start(config, opened, world)
+    opened, resumed = open_run(config, directory, world, command)
+    _, train_set, val_set, schedule, console = opened
+    learner, start_step = learner_at_start(config, opened, resumed, world)
+    report = report_at_start(config, opened, resumed, world)
+    del resumed  # as much memory as the network and its momentum
     with reporting.counted(console, "indexing the classes") as progress:
         minibatches = build.training_loader(
             config, train_set, schedule.total_steps, world, start_step=start_step, progress=progress
@@ -93,9 +95,16 @@ def run(config: SegmentationRun, opened: Opened, world: World, stop: StopRequest
     image_input = build.image_input(config, world.device)
     autocast = build.autocast(trainer.precision, world.device)
     validation = Validation(
-        learner, val_set, val_loader, stop, world, image_input, autocast, trainer.pictures, data.crop_size
+        learner=learner,
+        dataset=val_set,
+        loader=val_loader,
+        stop=stop,
+        world=world,
+        image_input=image_input,
+        autocast=autocast,
+        pictures=trainer.pictures,
+        crop_size=data.crop_size,
     )
-    report = report_at_start(config, opened, start_step, world)
 
     def save(step: int, best: bool = False) -> None:
         if not best and schedule.scores(step):  # what is scored is what was saved
@@ -147,35 +156,45 @@ def run(config: SegmentationRun, opened: Opened, world: World, stop: StopRequest
     return conclude(config, opened, report, validated, images, world)
 
 
-def open_run(config: SegmentationRun, world: World, command: str) -> Opened:
-    """Find the data, and the checkpoint to continue from; open the run's log; check the data.
+def open_run(
+    config: SegmentationRun, directory: RunDirectory, world: World, command: str
+) -> tuple[Opened, dict | None]:
+    """Find the data, and the checkpoint to continue from, None for a run that starts; open the log; check the data.
 
     Raises:
-        ValueError: the data or the run directory do not fit.
+        ValueError: the data or the run directory do not fit, or are not the same for all processes.
     """
     data, plain_config = config.data, configuration.plain(config)
-    directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
     train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
     val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
     schedule = build.schedule(config, images=len(train_set))
     resumed = directory.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
+    found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train, "
+    found += f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
+    world.check_equal(
+        found, "data.root must hold the same files on every machine, and run_dir be a folder that all of them share"
+    )
+    fixed = {key: value for key, value in configuration.flat(plain_config).items() if key not in FREE_ON_RESUME}
+    world.check_equal(fixed, "start all of them with the same keys and values")
     console = reporting.make_console(world.rank)
     reporting.log_to(console, directory.log if world.first else None, world.rank)
     reporting.logger.debug(command)
-    if directory.notice:
+    if directory.notice and world.first:
         reporting.logger.warning(directory.notice)
     if resumed is None and world.first:
         directory.config.write_text(f"# {command}\n{OmegaConf.to_yaml(plain_config)}")
-    if data.verify and world.first:
-        reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
-        reporting.verify_with_progress(val_set, console)
-    world.wait_for_first()
-    return Opened(directory, train_set, val_set, schedule, resumed, console)
+    with world.first_goes_ahead() as first:
+        if data.verify and first:
+            reporting.verify_with_progress(train_set, console, stops=data.on_error == "stop")
+            reporting.verify_with_progress(val_set, console)
+    return Opened(directory, train_set, val_set, schedule, console), resumed
 
 
-def learner_at_start(config: SegmentationRun, opened: Opened, world: World) -> tuple[Learner, int]:
+def learner_at_start(
+    config: SegmentationRun, opened: Opened, resumed: dict | None, world: World
+) -> tuple[Learner, int]:
     """What learns, with the weights that the run starts from or continues with, and the number of steps done."""
-    directory, train_set, val_set, schedule, resumed, _ = opened
+    directory, train_set, val_set, schedule, _ = opened
     build.arithmetic(config.trainer)
     if world.device.type == "cpu":
         keep_freed_memory()  # a quarter less time per step: docs/results/training_cpu.md
@@ -191,15 +210,14 @@ def learner_at_start(config: SegmentationRun, opened: Opened, world: World) -> t
     return learner, start_step
 
 
-def report_at_start(config: SegmentationRun, opened: Opened, start_step: int, world: World) -> RunReport:
+def report_at_start(config: SegmentationRun, opened: Opened, resumed: dict | None, world: World) -> RunReport:
     """The report, going on in what an earlier process of the run has recorded."""
-    directory, resumed = opened.directory, opened.resumed
-    starts = world.first and start_step == 0
+    directory, starts = opened.directory, world.first and resumed is None
     report = RunReport(
         directory.path if world.first else None,
         opened.console,
         opened.schedule.total_steps,
-        start_step,
+        0 if resumed is None else resumed["step"],
         config.data.max_skipped,
         0 if resumed is None else resumed.get("skipped_images", 0),
         directory.config.read_text() if starts else "",

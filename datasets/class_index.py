@@ -69,17 +69,20 @@ def index_classes(
     positions: int = POSITIONS,
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
+    skip_unreadable: bool = False,
 ) -> ClassIndex:
     """The index of a split, read from `folder` (default: the cache folder), or made and written there.
 
     It is kept under the dataset's fingerprint, and the same for every folder, number of workers and interruption.
     Several processes may ask at once: one makes it and the others wait. `workers` processes (default: one per core; 0:
-    none but this one); `progress(done, total)` is called after each image.
+    none but this one); `progress(done, total)` is called after each image. `skip_unreadable`: labels that cannot be
+    read have no pixels.
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written.
     """
-    key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes)])
+    skips = ["unreadable skipped"] if skip_unreadable else []
+    key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes), *skips])
     kept = (Path(folder).expanduser() if folder else cache_folder() / "class-index") / key
     file = kept / "index.npz"
     found = _read(file)
@@ -88,7 +91,8 @@ def index_classes(
             with _lock(kept):
                 found = _read(file)  # another process may have made it meanwhile
                 if found is None:
-                    found = _make(dataset, kept / "parts", positions, workers, progress)
+                    labels = _IndexedLabels(dataset, positions, skip_unreadable)
+                    found = _make(labels, kept / "parts", workers, progress)
                     _write(file, *found)
                     _remove(kept / "parts")
         except OSError as error:
@@ -130,28 +134,34 @@ def index_label(
 class _IndexedLabels(Dataset):
     """image -> `index_label` of its label, with a random stream of its own."""
 
-    def __init__(self, dataset: SegmentationDataset, positions: int):
+    def __init__(self, dataset: SegmentationDataset, positions: int, skip_unreadable: bool):
         self.dataset = dataset
         self.positions = positions
+        self.skip_unreadable = skip_unreadable
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __getitem__(self, image: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            label = self.dataset.read_label(image)
+        except ValueError:
+            if not self.skip_unreadable:
+                raise
+            label = np.full((1, 1), self.dataset.ignore_index, np.uint8)
         rng = np.random.default_rng([_SEED, image])
-        return index_label(self.dataset.read_label(image), len(self.dataset.classes), self.positions, rng)
+        return index_label(label, len(self.dataset.classes), self.positions, rng)
 
 
 def _make(
-    dataset: SegmentationDataset,
-    folder: Path,
-    positions: int,
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
+    labels: _IndexedLabels, folder: Path, workers: int | None, progress: Callable[[int, int], None] | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts and places of all images, in parts of which those that lie in `folder` are not made again."""
-    parts = {start: range(start, min(start + _PART, len(dataset))) for start in range(0, len(dataset), _PART)}
+    parts = {start: range(start, min(start + _PART, len(labels))) for start in range(0, len(labels), _PART)}
     done = {start: kept for start in parts if (kept := _read(folder / f"{start:08d}.npz")) is not None}
     todo = [image for start, images in parts.items() if start not in done for image in images]
-    finished = len(dataset) - len(todo)
-    source = in_order(_IndexedLabels(dataset, positions), todo, workers)
+    finished = len(labels) - len(todo)
+    source = in_order(labels, todo, workers)
     pending = []
     for image, result in zip(todo, source, strict=True):
         pending.append(result)
@@ -162,7 +172,7 @@ def _make(
             pending = []
         finished += 1
         if progress is not None:
-            progress(finished, len(dataset))
+            progress(finished, len(labels))
     return tuple(np.concatenate([done[start][i] for start in parts]) for i in range(2))
 
 

@@ -68,6 +68,7 @@ from models.bodies.resnext import ResNeXt
 from models.bodies.wider_resnet import WiderResNet
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.layers.backends.compiled import compiler_available
 from models.package import package_abn
 from models.segmentation import SegmentationNetwork
 
@@ -148,6 +149,9 @@ def learner(config: SegmentationRun, classes: int, total_steps: int, world: Worl
     """The network as `config.seed` initialises it, on its device, with what changes it.
 
     From here on each process has random numbers of its own (dropout); the first one's are those of a single process.
+
+    Raises:
+        ValueError: it is to be compiled, and there is no compiler.
     """
     trainer = config.trainer
     torch.manual_seed(config.seed)
@@ -159,6 +163,11 @@ def learner(config: SegmentationRun, classes: int, total_steps: int, world: Worl
         average = AveragedModel(trained, multi_avg_fn=get_ema_multi_avg_fn(trainer.ema_decay))
     forward = trained
     if trainer.compile:
+        if not compiler_available(world.device.type):
+            raise ValueError(
+                f"trainer.compile=true: nothing can be compiled for {world.device.type} on this machine; install a C++ "
+                f"compiler (g++; CXX names another one) and Python's headers, or give trainer.compile=false"
+            )
         forward = torch.compile(forward, fullgraph=True, dynamic=False)
     if world.size > 1:
         on_cuda = world.device.type == "cuda"
@@ -245,8 +254,11 @@ def loss(config: Loss, ignore_index: int) -> nn.Module:
 
 
 def initialise(config: SegmentationRun, learner: Learner, classes: tuple[str, ...]) -> Initialised:
-    """Put the weights of `init.weights` into the network, and into its average. ValueError as of `initialise_from`."""
-    report = initialise_from(
+    """Put the weights of `init.weights` into the network. ValueError as of `initialise_from`.
+
+    Averaged weights start with those that the first step leaves.
+    """
+    return initialise_from(
         learner.network,
         Path(config.init.weights).expanduser(),
         classes,
@@ -254,8 +266,6 @@ def initialise(config: SegmentationRun, learner: Learner, classes: tuple[str, ..
         part=config.init.part,
         package=isinstance(config.norm, PackageNorm),
     )
-    learner.restart_average()
-    return report
 
 
 def optimizer(config: Optim, parameters) -> torch.optim.SGD:
@@ -320,7 +330,8 @@ def training_loader(
         world_size=world.size,
     )
     if isinstance(sampler, ClassUniformSampler):
-        index = index_classes(dataset, sampler.folder, sampler.positions, progress=progress)
+        skips = data.on_error == "skip"
+        index = index_classes(dataset, sampler.folder, sampler.positions, progress=progress, skip_unreadable=skips)
         minibatches = ClassUniformMinibatches(index, fraction=sampler.fraction, **options)
     else:
         minibatches = ShuffledMinibatches(len(dataset), **options)

@@ -38,18 +38,40 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def wait_for_first(self) -> None:
-        """Wait until the first process comes here too, however long it takes; with an error if it ends instead."""
-        if self.size > 1:
-            patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))
-            dist.barrier(patient)
-            dist.destroy_process_group(patient)
+    def check_equal(self, value, advice: str) -> None:
+        """Raise ValueError in every process, with `advice`, where the (picklable) values of all are not the same."""
+        values = self.gather(value)
+        if any(other != values[0] for other in values):
+            raise ValueError(f"the processes of this run differ: {_differences(values)}; {advice}")
+
+    @contextmanager
+    def first_goes_ahead(self) -> Iterator[bool]:
+        """Around what the first process does (which gets True) while the others wait, however long it takes.
+
+        If it fails, they end with an error.
+        """
+        if self.size == 1:
+            yield True
+            return
+        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # connects: its end is seen by the others
+        yield self.first
+        dist.barrier(patient)
+        dist.destroy_process_group(patient)
 
     def share_buffers(self, network: nn.Module) -> None:
         """Give every process the first one's buffers: without synchronised norms each has statistics of its own."""
         if self.size > 1:
             for buffer in network.buffers():
                 dist.broadcast(buffer, src=0)
+
+
+def _differences(values: list) -> str:
+    """By process; of dictionaries, the entries that are not the same everywhere."""
+    if isinstance(values[0], dict):
+        every = set().union(*values)
+        keys = {key for key in every if any(value.get(key) != values[0].get(key) for value in values)}
+        values = [", ".join(f"{key}={value.get(key)}" for key in sorted(keys)) for value in values]
+    return "; ".join(f"process {rank} has {value}" for rank, value in enumerate(values))
 
 
 def launched() -> bool:

@@ -17,7 +17,7 @@ from engine.inference import WHOLE_IMAGE, Views, predict
 from engine.layer_health import Extreme, corner_crops, layer_health
 from engine.learner import Learner
 from engine.loop import Autocast, ImageInput
-from engine.memory import is_out_of_memory, out_of_memory_evaluating
+from engine.memory import reset_peak_memory
 from engine.metrics import Counts, all_scores
 from engine.pictures import comparison, confusion_picture, inside, write_png
 from engine.reporting import tracked
@@ -44,16 +44,11 @@ def evaluate_dataset(
         on_prediction: sees every (minibatch, predictions), the latter uint8 (N, H, W) on the CPU.
 
     Raises:
-        MemoryError: the device has not enough memory for an image; says what would need less.
+        MemoryError: as of `predict`.
     """
     counts = Counts(dataset.table)
     for minibatch in tracked(progress, loader, f"evaluating {dataset.name} {dataset.split}"):
-        try:
-            predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast, views=views)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise MemoryError(out_of_memory_evaluating(minibatch["image"].shape)) from error
+        predictions = predict(network, minibatch["image"], image_input=image_input, autocast=autocast, views=views)
         if "label" in minibatch:
             counts.add(predictions, minibatch)
         on_prediction(minibatch, predictions.cpu())
@@ -114,6 +109,7 @@ class Validation:
         if self.world.first:
             crops = corner_crops(self.loader.dataset[0]["image"], self.crop_size)  # always the same
             layers = layer_health(self.learner.network, self.image_input(crops), self.autocast)
+        reset_peak_memory(self.world.device)  # whole images may need more than the crops of the training
         return Validated(scores, confusion, pictures, layers)
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.loop import Autocast, ImageInput
+from engine.memory import is_out_of_memory, out_of_memory_evaluating
 from models.segmentation import SegmentationNetwork
 
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
@@ -47,7 +48,6 @@ class Views:
 WHOLE_IMAGE = Views()
 
 
-@torch.inference_mode()
 def predict(
     network: SegmentationNetwork,
     images: Tensor,
@@ -60,7 +60,22 @@ def predict(
 
     The network sees the images at `image_input.base_size`; its predictions get their size back (nearest pixel). Beside
     images and predictions, what `views.window` needs grows with the width of the images, not with their height.
+
+    Raises:
+        MemoryError: the device has not enough memory for these images; says what would need less.
     """
+    try:
+        return _predict(network, images, image_input, autocast, views)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(out_of_memory_evaluating(images.shape)) from error
+
+
+@torch.inference_mode()
+def _predict(
+    network: SegmentationNetwork, images: Tensor, image_input: ImageInput, autocast: Autocast, views: Views
+) -> Tensor:
     network.eval()
     own_size = tuple(images.shape[-2:])
     size = image_input.size(own_size)

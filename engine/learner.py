@@ -38,11 +38,6 @@ class Learner:
         """The network whose scores count: the averaged one where there is one."""
         return self.network if self.average is None else self.average.module
 
-    def restart_average(self) -> None:
-        """Let the averaged weights begin with the present ones."""
-        if self.average is not None:
-            self.average.module.load_state_dict(self.network.state_dict())
-
     def accumulating(self, more_follow: bool) -> AbstractContextManager:
         """Around the forward and backward pass of a part of a minibatch: the processes exchange gradients last."""
         if more_follow and isinstance(self.forward, DistributedDataParallel):
@@ -55,10 +50,9 @@ class Learner:
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, a scalar on the network's device; clips where that is asked for."""
         self.scaler.unscale_(self.optimizer)
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        norm = get_total_norm(gradients)
+        parameters = [p for p in self.network.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters])
         if self.max_gradient_norm is not None:
-            parameters = [p for p in self.network.parameters() if p.grad is not None]
             clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
         return norm
 
@@ -99,8 +93,8 @@ class Learner:
         gradients = {name: p.grad for name, p in self.network.named_parameters() if p.grad is not None}
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
         name, norm = _largest(gradients)
-        first = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first"
-        return f"{first}; the largest norm has that of {name} ({norm:.3g})"
+        which = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first" if broken else "all are finite"
+        return f"{which}; the largest norm has that of {name} ({norm:.3g})"
 
 
 @torch.no_grad()

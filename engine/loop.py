@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from datasets.transforms import base_scale, scaled
 from engine.distributed import World
 from engine.learner import Learner
-from engine.memory import is_out_of_memory, out_of_memory, peak_memory_mib, reset_peak_memory
+from engine.memory import is_out_of_memory, out_of_memory, peak_memory_mib
 from engine.run_report import RunReport
 from engine.schedule import Schedule
 from engine.stopping import Preempted, StopRequest
@@ -111,7 +111,6 @@ def train(
             raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
         if schedule.evaluates(step):
             evaluate(step)
-            reset_peak_memory(world.device)  # whole images may need more than the crops of the training
         report.pause_ended()
 
 

@@ -41,8 +41,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocation failed, on a CUDA device or in the CPU's memory."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """Whether an allocation failed: on a CUDA device, of PyTorch or of CUDA's own libraries, or in the CPU's memory."""
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
 def out_of_memory(shape: tuple[int, ...], accumulation_steps: int, network: nn.Module, least_share: int) -> str:

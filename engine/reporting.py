@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -146,7 +147,7 @@ def errors_for_users() -> Iterator[None]:
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         logger.debug("", exc_info=True)  # the traceback, in log.txt where there is one
         # A DataLoader's worker wraps the message of an error into a traceback of its own.
-        message = str(error).rsplit(f"\n{type(error).__name__}: ", 1)[-1]
+        message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         sys.exit(f"error: {message.strip()}")
 
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import shlex
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -14,7 +13,7 @@ from engine.config import assignment, flat, from_plain, plain
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Keys that a resumed run may change: they say where and how it runs, not what it computes.
-_FREE_ON_RESUME = (
+FREE_ON_RESUME = (
     "run_dir",
     "resume",
     "data.root",
@@ -88,8 +87,8 @@ class RunDirectory:
             if good := checkpoint.last_good(self.last, self.previous):
                 kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
             raise OSError(
-                f"run_dir={self.path} cannot be written to: {error.strerror}. {shutil.disk_usage(self.path).free:,} "
-                f"bytes are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
+                f"run_dir={self.path} cannot be written to: {error.strerror}. {checkpoint.free_bytes(self.path)} bytes "
+                f"are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
             ) from error
 
     def checkpoint_to_resume(self, resume: str | None, config: dict, total_steps: int) -> dict | None:
@@ -114,7 +113,7 @@ class RunDirectory:
         # Keys that are younger than the checkpoint get their defaults.
         before, now = flat(plain(from_plain(state["config"], f"run_dir={self.path}"))), flat(config)
         changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-        changed = sorted(key for key in changed if key not in _FREE_ON_RESUME)
+        changed = sorted(key for key in changed if key not in FREE_ON_RESUME)
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             raise ValueError(

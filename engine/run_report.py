@@ -74,7 +74,7 @@ class RunReport:
 
     def __exit__(self, *exception) -> None:
         self.progress.stop()
-        if self.skipped:
+        if self.skipped and self.run_dir is not None:
             logger.warning(f"{self.skipped} training images could not be read and were skipped")
         if self.run_dir is not None:
             # On a full disk, of two errors the one that ended the training says more.

@@ -78,5 +78,6 @@ def _restore_random(random: dict, world: World) -> None:
     if world.first:
         logger.warning(
             f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
-            f"same samples, but dropout draws other numbers than it would have there"
+            f"same samples, but dropout draws other numbers than it would have there, and norms that are not "
+            f"synchronised have {before[0]}/{now[0]} of the crops"
         )

@@ -50,7 +50,8 @@ class UntilStopped:
 
     def __iter__(self) -> Iterator:
         items = iter(self.items)
-        for _ in range(max(self.world.gather(len(self.items)))):
+        for turn in range(max(self.world.gather(len(self.items)))):
             if self.world.sum_(torch.tensor(int(self.stop.requested))).item():
                 raise Preempted("stopped during an evaluation, which will be made again")
-            yield from (item for item in [next(items, None)] if item is not None)
+            if turn < len(self.items):
+                yield next(items)

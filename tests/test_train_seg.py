@@ -109,6 +109,18 @@ def test_class_uniform_sampling_resumes_to_the_same_weights_on_another_index(tmp
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
+@pytest.mark.filterwarnings("ignore:class-uniform sampling")
+def test_class_uniform_sampling_skips_unreadable_labels(tmp_path):
+    root = tmp_path / "streets"
+    synthetic(root, "val")
+    bad = synthetic(root, "train").files[0].label
+    bad.write_bytes(bad.read_bytes()[:100])
+    options = (f"data.root={root}", "sampler=class_uniform", "trainer.steps=2")
+    with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
+        train_short(tmp_path / "stops", *options, "data.verify=false")
+    train_short(tmp_path / "goes on", *options, "data.on_error=skip")
+
+
 def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
     options = (*SHORT, "trainer.steps=40", "trainer.checkpoint_every_steps=5", "trainer.log_every_steps=1")
     train(composed("train_seg", f"run_dir={tmp_path / 'whole'}", *options))

@@ -190,3 +190,20 @@ def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_pa
     for workers in (0, 2):
         with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
             index_classes(camvid(camvid_folders, "train"), tmp_path, workers=workers)
+
+
+def test_unreadable_labels_can_be_skipped(camvid_folders, tmp_path):
+    """Their images have no pixel of any class; the others what they had. Such an index is another one."""
+    dataset = camvid(camvid_folders, "train")
+    good = index_classes(dataset, tmp_path, workers=0)
+    bad = dataset.files[1].label
+    bad.write_bytes(bad.read_bytes()[:40])
+    index = index_classes(dataset, tmp_path, workers=2, skip_unreadable=True)
+    assert not index.counts[1].any() and good.counts[1].any()
+    others = [image for image in range(len(dataset)) if image != 1]
+    assert np.array_equal(index.counts[others], good.counts[others])
+    for image in others:
+        for class_id in np.flatnonzero(good.counts[image]):
+            assert np.array_equal(index.pixels(image, class_id), good.pixels(image, class_id))
+    with pytest.raises(ValueError, match="truncated"):
+        index_classes(dataset, tmp_path, workers=0)

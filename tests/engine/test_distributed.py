@@ -33,21 +33,21 @@ def this_world() -> World:
     return World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
 
 
-def steps(rank: int, norm: str, order: list[int], parts: int = 1) -> dict:
+def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tuple[str, ...] = ()) -> dict:
     """Three training steps of this process in float64: losses, gradients of the last, weights, running statistics.
 
     The crops of each minibatch come in `order`, and each process's share of them in so many `parts`.
     """
     torch.set_default_dtype(torch.float64)
     try:
-        return _steps(norm, order, parts)
+        return _steps(norm, order, parts, overrides)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _steps(norm: str, order: list[int], parts: int) -> dict:
+def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) -> dict:
     world, crops = this_world(), len(order)
-    options = (f"norm={norm}", "norm.sync=true", f"data.crops_per_minibatch={crops}")
+    options = (f"norm={norm}", "norm.sync=true", f"data.crops_per_minibatch={crops}", *overrides)
     config = cfg.typed(composed("train_seg", *SHORT, *options))
     learner = build.learner(config, classes=5, total_steps=10, world=world)
     generator = torch.Generator().manual_seed(0)
@@ -79,6 +79,14 @@ def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm):
     """Three processes have 2, 3 and 3 of the eight crops."""
     order = list(range(8))
     assert_equal_to_rounding(ranks.run(steps, norm, order), steps(0, norm, order))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORMS)
+def test_compiled_they_step_as_a_whole_minibatch_that_is_not(ranks, norm):
+    order = list(range(8))
+    compiled = ranks.run(steps, norm, order, 1, ("trainer.compile=true",), timeout=300)
+    assert_equal_to_rounding(compiled, steps(0, norm, order))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -186,6 +194,39 @@ def nodes_of(rank: int) -> tuple[int, list[int]]:
     group = node_group(this_world(), timeout_seconds=60)
     del os.environ["GROUP_RANK"]
     return dist.get_world_size(group), dist.get_process_group_ranks(group)
+
+
+def sees_no_checkpoint(rank: int, overrides: tuple[str, ...], blind: int) -> None:
+    from engine.run_directory import RunDirectory
+
+    original = RunDirectory.checkpoint_to_resume
+    if rank == blind:
+        RunDirectory.checkpoint_to_resume = lambda *_: None
+    try:
+        train(composed("train_seg", *overrides))
+    finally:
+        RunDirectory.checkpoint_to_resume = original
+
+
+def test_all_processes_start_from_the_same(ranks, tmp_path):
+    """Where one does not see the checkpoint, or was given another value, none starts, and all say why."""
+    options = (f"run_dir={tmp_path}", *SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "resume=auto")
+    ranks.run(run_in_rank, (*options,))
+    before = (tmp_path / "checkpoints" / "last.pt").read_bytes()
+    for error in ranks.run(sees_no_checkpoint, options, 1):
+        assert isinstance(error, ValueError)
+        assert "process 0 has 200 training and 40 validation images, 2 steps to train, 2 of them done" in str(error)
+        assert (
+            f"process 1 has 200 training and 40 validation images, 2 steps to train, no checkpoint in {tmp_path}; "
+            in (str(error))
+        )
+    for error in ranks.run(with_another_rate, (f"run_dir={tmp_path / 'other'}", *options[1:])):
+        assert isinstance(error, ValueError) and "process 0 has optim.lr=1.0; process 1 has optim.lr=2.0" in str(error)
+    assert (tmp_path / "checkpoints" / "last.pt").read_bytes() == before and not (tmp_path / "other").exists()
+
+
+def with_another_rate(rank: int, overrides: tuple[str, ...]) -> None:
+    train(composed("train_seg", *overrides, f"optim.lr={rank + 1}"))
 
 
 def test_norms_can_be_synchronised_within_a_machine(ranks):

@@ -55,6 +55,14 @@ def small_network() -> SegmentationNetwork:
     return without_head(SmallBody())
 
 
+def test_an_image_that_needs_too_much_memory_is_named(monkeypatch):
+    network = small_network()
+    monkeypatch.setattr(network, "forward", lambda *_, **__: torch.empty(2**60, dtype=torch.uint8))
+    for views in ({}, {"window": 16}):
+        with pytest.raises(MemoryError, match="while an image of 32x48 pixels was evaluated.*window.size=1024"):
+            predicted(network, pictures(32, 48), **views)
+
+
 def pictures(height: int, width: int, count: int = 1) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8)

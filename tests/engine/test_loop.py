@@ -120,6 +120,15 @@ def test_float16_leaves_steps_out_and_scales_down_until_it_gives_up():
         step(learner, *minibatch(), precision="float16")
 
 
+def test_a_gradient_whose_norm_alone_overflows_is_named():
+    learner = learner_of(nn.Linear(2, 1))
+    for parameter in learner.network.parameters():
+        parameter.grad = torch.full_like(parameter, 1e25)
+    expected = r"the gradient is inf; all are finite; the largest norm has that of weight \(1.41e\+25\)"
+    with pytest.raises(FloatingPointError, match=expected):
+        learner.check(1.0, learner.gradient_norm().item())
+
+
 def test_clipping_scales_the_gradient_down_to_the_norm():
     network = nn.Conv2d(3, 5, 1)
     _, norm = step(learner_of(network, max_gradient_norm=1e9), *minibatch())

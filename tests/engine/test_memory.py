@@ -3,10 +3,12 @@
 import itertools
 import re
 
+import pytest
+import torch
 from torch import nn
 
 from engine.config import check_shares, typed
-from engine.memory import out_of_memory
+from engine.memory import is_out_of_memory, out_of_memory
 from tests.runs import composed
 
 
@@ -34,3 +36,17 @@ def test_no_process_is_advised_what_would_be_refused():
             assert ("twice as many processes" in advice) == accepted(config, crops, 2 * processes, parts)
             seen.add((crops, processes, share, bool(more_parts)))
     assert (7, 2, 4, False) in seen and (8, 2, 4, True) in seen
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),  # of the driver: the device was full before
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_every_kind_of_a_failed_allocation_is_known(error):
+    assert is_out_of_memory(error) and not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))

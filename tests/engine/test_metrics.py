@@ -5,6 +5,7 @@ import math
 import torch
 
 from engine.metrics import confusion_matrix, segmentation_scores
+from scripts.bench_abn.measuring import peak_bytes
 
 
 def test_confusion_matrix_counts_labelled_pixels():
@@ -13,6 +14,17 @@ def test_confusion_matrix_counts_labelled_pixels():
     counts = confusion_matrix(predictions, labels, classes=4, ignore_index=255)
     assert counts.dtype == torch.int64
     assert counts.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_memory_of_counting_does_not_depend_on_the_classes():
+    """Also where algorithms must be deterministic, as in the evaluations of a run with trainer.deterministic=true."""
+    labels = torch.randint(0, 65, (1, 256, 512), dtype=torch.uint8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        peak = peak_bytes(lambda: confusion_matrix(labels.flip(1), labels, classes=65, ignore_index=255), "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert peak <= 16 * labels.numel() + 65**2 * 32
 
 
 def test_scores_by_hand():

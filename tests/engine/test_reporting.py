@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from datasets import synthetic
+from datasets.class_table import UnknownIds
 from engine.reporting import errors_for_users, iou_table, make_console, progress_bar, tracked, write_results
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
@@ -101,9 +102,10 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
 
 
 def test_users_see_the_message_of_a_worker_and_no_traceback(capsys):
-    wrapped = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback\n  File\nValueError: a.png: is bad"
-    with pytest.raises(SystemExit) as exit_, errors_for_users():
-        raise ValueError(wrapped)
-    assert exit_.value.code == "error: a.png: is bad"
+    for kind, name in ((ValueError, "ValueError"), (UnknownIds, "datasets.class_table.UnknownIds")):
+        caught = f"Caught {kind.__name__} in DataLoader worker process 0.\nOriginal Traceback\n  File"
+        with pytest.raises(SystemExit) as exit_, errors_for_users():
+            raise kind(f"{caught}\n{name}: a.png: is bad")
+        assert exit_.value.code == "error: a.png: is bad"
     with pytest.raises(KeyError), errors_for_users():
         raise KeyError("our own mistake")

@@ -21,6 +21,10 @@ SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75
 
 
 def report(run_dir, start_step=0, total_steps=10) -> RunReport:
+    if (
+        run_dir is not None and (run_dir / "tensorboard").exists()
+    ):  # files of the same second of one process may be read in the wrong order
+        time.sleep(1 - time.time() % 1)
     return RunReport(run_dir, Console(quiet=True), total_steps, start_step)
 
 

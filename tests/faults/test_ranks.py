@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from datasets import synthetic
 from engine import checkpoint
 from tests.faults.runs import STEPS, Run, children, free_port, says, steps_of, survived, torchrun
 
@@ -83,6 +84,22 @@ def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path):
     (run_dir / "checkpoints").unlink()
     ended = torchrun(run_dir)
     assert "lost" not in ends(ended, seconds=120) and steps_of(run_dir) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.fault("corrupt image", "found by the first of two ranks before the training, while the other waits")
+def test_all_end_where_the_first_finds_bad_data(tmp_path):
+    root = tmp_path / "streets"
+    label = synthetic(root, "train").files[3].label
+    content = label.read_bytes()
+    label.write_bytes(content[:100])
+    options = (f"data.root={root}", f"run_dir={tmp_path / 'run'}")
+    launched = torchrun(tmp_path / "run", *options)
+    output = ends(launched, seconds=25)  # torchrun kills those that do not end after 30 seconds more
+    assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another one" in output
+    label.write_bytes(content)
+    again = torchrun(tmp_path / "run", *options)
+    ends(again, seconds=120)
+    assert again.returncode == 0 and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
 
 
 @pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers")

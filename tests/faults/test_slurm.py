@@ -12,7 +12,8 @@ import pytest
 from tests.faults.runs import OPTIONS, STEPS, steps_of, survived, torchrun
 from tests.runs import REPOSITORY
 
-SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'  # signals it gets are those of the command
+# Says its own options; signals that it gets are those of the command.
+SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do echo "$1"; shift; done\nexec "$@"\n'
 SCONTROL = '#!/bin/bash\n[[ $1 == show ]] && echo localhost || echo "$@" >> "$QUEUE"\n'
 # Says what it was started with, sleeps, and where it is told to stop ends as torchrun does: with the status 1.
 TORCHRUN = '#!/bin/bash\ntrap "exit 1" USR1\necho "$@"\nfor _ in $(seq "$NAPS"); do sleep 0.05; done\nexit "$STATUS"\n'
@@ -48,7 +49,9 @@ def job(tmp_path):
 
 def test_a_job_that_is_warned_goes_back_into_the_queue(job, tmp_path):
     start, queue = job
-    process = start(f"run_dir={tmp_path}", "data.root=a folder", NAPS="300")
+    process = start(f"run_dir={tmp_path}", "data.root=a folder", NAPS="300", SLURM_CPUS_PER_TASK="24")
+    of_srun = [process.stdout.readline().strip() for _ in range(2)]
+    assert of_srun == ["--kill-on-bad-exit=0", "--cpus-per-task=24"]
     started = process.stdout.readline()
     assert "--nnodes=1 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:24123" in started
     assert started.endswith(f"train_seg.py resume=auto run_dir={tmp_path} data.root=a folder\n")
