@@ -9,10 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 
 
-def record(values: DictConfig, measure: Callable[[], dict], write_page: Callable[[Path], Path]) -> Path:
-    """Write what `measure()` returns to the file `out` of the arguments, then its page; returns the page's path.
+def record(values: DictConfig, measure: Callable[[], dict], page_of: Callable[[dict, Path], str]) -> Path:
+    """Write what `measure()` returns to FILE.json, the `out` of the arguments, then FILE.md, its page; returns that.
 
-    `measure=false` makes the page again from the file. Raises ValueError where `out` is impossible.
+    `page_of(result, FILE.png)` is the page's text; it may draw a picture for it. `measure=false` makes the page again
+    from the file. Raises ValueError where `out` is impossible.
     """
     if OmegaConf.is_missing(values, "out"):
         raise ValueError("out has no value: give out=FILE.json, the file to write")
@@ -25,14 +26,26 @@ def record(values: DictConfig, measure: Callable[[], dict], write_page: Callable
         out.write_text(as_text(result))
     elif not out.is_file():
         raise ValueError(f"measure=false makes the page of a file that was measured before, and {out} does not exist")
-    return write_page(out)
+    page = out.with_suffix(".md")
+    page.write_text(page_of(json.loads(out.read_text()), out.with_suffix(".png")))
+    return page
 
 
-def conditions(environment: dict) -> str:
-    """The words of a page for `engine.environment.environment()`, with "threads"."""
+def opening(title: str, result: dict, about: str) -> list[str]:
+    """The first lines of a page: title, command, hardware and versions, and `about` what was measured how often."""
+    environment = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     threads = f"{environment['threads']} thread" + "s" * (environment["threads"] > 1)
-    return f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
+    conditions = f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
+    minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
+    return [f"# {title}", "", "```", result["command"], "```", "", f"{conditions}. {about}; {minutes}."]
+
+
+def target_lines(judged: list[tuple[str, ...]], columns: tuple[str, ...] = ("to reach", "measured")) -> list[str]:
+    """The table of targets: what each is about, the columns, and the verdict."""
+    titles = ["", *columns, ""]
+    lines = ["## Targets", "", "| " + " | ".join(titles).strip() + " |", "|" + "---|" * len(titles)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in judged)]
 
 
 def as_text(result: dict) -> str:

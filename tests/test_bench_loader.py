@@ -1,8 +1,8 @@
 """The loader's benchmark: rivals that make the same crops, memory of a worker, a page made from its record."""
 
 import json
-import mmap
-import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -91,13 +91,14 @@ def test_every_round_times_every_pipeline_once_on_the_same_key():
 
 
 def test_unique_memory_grows_with_what_a_process_touches():
-    page, pages = mmap.PAGESIZE, (64 << 20) // mmap.PAGESIZE
-    # Pages of its own, not what the process has freed before.
-    with mmap.mmap(-1, pages * page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        before = unique_mib(os.getpid())
-        for number in range(pages):
-            held[number * page] = 1
-        assert 60 < unique_mib(os.getpid()) - before < 80
+    grows = "print(flush=True); input(); held = b'x' * 2**26; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", grows], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        before = unique_mib(process.pid)
+        process.stdin.write(b"\n"), process.stdin.flush()
+        process.stdout.readline()
+        assert 63.9 < unique_mib(process.pid) - before < 66
+        process.stdin.close()
 
 
 def test_a_worker_that_reads_has_more_memory_than_one_that_does_not(pictures):

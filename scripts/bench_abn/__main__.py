@@ -15,12 +15,12 @@ from scripts.records import record
 
 from .arguments import Benchmark, with_defaults
 from .benchmark import measure
-from .page import write_page
+from .page import page_of
 
 
 def run(values: DictConfig) -> Path:
     """Measure, write everything; returns the path of the page. Raises ValueError for impossible arguments."""
-    return record(values, lambda: measure(with_defaults(OmegaConf.to_object(values))), write_page)
+    return record(values, lambda: measure(with_defaults(OmegaConf.to_object(values))), page_of)
 
 
 ConfigStore.instance().store(name="abn_benchmark", node=Benchmark)

@@ -1,13 +1,12 @@
 """The page and the chart of a record; both are made from the JSON file alone."""
 
-import json
 import statistics
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.records import conditions
+from scripts.records import opening, target_lines
 
 from .strategies import BUDGET, CHECKPOINTING_B, CHECKPOINTING_C, COMPILED, INPLACE_1, INPLACE_2, PACKAGE, STANDARD
 from .targets import MIB, PASSES_OF_A_COPY, PASSES_OVER_MEMORY, Rows, by_cell, verdicts
@@ -58,30 +57,21 @@ METHOD = f"""
 """
 
 
-def write_page(record: Path) -> Path:
-    """Write FILE.md and FILE.png beside FILE.json; returns the page."""
-    result = json.loads(record.read_text())
-    picture = record.with_suffix(".png")
+def page_of(result: dict, picture: Path) -> str:
+    """The page, and the chart in it, which is written to `picture`."""
     chart(result["rows"]).savefig(picture, dpi=110)
-    page = record.with_suffix(".md")
-    page.write_text(markdown(result, picture.name))
-    return page
+    return markdown(result, picture.name)
 
 
 def markdown(result: dict, picture: str) -> str:
     """The page."""
-    environment, arguments = result["environment"], result["arguments"]
+    arguments = result["arguments"]
     device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
-    lines = [f"# BN + ACT (+ CONV) on {device}: time and memory of every strategy", ""]
-    lines += ["```", result["command"], "```", ""]
-    lines += [
-        f"{conditions(environment)}. "
-        f"Batch {arguments['batch']}, {arguments['rounds']} rounds; the run took {result['seconds'] / 60:.1f} minutes."
-    ]
+    title = f"BN + ACT (+ CONV) on {device}: time and memory of every strategy"
+    lines = opening(title, result, f"Batch {arguments['batch']}, {arguments['rounds']} rounds")
     if arguments["graphs"]:
         lines += ["", "Times are those of replayed CUDA graphs: the device's work, without the time to launch it."]
-    lines += ["", "## Targets", "", "| | paper | to reach | measured | |", "|---|---|---|---|---|"]
-    lines += ["| " + " | ".join(verdict) + " |" for verdict in verdicts(result["rows"], result["left_out"])]
+    lines += ["", *target_lines(verdicts(result["rows"], result["left_out"]), ("paper", "to reach", "measured"))]
     lines += ["", "A target is reached when every shape, layout and dtype that it is about reaches it.", ""]
     lines += [
         "## Summary",

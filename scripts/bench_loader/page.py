@@ -1,10 +1,8 @@
 """The page of a record, made from the JSON file alone: targets, tables, method."""
 
-import json
 import statistics
-from pathlib import Path
 
-from scripts.records import MISS, NOT_MEASURED, PASS, conditions
+from scripts.records import MISS, NOT_MEASURED, PASS, opening, target_lines
 
 from .benchmark import JPEG, JPEG_BASE, PNG
 from .pipelines import DECODES, OURS, RIVALS
@@ -42,23 +40,14 @@ METHOD = """
 """
 
 
-def write_page(record: Path) -> Path:
-    """Write FILE.md beside FILE.json; returns it."""
-    page = record.with_suffix(".md")
-    page.write_text(markdown(json.loads(record.read_text())))
-    return page
-
-
 def markdown(result: dict) -> str:
     """The page."""
     arguments = result["arguments"]
-    lines = ["# Speed of the training crops", "", "```", result["command"], "```", ""]
-    lines += [
-        f"{conditions(result['environment'])}. Crops of {arguments['crop_size']} pixels, {arguments['rounds']} rounds "
-        f"over {arguments['pictures']} pictures of each kind; the run took {result['seconds'] / 60:.1f} minutes."
-    ]
-    lines += ["", "## Targets", "", "| | to reach | measured | |", "|---|---|---|---|"]
-    lines += ["| " + " | ".join(row) + " |" for row in targets(result)]
+    about = (
+        f"Crops of {arguments['crop_size']} pixels, {arguments['rounds']} rounds over {arguments['pictures']} pictures "
+        f"of each kind"
+    )
+    lines = [*opening("Speed of the training crops", result, about), "", *target_lines(targets(result))]
     for source, times in by_source(result["rows"]).items():
         lines += ["", f"## {_title(source, result)}", ""]
         lines += [

@@ -14,12 +14,12 @@ from engine.reporting import errors_for_users
 from scripts.records import record
 
 from .benchmark import TrainingBenchmark, measure
-from .page import write_page
+from .page import markdown
 
 
 def run(values: DictConfig) -> Path:
     """Measure, write both files; returns the path of the page. Raises ValueError for impossible arguments."""
-    return record(values, lambda: measure(within_bounds(values)), write_page)
+    return record(values, lambda: measure(within_bounds(values)), lambda result, _: markdown(result))
 
 
 ConfigStore.instance().store(name="training_benchmark", node=TrainingBenchmark)

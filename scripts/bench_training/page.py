@@ -1,10 +1,8 @@
 """The page of a record, made from the JSON file alone: targets, tables, method."""
 
-import json
 import statistics
-from pathlib import Path
 
-from scripts.records import MISS, NOT_MEASURED, PASS, conditions
+from scripts.records import MISS, NOT_MEASURED, PASS, opening, target_lines
 
 from .switches import COMPILED, DEFAULT
 
@@ -30,25 +28,17 @@ METHOD = """
 """
 
 
-def write_page(record: Path) -> Path:
-    """Write FILE.md beside FILE.json; returns it."""
-    page = record.with_suffix(".md")
-    page.write_text(markdown(json.loads(record.read_text())))
-    return page
-
-
 def markdown(result: dict) -> str:
     """The page."""
     arguments = result["arguments"]
-    lines = ["# Speed of training steps", "", "```", result["command"], "```", ""]
-    lines += [
-        f"{conditions(result['environment'])}. {arguments['recipe'] or 'the default network'}, minibatches of "
-        f"{arguments['crops']} crops of {arguments['crop_size']} pixels in float32, {arguments['rounds']} rounds in "
-        f"each of {arguments['starts']} starts; the run took {result['seconds'] / 60:.1f} minutes."
-    ]
+    about = (
+        f"{arguments['recipe'] or 'the default network'}, minibatches of {arguments['crops']} crops of "
+        f"{arguments['crop_size']} pixels in float32, {arguments['rounds']} rounds in each of {arguments['starts']} "
+        f"starts"
+    )
+    lines = opening("Speed of training steps", result, about)
     if judged := targets(result):
-        lines += ["", "## Targets", "", "| | to reach | measured | |", "|---|---|---|---|"]
-        lines += ["| " + " | ".join(row) + " |" for row in judged]
+        lines += ["", *target_lines(judged)]
     if result["rows"]:
         lines += ["", "## Switches", "", *switches(result)]
     lines += ["", "## How it was measured", METHOD.strip("\n")]
