@@ -37,7 +37,7 @@ def evaluate(values: DictConfig) -> dict:
     state = checkpoint.load(path)
     config = configuration.from_plain(state["config"], f"checkpoint {path}")
     results_file = Path(options.results or default_results_file(options, config))
-    override(config, options)
+    apply_options(config, options)
     with (
         distributed.joined(options.device, config.trainer.timeout_seconds) as world,
         worker_failures(options.workers, config.data.timeout_seconds, keys="", advice=""),
@@ -108,7 +108,7 @@ def score(
     return results
 
 
-def override(config: SegmentationRun, options: Evaluation) -> None:
+def apply_options(config: SegmentationRun, options: Evaluation) -> None:
     """Put what the command names in place of what the training had.
 
     Raises:

@@ -19,7 +19,7 @@ from engine import config as configuration
 from engine.distributed import World
 from engine.evaluation import Validated, Validation
 from engine.inference import WHOLE_IMAGE
-from engine.learner import Learner, renew_statistics
+from engine.learner import Learner
 from engine.memory import keep_freed_memory
 from engine.pictures import class_legend
 from engine.profiling import profiled
@@ -88,16 +88,16 @@ def run(config: SegmentationRun, directory: RunDirectory, world: World, stop: St
         )
     if trainer.profile and world.first:
         minibatches = profiled(minibatches, trainer.profile, directory.path / "profile")
-    statistics_crops = None
+    statistics_crops = ()
     if trainer.ema_statistics_minibatches:
         statistics_crops = build.training_loader(config, train_set, trainer.ema_statistics_minibatches, world)
-    val_loader = build.evaluation_loader(val_set, data.workers, data.timeout_seconds, world, trainer.evaluate_images)
     image_input = build.image_input(config, world.device)
     autocast = build.autocast(trainer.precision, world.device)
     validation = Validation(
         learner=learner,
         dataset=val_set,
-        loader=val_loader,
+        loader=build.evaluation_loader(val_set, data.workers, data.timeout_seconds, world, trainer.evaluate_images),
+        statistics_crops=statistics_crops,
         stop=stop,
         world=world,
         image_input=image_input,
@@ -108,18 +108,8 @@ def run(config: SegmentationRun, directory: RunDirectory, world: World, stop: St
 
     def save(step: int, best: bool = False) -> None:
         if not best and schedule.scores(step):  # what is scored is what was saved
-            if statistics_crops is not None:
-                images = (image_input(crop["image"]) for crop in statistics_crops)
-                renew_statistics(learner.evaluated, images, autocast, world)
-            world.share_buffers(learner.evaluated)
-        state = {
-            **run_state(learner, step, world),
-            "total_steps": schedule.total_steps,
-            "config": configuration.plain(config),
-            "classes": list(train_set.classes),
-            "palette": [list(colour) for colour in train_set.palette],
-            "skipped_images": report.skipped,
-        }
+            validation.prepare()
+        state = checkpoint_state(config, opened, learner, step, report.skipped, world)
         if world.first:
             directory.save(state, best)
 
@@ -152,7 +142,7 @@ def run(config: SegmentationRun, directory: RunDirectory, world: World, stop: St
         )
         validated = evaluate(schedule.total_steps)
         report.figure("val/confusion", validated.confusion_picture(val_set), schedule.total_steps)
-    images = int(world.sum_(torch.tensor(len(val_loader))))
+    images = int(world.sum_(torch.tensor(len(validation.loader))))
     return conclude(config, opened, report, validated, images, world)
 
 
@@ -214,18 +204,32 @@ def report_at_start(config: SegmentationRun, opened: Opened, resumed: dict | Non
     """The report, going on in what an earlier process of the run has recorded."""
     directory, starts = opened.directory, world.first and resumed is None
     report = RunReport(
-        directory.path if world.first else None,
-        opened.console,
-        opened.schedule.total_steps,
-        0 if resumed is None else resumed["step"],
-        config.data.max_skipped,
-        0 if resumed is None else resumed.get("skipped_images", 0),
-        directory.config.read_text() if starts else "",
+        run_dir=directory.path if world.first else None,
+        console=opened.console,
+        total_steps=opened.schedule.total_steps,
+        start_step=0 if resumed is None else resumed["step"],
+        max_skipped=config.data.max_skipped,
+        skipped=0 if resumed is None else resumed.get("skipped_images", 0),
+        config_text=directory.config.read_text() if starts else "",
     )
     report.mious = world.gather(report.mious)[0]
     if starts and config.trainer.pictures:
         report.figure("image_label_prediction/legend", class_legend(opened.val_set), 0)
     return report
+
+
+def checkpoint_state(
+    config: SegmentationRun, opened: Opened, learner: Learner, step: int, skipped: int, world: World
+) -> dict:
+    """What a checkpoint holds: the state to continue from, and what an evaluation needs. Every process must call it."""
+    return {
+        **run_state(learner, step, world),
+        "total_steps": opened.schedule.total_steps,
+        "config": configuration.plain(config),
+        "classes": list(opened.train_set.classes),
+        "palette": [list(colour) for colour in opened.train_set.palette],
+        "skipped_images": skipped,
+    }
 
 
 def conclude(

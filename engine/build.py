@@ -37,10 +37,10 @@ from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
 from datasets.vistas import IMAGES as VISTAS_IMAGES
 from engine.distributed import World, node_group
+from engine.image_input import Autocast, ImageInput
 from engine.inference import Views
 from engine.initial_weights import Initialised, initialise_from
 from engine.learner import Learner
-from engine.loop import Autocast, ImageInput
 from engine.losses import BootstrappedCrossEntropy, CrossEntropy
 from engine.schedule import Schedule, in_steps
 from engine.schema import (
@@ -68,7 +68,7 @@ from models.bodies.resnext import ResNeXt
 from models.bodies.wider_resnet import WiderResNet
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN
-from models.layers.backends.compiled import compiler_available
+from models.layers.backends.compiled import check_compiler
 from models.package import package_abn
 from models.segmentation import SegmentationNetwork
 
@@ -163,11 +163,7 @@ def learner(config: SegmentationRun, classes: int, total_steps: int, world: Worl
         average = AveragedModel(trained, multi_avg_fn=get_ema_multi_avg_fn(trainer.ema_decay))
     forward = trained
     if trainer.compile:
-        if not compiler_available(world.device.type):
-            raise ValueError(
-                f"trainer.compile=true: nothing can be compiled for {world.device.type} on this machine; install a C++ "
-                f"compiler (g++; CXX names another one) and Python's headers, or give trainer.compile=false"
-            )
+        check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
         forward = torch.compile(forward, fullgraph=True, dynamic=False)
     if world.size > 1:
         on_cuda = world.device.type == "cuda"

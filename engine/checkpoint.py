@@ -32,26 +32,26 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     Raises:
         OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
-    partial = path.with_name(path.name + ".partial")
+    unfinished = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.partial"):
             leftover.unlink()
-        with open(partial, "wb") as file:
+        with open(unfinished, "wb") as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        _put_in_place(partial, path, previous)
+        _put_in_place(unfinished, path, previous)
     except (OSError, RuntimeError) as error:
         reason = _disk_error(error)
         if reason is None:
             raise
         with suppress(OSError):
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         raise OSError(_not_written(path, state, previous, reason)) from error
 
 
-def _put_in_place(partial: Path, path: Path, previous: Path | None) -> None:
+def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
     """Rename a complete file to `path`. `previous` is replaced last: until then, it may be the only good one."""
     link = None
     if previous is not None and path.exists():
@@ -61,7 +61,7 @@ def _put_in_place(partial: Path, path: Path, previous: Path | None) -> None:
         except OSError:  # a filesystem without hard links: for a moment, there is `previous` alone
             os.replace(path, previous)
             link = None
-    os.replace(partial, path)
+    os.replace(unfinished, path)
     if link is not None:
         os.replace(link, previous)
     folder = os.open(path.parent, os.O_RDONLY)  # the renames themselves must reach the disk as well

@@ -1,6 +1,6 @@
 """Scores of a network on a whole split, with a progress bar, and what is made of the predictions on the way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
 from engine.distributed import World
+from engine.image_input import Autocast, ImageInput
 from engine.inference import WHOLE_IMAGE, Views, predict
 from engine.layer_health import Extreme, corner_crops, layer_health
-from engine.learner import Learner
-from engine.loop import Autocast, ImageInput
+from engine.learner import Learner, renew_statistics
 from engine.memory import reset_peak_memory
 from engine.metrics import Counts, all_scores
 from engine.pictures import comparison, confusion_picture, inside, write_png
@@ -76,6 +76,8 @@ class Validation:
 
     Args:
         dataset: whose images `loader` reads, those of this process of `world`.
+        statistics_crops: minibatches from which averaged weights get statistics of their own; none keeps those of the
+            trained network.
         stop: ends an evaluation with `Preempted`.
         pictures: number of images that are kept for people to look at.
         crop_size: pixels of a side of the crops that the norm layers are measured on.
@@ -84,12 +86,20 @@ class Validation:
     learner: Learner
     dataset: SegmentationDataset
     loader: DataLoader
+    statistics_crops: Sized
     stop: StopRequest
     world: World
     image_input: ImageInput
     autocast: Autocast
     pictures: int
     crop_size: int
+
+    def prepare(self) -> None:
+        """Give what is evaluated its running statistics, the same in every process."""
+        if len(self.statistics_crops) > 0:
+            images = (self.image_input(crop["image"]) for crop in self.statistics_crops)
+            renew_statistics(self.learner.evaluated, images, self.autocast, self.world)
+        self.world.share_buffers(self.learner.evaluated)
 
     def run(self, progress: Progress) -> Validated:
         """Evaluate the network as it is now. Raises MemoryError, as `evaluate_dataset`, and Preempted."""

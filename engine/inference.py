@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.loop import Autocast, ImageInput
+from engine.image_input import Autocast, ImageInput
 from engine.memory import is_out_of_memory, out_of_memory_evaluating
 from models.segmentation import SegmentationNetwork
 

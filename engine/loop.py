@@ -1,50 +1,17 @@
 """Training, with everything it uses as an explicit argument."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from datasets.transforms import base_scale, scaled
 from engine.distributed import World
+from engine.image_input import Autocast, ImageInput
 from engine.learner import Learner
 from engine.memory import is_out_of_memory, out_of_memory, peak_memory_mib
 from engine.run_report import RunReport
 from engine.schedule import Schedule
 from engine.stopping import Preempted, StopRequest
-
-Autocast = Callable[[], AbstractContextManager]  # a fresh autocast context for each forward pass
-
-
-class ImageInput:
-    """uint8 RGB images (N, 3, H, W) on any device -> normalised float32 ones on the network's device.
-
-    Pixels travel as bytes and are normalised where the network is: (image / 255 - mean) / std. `base_size`: pixels of
-    the longest side of whole images (those of the training are resized while they are cropped); None is their own.
-    """
-
-    def __init__(
-        self,
-        mean: list[float],
-        std: list[float],
-        device: torch.device,
-        channels_last: bool,
-        base_size: int | None = None,
-    ):
-        self.device = device
-        self.mean = torch.tensor(mean, device=device).view(1, 3, 1, 1) * 255
-        self.std = torch.tensor(std, device=device).view(1, 3, 1, 1) * 255
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.base_size = base_size
-
-    def __call__(self, images: Tensor) -> Tensor:
-        images = images.to(self.device, non_blocking=True)
-        return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
-
-    def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
-        """(H, W) at which the network sees a whole image of `own_size`, times `scale`."""
-        return scaled(own_size, scale * base_scale(own_size, self.base_size))
 
 
 def train(

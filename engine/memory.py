@@ -1,6 +1,7 @@
 """Memory of training: what autograd keeps, and the peak."""
 
 import ctypes
+import os
 import resource
 from collections.abc import Callable
 from typing import TypeVar
@@ -25,6 +26,27 @@ def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
     return result, list(kept.values())
+
+
+def peak_bytes(step: Callable[[], object], device_type: str) -> int:
+    """Most bytes of tensors allocated at any moment of a step, beyond those that were there before it."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    # The profiler hears of every allocation on the CPU, also those of compiled code. Its log is not for our users.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = held = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
 
 
 def peak_memory_mib(device: torch.device) -> float:

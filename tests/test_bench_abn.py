@@ -8,11 +8,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import MISSING, OmegaConf
 
+from engine.memory import peak_bytes
 from scripts.bench_abn import benchmark, cells
 from scripts.bench_abn.__main__ import run
 from scripts.bench_abn.arguments import Benchmark, command_line, with_defaults
 from scripts.bench_abn.cells import Cell
-from scripts.bench_abn.measuring import Work, interleaved, peak_bytes
+from scripts.bench_abn.measuring import Work, interleaved
 from scripts.bench_abn.page import chart, markdown, summary
 from scripts.bench_abn.strategies import (
     BUDGET,

@@ -86,6 +86,9 @@ def test_effects_in_the_documentation_are_those_of_the_records():
             times.setdefault(name, set()).add(f"{ratio(row, default):.2f}")
             kept[name] = f"{row['saved_bytes'] / default['saved_bytes']:.2f}".replace("1.00", "1")
     assert times.keys() == {s.name for s in (*SWITCHES, *ALLOCATION, *COMPILED) if not s.only_cuda} - {DEFAULT}
+    words = (DOCS / "training.md").read_text()
+    ((_, _, overhead, _),) = targets({**json.loads((DOCS / "results" / "training_cpu.json").read_text()), "rows": []})
+    assert f"The training loop takes {overhead.split(' ms')[0].replace('(', '(quartiles ')} ms" in words
     for name in times:
         assert written[code(name)] == [" – ".join(sorted(times[name])), kept[name]], name
 
@@ -114,6 +117,15 @@ def test_every_switch_changes_the_training_that_it_is_compared_with(switch):
     plain, switched = composed(*shared), composed(*shared, *switch.overrides)
     assert (plain != switched) == bool(switch.overrides)
     assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.prefetched)
+
+
+@pytest.mark.slow
+def test_a_compiled_training_counts_its_own_graphs():
+    """In a fresh process, which also looks whether there is a compiler."""
+    with Elsewhere(Training, tiny(), Switch(("trainer.compile=true",)), 1) as training:
+        training.call("warm_up", 2)
+        facts = training.call("facts")
+    assert (facts["graphs"], facts["graph_breaks"]) == (1, 0)
 
 
 def test_objects_elsewhere_answer_fail_and_end():

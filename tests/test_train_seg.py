@@ -69,6 +69,19 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert len(events.Tags()["images"]) == 3  # one of the images, the legend, the confusion matrix
 
 
+def interrupted(run_dir, step: int, *options: str) -> None:
+    """A short training that ends in a step, after its weights have changed."""
+    steps = itertools.count(1)
+
+    def ends_in_step(*_, **__):
+        if next(steps) == step:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("engine.run_report.RunReport.step", ends_in_step)
+        train_short(run_dir, *options)
+
+
 def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
     """With dropout, whose random numbers must go on as well, and in the middle of an epoch."""
     network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
@@ -76,15 +89,7 @@ def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
     options = (*network, channels, "trainer.steps=6", "trainer.checkpoint_every_steps=3", "norm=inplace")
     train_short(tmp_path / "whole", *options)
 
-    steps = itertools.count(1)
-
-    def dies_in_step_5(*_, **__):
-        if next(steps) == 5:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.run_report.RunReport.step", dies_in_step_5)
-        train_short(tmp_path / "resumed", *options)
+    interrupted(tmp_path / "resumed", 5, *options)
     assert checkpoint.load(tmp_path / "resumed" / "checkpoints" / "last.pt")["step"] == 3
     train_short(tmp_path / "resumed", *options, "resume=auto")
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
@@ -95,15 +100,7 @@ def test_class_uniform_sampling_resumes_to_the_same_weights_on_another_index(tmp
     """In the middle of an epoch; the index is where the cache is, or in a folder of its own."""
     options = ("sampler=class_uniform", "sampler.fraction=0.5", "trainer.steps=4", "trainer.checkpoint_every_steps=2")
     train_short(tmp_path / "whole", *options)
-    steps = itertools.count(1)
-
-    def dies_in_step_3(*_, **__):
-        if next(steps) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.run_report.RunReport.step", dies_in_step_3)
-        train_short(tmp_path / "resumed", *options)
+    interrupted(tmp_path / "resumed", 3, *options)
     train_short(tmp_path / "resumed", *options, "resume=auto", f"sampler.folder={tmp_path / 'index'}")
     assert list((tmp_path / "index").rglob("index.npz"))
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
@@ -190,15 +187,7 @@ def test_best_is_the_best_evaluation_also_after_resuming(tmp_path, monkeypatch):
 
     monkeypatch.setattr("engine.evaluation.evaluate_dataset", scripted)
     options = ("trainer.steps=5", "trainer.checkpoint_every_steps=1", "trainer.evaluate_every_steps=1")
-    steps = itertools.count(1)
-
-    def dies_in_step_4(*_, **__):
-        if next(steps) == 4:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.run_report.RunReport.step", dies_in_step_4)
-        train_short(tmp_path, *options)
+    interrupted(tmp_path, 4, *options)
     train_short(tmp_path, *options, "resume=auto")
     best = checkpoint.load(tmp_path / "checkpoints" / "best.pt")
     assert best["step"] == 2

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.environment import environment
-from engine.memory import keep_freed_memory
+from engine.memory import keep_freed_memory, peak_bytes
 
 from .arguments import Benchmark, command_line
 from .cells import Cell, cells
-from .measuring import Step, Work, captured, interleaved, peak_bytes
+from .measuring import Step, Work, captured, interleaved
 from .strategies import COPY, STANDARD, Strategy, compiled, computing_backend, strategies
 
 # Compiling takes seconds: on CUDA, whose run is to take minutes, only for the most used pairs of layout and dtype.

@@ -1,6 +1,5 @@
-"""Time, bytes kept for the backward pass, and peak bytes of one forward and backward pass."""
+"""Time of one forward and backward pass, and the bytes that it keeps in between."""
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -47,27 +46,6 @@ class Work(NamedTuple):
         storages = [t.untyped_storage() for t in saved if t.untyped_storage()._cdata not in held]
         vector = self.x.shape[1] * torch.float32.itemsize
         return sum(s.nbytes() for s in storages), sum(s.nbytes() for s in storages if s.nbytes() <= vector)
-
-
-def peak_bytes(step: Step, device: str) -> int:
-    """Most bytes of tensors allocated at any moment of a step, beyond those that were there before it."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    # The profiler hears of every allocation on the CPU, also those of compiled code. Its log is not for our users.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    peak = held = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 def captured(step: Step) -> Step:

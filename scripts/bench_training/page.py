@@ -22,6 +22,7 @@ METHOD = """
   momentum. *Process* is the largest resident size of the whole process, with Python and PyTorch, in the first start.
 - The *first step* of each start includes compilation, except of kernels that the compiler's cache on disk already has.
 - The *loss* is the mean over the 4 minibatches in steps 2 to 5. Initial weights and minibatches are the same for all.
+  float16 leaves its first steps out, until its loss scale fits, so that its loss is that of fewer steps.
 - The *overhead* is that of `engine.loop.train` with its report (progress bar, metrics.jsonl, TensorBoard) over forward
   pass, loss, backward pass and optimiser step, on images that are normalised already. Both train the same network in
   one process, in turns of some steps; every turn writes a record, where a run does so every 20 steps.

@@ -15,10 +15,9 @@ from datasets import synthetic
 from engine import build, loop
 from engine import config as configuration
 from engine.distributed import World, device_of
-from engine.memory import keep_freed_memory, peak_memory_mib, saved_for_backward
+from engine.memory import keep_freed_memory, peak_bytes, peak_memory_mib, saved_for_backward
 from engine.profiling import WARM_UP_STEPS, profiled
 from engine.schema import SegmentationRun
-from scripts.bench_abn.measuring import peak_bytes
 
 from .switches import LONG, Switch
 
@@ -54,6 +53,7 @@ class Training:
             self.folder = tempfile.TemporaryDirectory()
             self.minibatches = profiled(self.minibatches, trainer.profile, Path(self.folder.name))
         self.losses: list[float] = []
+        counters.clear()  # of the graph that looked for a compiler
 
     def endless(self) -> Iterator[dict]:
         """Minibatches for ever, as the loop gets them."""

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from engine import build, checkpoint
 from engine import config as cfg
 from engine.distributed import World, node_group
+from engine.learner import renew_statistics
 from engine.loop import train_step
 from engine.stopping import Preempted
 from eval import evaluate
+from models.layers import ABN
 from tests.ranks import Ranks
 from tests.runs import SHORT, composed
 from train_seg import train
@@ -106,13 +108,45 @@ def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
             torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-10 * max(scale, 1e-3), msg=name)
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_parts_have_the_norms_of_unsynchronised_processes(ranks, norm):
+    """What docs/training.md advises for fewer devices; only the running statistics are updated with every part."""
+    size, order = len(ranks.processes), list(range(12))
+    alone = steps(0, norm, order, size, ("norm.sync=false",))
+    of_the_first = ("running_mean", "running_var", "num_batches_tracked")
+    assert_equal_to_rounding(
+        ranks.run(steps, norm, order, 1, ("norm.sync=false",)),
+        {name: tensor for name, tensor in alone.items() if not name.endswith(of_the_first)},
+    )
+
+
+def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
+    """Statistics of a norm from this process's share of six minibatches."""
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), ABN(4))
+    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(6)]
+    renew_statistics(network, minibatches[rank::shares], build.autocast("float32", torch.device("cpu")), this_world())
+    return {name: tensor for name, tensor in network.state_dict().items() if "running" in name}
+
+
+def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
+    alone = renewed(0, 1)
+    for result in ranks.run(renewed, len(ranks.processes)):
+        for name, expected in alone.items():
+            torch.testing.assert_close(result[name], expected)
+
+
 def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
     return train(composed("train_seg", *overrides))
 
 
-def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
-    """Seven images, each evaluated by one of the processes: what one process gives on the same weights."""
-    options = (*SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "norm.sync=true", "trainer.evaluate_images=7")
+@pytest.mark.parametrize("norm", [("norm.sync=true",), ("norm.sync=false", "norm.momentum=0.9")])
+def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path, norm):
+    """Seven images, each evaluated by one of the processes: what one process gives on the same weights.
+
+    Without synchronisation all evaluate with the first one's running statistics, which are those that are saved.
+    """
+    options = (*SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "trainer.evaluate_images=7", *norm)
     results = ranks.run(run_in_rank, (f"run_dir={tmp_path}", *options))
     written = json.loads((tmp_path / "results.json").read_text())
     with pytest.MonkeyPatch.context() as patch:

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from datasets.transforms import scaled
 from engine import build
+from engine.image_input import ImageInput
 from engine.inference import Views, predict, resized_region, windows_along
-from engine.loop import ImageInput
 from models.bodies import ResNeXt
 from models.heads import DeepLabV3
 from models.layers import ABN

@@ -10,9 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import build, schema
 from engine.distributed import World
+from engine.image_input import ImageInput
 from engine.inference import predict
 from engine.learner import Learner, renew_statistics
-from engine.loop import ImageInput, train_step
+from engine.loop import train_step
 from engine.losses import BootstrappedCrossEntropy
 from engine.schedule import Schedule, in_steps
 from models.layers import InPlaceABN
@@ -129,16 +130,29 @@ def test_a_gradient_whose_norm_alone_overflows_is_named():
         learner.check(1.0, learner.gradient_norm().item())
 
 
-def test_clipping_scales_the_gradient_down_to_the_norm():
-    network = nn.Conv2d(3, 5, 1)
-    _, norm = step(learner_of(network, max_gradient_norm=1e9), *minibatch())
-    whole = network.weight.grad.clone()
-    network.load_state_dict(nn.Conv2d(3, 5, 1).state_dict())
-    learner = learner_of(network, max_gradient_norm=0.01)
-    _, norm = step(learner, *minibatch())
-    clipped = torch.cat([p.grad.flatten() for p in network.parameters()])
-    assert norm > 0.01 and clipped.norm() == pytest.approx(0.01, rel=1e-4)
-    assert not torch.equal(whole, network.weight.grad)
+def test_clipping_scales_longer_gradients_down_to_the_norm():
+    gradients = []
+    for longest in (None, 1e9, 0.01):
+        torch.manual_seed(0)
+        network = nn.Conv2d(3, 5, 1)
+        _, norm = step(learner_of(network, max_gradient_norm=longest), *minibatch())
+        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))
+    whole, kept, clipped = gradients
+    assert norm == pytest.approx(whole.norm().item()) and norm > 0.01
+    assert torch.equal(kept, whole)
+    torch.testing.assert_close(clipped, whole * (0.01 / norm))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_low_precision_steps_as_float32_does(precision):
+    steps = []
+    for each in ("float32", precision):
+        torch.manual_seed(0)
+        network = nn.Conv2d(3, 5, 3, padding=1)
+        before = network.weight.detach().clone()
+        step(learner_of(network, precision=each), *minibatch(), precision=each)
+        steps.append(network.weight.detach() - before)
+    assert 0 < (steps[1] - steps[0]).norm() < 1e-2 * steps[0].norm()
 
 
 def test_averaged_weights_follow_the_recursion():

@@ -4,8 +4,8 @@ import math
 
 import torch
 
+from engine.memory import peak_bytes
 from engine.metrics import confusion_matrix, segmentation_scores
-from scripts.bench_abn.measuring import peak_bytes
 
 
 def test_confusion_matrix_counts_labelled_pixels():

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from engine import checkpoint
 from engine import config as cfg
-from engine.run_directory import RunDirectory
+from engine.run_directory import FREE_ON_RESUME, RunDirectory
 from tests.runs import composed
 
 
@@ -156,6 +157,26 @@ def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config)
             str(error.value)
         )
         damage(run.last)
+
+
+def test_exactly_the_free_keys_may_change(tmp_path):
+    """Every key of a run with every group: those that say where and how it runs, not what it computes."""
+    config = cfg.typed(composed("train_seg", f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform"))
+    run, keys = RunDirectory(str(tmp_path)), cfg.flat(cfg.plain(config))
+    assert set(FREE_ON_RESUME) <= keys.keys()
+    run.save(state_of(1, cfg.plain(config)))
+    for key, value in keys.items():
+        now = cfg.plain(config)
+        group = now
+        *groups, name = key.split(".")
+        for part in groups:
+            group = group[part]
+        group[name] = f"not {value}"
+        if key in FREE_ON_RESUME:
+            assert run.checkpoint_to_resume("auto", now, total_steps=9)["step"] == 1
+        else:
+            with pytest.raises(ValueError, match=f"another configuration: {re.escape(key)} was "):
+                run.checkpoint_to_resume("auto", now, total_steps=9)
 
 
 def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config):

@@ -43,7 +43,7 @@ def stopped(tmp_path):
     """The folder of a run that was killed after its fifth step or later."""
     run = Run(tmp_path / "run").until_step(5)
     run.send(signal.SIGKILL)
-    run.ends()
+    assert run.ends() == -signal.SIGKILL
     return tmp_path / "run"
 
 

@@ -7,19 +7,35 @@ import time
 import pytest
 
 from engine import checkpoint
+from engine.run_report import RunReport
 from engine.stopping import EXIT_CODE
 from tests.faults.runs import STEPS, Run, complete, says, survived
 
 
-@pytest.mark.fault("SIGKILL", "at a random moment between the start and the end of a run that saves at every step")
+@pytest.mark.fault("SIGKILL", "at a random moment of a run that saves at every step")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 30))])
 def test_killed_at_a_random_moment(tmp_path, whole, seed):
-    run = Run(tmp_path / "run")
+    run = Run(tmp_path / "run", inject=one_step_in_a_quarter_of_a_second)
     run.until(lambda: run.output_file.exists())
-    time.sleep(random.Random(seed).uniform(0.0, 2.5))
-    run.send(signal.SIGKILL)
-    run.ends()
+    time.sleep(random.Random(seed).uniform(0.0, STEPS / 4))
+    killed(run)
     survived(tmp_path / "run", whole)
+
+
+def one_step_in_a_quarter_of_a_second() -> None:
+    """At least: so that a run takes longer than those who wait for a moment in it."""
+    original = RunReport.step
+
+    def step(self, *args):
+        time.sleep(0.25)
+        original(self, *args)
+
+    RunReport.step = step
+
+
+def killed(run: Run) -> None:
+    run.send(signal.SIGKILL)
+    assert run.ends() == -signal.SIGKILL, "it ended before it was killed"
 
 
 @pytest.mark.fault("SIGKILL", "while last.pt or best.pt is being written, at a random size of the temporary file")
@@ -38,8 +54,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
         run.until(written)
     except FileNotFoundError:  # it was renamed while it was looked at
         pass
-    run.send(signal.SIGKILL)
-    assert run.ends() == -signal.SIGKILL, "it ended before it was killed"
+    killed(run)
     survived(tmp_path / "run", whole)
 
 
@@ -47,14 +62,12 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
 @pytest.mark.fault("SIGKILL", "five times in one run, each time a step or two after it was continued")
 def test_killed_again_and_again(tmp_path, whole, record_property):
     for step in (2, 3, 5, 7, 10):
-        run = Run(tmp_path / "run").until_step(step)
-        run.send(signal.SIGKILL)
-        run.ends()
+        killed(Run(tmp_path / "run").until_step(step))
     record_property("tried", 5)
     survived(tmp_path / "run", whole)
 
 
-@pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to the process or to the whole process group, in a random step")
+@pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to the process, or to it and its data workers, in a random step")
 @pytest.mark.parametrize(
     "number, workers, seed",
     [
@@ -105,7 +118,5 @@ def test_everything_that_changes_continues(tmp_path, seed):
     options = (*body, channels, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
     whole = complete(tmp_path / "whole", *options)
     assert checkpoint.load(whole / "checkpoints" / "last.pt")["scaler"]
-    run = Run(tmp_path / "run", *options).until_step(random.Random(seed).randrange(1, STEPS - 1))
-    run.send(signal.SIGKILL)
-    run.ends()
+    killed(Run(tmp_path / "run", *options).until_step(random.Random(seed).randrange(1, STEPS - 1)))
     survived(tmp_path / "run", whole, *options)

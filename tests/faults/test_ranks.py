@@ -70,7 +70,7 @@ def test_torchrun_restarts_and_resumes(tmp_path, whole_of_two, victim):
 
 
 @pytest.mark.fault("a rank dies", "rank 0 cannot write its checkpoint (its folder is a file), rank 1 goes on")
-def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path):
+def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole_of_two):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "checkpoints").write_text("a file, where a folder is to be")
@@ -82,24 +82,33 @@ def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path):
         "rank      : 0 " in root_cause and f"checkpoint {run_dir / 'checkpoints' / 'last.pt'} of step 1" in root_cause
     )
     (run_dir / "checkpoints").unlink()
-    ended = torchrun(run_dir)
-    assert "lost" not in ends(ended, seconds=120) and steps_of(run_dir) == list(range(1, STEPS + 1))
+    assert "lost" not in survived(run_dir, whole_of_two, processes=2)
+
+
+@pytest.mark.fault("a rank hangs", "SIGSTOP to one of two ranks, trainer.timeout_seconds=5")
+def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # of torchrun, for the one that cannot end by itself
+    launched = torchrun(tmp_path / "run", "trainer.timeout_seconds=5")
+    ranks = until_step(tmp_path / "run", 3, launched)
+    os.kill(ranks[1], signal.SIGSTOP)
+    output = ends(launched, seconds=90)
+    assert launched.returncode != 0
+    assert says(output, "process 0 of the run lost another one, or waited for it longer than trainer.timeout_seconds=5")
+    survived(tmp_path / "run", whole_of_two, processes=2)
 
 
 @pytest.mark.fault("corrupt image", "found by the first of two ranks before the training, while the other waits")
-def test_all_end_where_the_first_finds_bad_data(tmp_path):
+def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     root = tmp_path / "streets"
+    synthetic(root, "val")
     label = synthetic(root, "train").files[3].label
     content = label.read_bytes()
     label.write_bytes(content[:100])
-    options = (f"data.root={root}", f"run_dir={tmp_path / 'run'}")
-    launched = torchrun(tmp_path / "run", *options)
+    launched = torchrun(tmp_path / "run", f"data.root={root}")
     output = ends(launched, seconds=25)  # torchrun kills those that do not end after 30 seconds more
     assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another one" in output
     label.write_bytes(content)
-    again = torchrun(tmp_path / "run", *options)
-    ends(again, seconds=120)
-    assert again.returncode == 0 and steps_of(tmp_path / "run") == list(range(1, STEPS + 1))
+    survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
 
 
 @pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers")

@@ -119,12 +119,12 @@ def compiler_available(device_type: str) -> bool:
     return True
 
 
-def check_compiler(device_type: str) -> None:
-    """Raise ValueError if TorchInductor cannot compile here."""
+def check_compiler(device_type: str, asked: str = "backend='compiled'", instead: str = "backend='eager'") -> None:
+    """Raise ValueError if TorchInductor cannot compile here, for what was `asked` for; `instead` needs no compiler."""
     if not compiler_available(device_type):
         raise ValueError(
-            f"backend='compiled' cannot compile for {device_type} on this machine: install a C++ compiler (g++; CXX "
-            f"names another one) and Python's headers, or choose backend='eager'"
+            f"{asked} cannot compile for {device_type} on this machine: install a C++ compiler (g++; CXX names another "
+            f"one) and Python's headers, or choose {instead}"
         )
 
 
