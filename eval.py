@@ -15,6 +15,7 @@ from engine import config as configuration
 from engine.distributed import World
 from engine.evaluation import PredictionWriter, evaluate_dataset
 from engine.inference import WHOLE_IMAGE, Views
+from engine.pictures import writable_folder
 from engine.schema import Evaluation, SegmentationRun
 
 configuration.register()
@@ -60,11 +61,13 @@ def score(
     make = partial(build.network_on, config, len(state["classes"]), world.device)
     build.arithmetic(config.trainer)
     network = checkpoint.load_network(make, state, dataset.classes, path, options.averaged)
-    results_file.parent.mkdir(parents=True, exist_ok=True)
+    if results_file.is_dir():
+        raise ValueError(f"results={results_file} is a folder: expected a file to write, such as results.json in it")
+    writable_folder("results", results_file.parent)
     writer = PredictionWriter(
         dataset,
-        predictions=_folder(options.predictions),
-        overlays=_folder(options.overlays),
+        predictions=options.predictions and writable_folder("predictions", _folder(options.predictions)),
+        overlays=options.overlays and writable_folder("overlays", _folder(options.overlays)),
         overlay_images=options.overlay_images,
     )
 
@@ -94,7 +97,7 @@ def score(
             checkpoint=path,
             config=configuration.plain(config),
         )
-        console.print(reporting.iou_table(scores, title=f"{dataset.name} {split}, {path}, step {state['step']}"))
+        reporting.print_scores(console, scores, f"{dataset.name} {split}, {path}, step {state['step']}")
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
     written = {

@@ -60,7 +60,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     ):
         configuration.check_shares(config, world.size)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(config.data.name, config.norm.name))[0])
-        with directory.named_in_errors():
+        with directory.in_use():
             return run(config, directory, world, stop, command)
 
 
@@ -158,14 +158,17 @@ def open_run(
     train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
     val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
     schedule = build.schedule(config, images=len(train_set))
+    fixed = {key: value for key, value in configuration.flat(plain_config).items() if key not in FREE_ON_RESUME}
+    world.check_equal(fixed, "start all of them with the same keys and values")
+    with world.first_goes_ahead() as first:
+        if first:
+            directory.lock()
     resumed = directory.checkpoint_to_resume(config.resume, plain_config, schedule.total_steps)
     found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train, "
     found += f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
     world.check_equal(
         found, "data.root must hold the same files on every machine, and run_dir be a folder that all of them share"
     )
-    fixed = {key: value for key, value in configuration.flat(plain_config).items() if key not in FREE_ON_RESUME}
-    world.check_equal(fixed, "start all of them with the same keys and values")
     console = reporting.make_console(world.rank)
     reporting.log_to(console, directory.log if world.first else None, world.rank)
     reporting.logger.debug(command)
@@ -247,9 +250,11 @@ def conclude(
         checkpoint=directory.last,
         config=configuration.plain(config),
     )
-    console.print(reporting.iou_table(validated.scores, title=f"{val_set.name} {val_set.split}, last checkpoint"))
-    console.print(report.summary(directory), soft_wrap=True, highlight=False)
-    reporting.logger.debug(report.summary(directory))
+    of = f" on the first {images} of {len(val_set)} images" if images < len(val_set) else ""
+    reporting.print_scores(console, validated.scores, f"{val_set.name} {val_set.split}, last checkpoint{of}")
+    summary = report.summary(directory, of)
+    console.print(summary, soft_wrap=True, highlight=False)
+    reporting.logger.debug(summary)
     return results
 
 

@@ -59,17 +59,22 @@ class TrainingCrops(Dataset):
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str, "skipped": str}
 
-        "skipped" is empty, or what was wrong with the file that this crop takes the place of.
+        "skipped" is empty, or a line for each file that could not be read and whose place this crop takes.
         """
         draw = Draw(*key)
         skipped: list[str] = []
         while True:
             try:
-                return {**self._crop(draw), "skipped": "; ".join(skipped)}
+                return {**self._crop(draw), "skipped": "\n".join(skipped)}
             except ValueError as error:
-                if not self.skip_unreadable or len(skipped) == MAX_SKIPPED:
+                if not self.skip_unreadable:
                     raise
-                skipped.append(str(error))
+                if len(skipped) == MAX_SKIPPED:
+                    raise ValueError(
+                        f"data.on_error=skip: {MAX_SKIPPED + 1} images in a row cannot be read, as where a folder or a "
+                        f"disk is lost; the last one: {error}"
+                    ) from error
+                skipped.append(" ".join(str(error).split()))
                 draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
 
     def _crop(self, draw: Draw) -> dict:

@@ -1,6 +1,5 @@
 """Which images each training step sees. A run is one stream of steps, so that resuming is starting later in it."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -110,7 +109,7 @@ class ClassUniformMinibatches(_Minibatches):
 
     Classes come in rounds that hold each one once, in random order, so that their counts differ by at most one in the
     epoch's list and in every beginning of it, such as the part that fills minibatches; likewise a class goes through
-    the images that contain it before one comes again. Classes without pixels are not drawn, which rank 0 warns of.
+    the images that contain it before one comes again. Classes without pixels are not drawn.
 
     Raises:
         ValueError: no class has a pixel, or the minibatches have fewer crops than ranks or more than images.
@@ -137,12 +136,6 @@ class ClassUniformMinibatches(_Minibatches):
             raise ValueError(
                 f"sampler=class_uniform: none of the {len(absent)} classes has a labelled pixel in the training "
                 "split; check the labels, or choose sampler=uniform"
-            )
-        if absent and rank == 0:
-            warnings.warn(
-                f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
-                f"split and are not drawn: {', '.join(absent)}",
-                stacklevel=2,
             )
 
     def keys(self, epoch: int) -> list[Draw]:

@@ -1,5 +1,6 @@
 """From a run's configuration to its objects: the only place below the entries that knows both."""
 
+import logging
 import os
 from collections.abc import Callable
 from functools import partial
@@ -71,6 +72,8 @@ from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.layers.backends.compiled import check_compiler
 from models.package import package_abn
 from models.segmentation import SegmentationNetwork
+
+logger = logging.getLogger(__name__)
 
 
 def dataset(config: Data, split: str, strict: bool = True) -> SegmentationDataset:
@@ -328,6 +331,12 @@ def training_loader(
     if isinstance(sampler, ClassUniformSampler):
         skips = data.on_error == "skip"
         index = index_classes(dataset, sampler.folder, sampler.positions, progress=progress, skip_unreadable=skips)
+        absent = index.absent()
+        if absent and world.first:
+            logger.warning(
+                f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
+                f"split and are not drawn: {', '.join(absent)}"
+            )
         minibatches = ClassUniformMinibatches(index, fraction=sampler.fraction, **options)
     else:
         minibatches = ShuffledMinibatches(len(dataset), **options)

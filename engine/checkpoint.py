@@ -186,7 +186,8 @@ def read(path: Path) -> object:
         ValueError: there is no such file, it is damaged, or holds more than plain tensors and containers.
     """
     if not path.is_file():
-        raise ValueError(f"checkpoint {path} does not exist: expected a file such as RUN_DIR/checkpoints/last.pt")
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"checkpoint {path} {found}: expected a file such as RUN_DIR/checkpoints/last.pt")
     zipped = False  # else it was written by PyTorch before 1.6, or is none
     try:
         with open(path, "rb") as file:

@@ -142,6 +142,8 @@ def check(config: SegmentationRun) -> None:
     if trainer.epochs is None and trainer.steps is None:
         raise ValueError("trainer.epochs and trainer.steps are both null: give one of them as the length of the run")
     check_shares(config, processes=1)
+    if trainer.ema_decay == 1:
+        raise ValueError("trainer.ema_decay=1 keeps the weights of the first step; give less, such as 0.999")
     if trainer.ema_statistics_minibatches and trainer.ema_decay is None:
         raise ValueError(
             f"trainer.ema_statistics_minibatches={trainer.ema_statistics_minibatches} is for averaged weights: give "

@@ -143,11 +143,14 @@ def device_of(name: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not devices:
-        raise ValueError("device=cuda, but PyTorch sees no CUDA device: use device=cpu, or check the driver")
+        raise ValueError(
+            "PyTorch sees no CUDA device, and the device is to be cuda: choose cpu (trainer.device=cpu in a training, "
+            "device=cpu elsewhere), or check the driver"
+        )
     if local_rank >= devices:
         raise ValueError(
             f"torchrun started more processes on this machine than it has CUDA devices ({devices}): give "
-            f"--nproc-per-node {devices}, or device=cpu"
+            f"--nproc-per-node {devices}, or cpu as the device"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

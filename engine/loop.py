@@ -65,7 +65,7 @@ def train(
             shape, least_share = minibatch["image"].shape, crops_per_minibatch // world.size
             message = out_of_memory(shape, accumulation_steps, learner.network, least_share)
             raise MemoryError(f"step {step}: {message}") from error
-        skipped = [reason for reason in minibatch["skipped"] if reason]
+        skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
         asked, skips = world.sum_(torch.tensor([int(stop.requested), len(skipped)])).tolist()
         report.step(loss, gradient_norm, crops_per_minibatch)
         report.skips(skips, skipped)

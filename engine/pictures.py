@@ -1,5 +1,6 @@
 """Pictures of predictions for people to look at."""
 
+import errno
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -98,6 +99,19 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
     axes.set_title(f"{title}: % of each label's pixels", loc="left")
     figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)
     return figure
+
+
+def writable_folder(key: str, folder: Path) -> Path:
+    """The folder, made where it is not there; ValueError, naming the key that it is from, if nothing can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ValueError(
+            f"{key}: {folder} is not a folder to write to ({error.strerror}); give {key}=… another"
+        ) from error
+    return folder
 
 
 def inside(folder: Path, name: str) -> Path:

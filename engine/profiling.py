@@ -24,16 +24,18 @@ def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[
         finished.export_chrome_trace(str(folder / "trace.json"))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         (folder / "operators.txt").write_text(finished.key_averages().table(sort_by=order, row_limit=40))
-        logger.info(f"{steps} steps profiled: {folder / 'trace.json'}, {folder / 'operators.txt'}")
+        count = min(steps, done - WARM_UP_STEPS)
+        fewer = "" if count == steps else f" of trainer.profile={steps}: the run ended"
+        logger.info(f"{count} steps profiled{fewer}: {folder / 'trace.json'}, {folder / 'operators.txt'}")
 
     done = 0
-    with profile(activities=activities, schedule=rhythm, on_trace_ready=write) as profiler:
+    with profile(activities=activities, schedule=rhythm, on_trace_ready=write, acc_events=True) as profiler:
         for minibatch in minibatches:
             yield minibatch
-            profiler.step()
             done += 1
-    if done < WARM_UP_STEPS + steps:
+            profiler.step()
+    if done <= WARM_UP_STEPS:
         logger.warning(
-            f"trainer.profile={steps}: these {done} steps are too few for a whole trace, which starts after "
+            f"trainer.profile={steps}: these {done} steps are too few for a trace, which starts after "
             f"{WARM_UP_STEPS} of warming up"
         )

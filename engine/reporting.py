@@ -60,7 +60,12 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         warnings_only.setLevel(logging.WARNING)
         logger.addHandler(warnings_only)
         return
-    on_console = RichHandler(console=console, show_path=False, show_level=False, highlighter=None, level=logging.INFO)
+    if console.is_terminal:
+        on_console = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
+    else:  # a line is a line
+        on_console = logging.StreamHandler(console.file)
+        on_console.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
+    on_console.setLevel(logging.INFO)
     logger.addHandler(on_console)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -131,8 +136,8 @@ def errors_for_users() -> Iterator[None]:
     """Turn errors that the user can mend into one message and exit status 1; others keep their traceback."""
     try:
         yield
-    except KeyboardInterrupt:
-        sys.exit("interrupted; resume=auto with the same run_dir continues a training from its last checkpoint")
+    except KeyboardInterrupt as interrupt:
+        sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
     except Preempted as stopped:
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
@@ -151,13 +156,19 @@ def errors_for_users() -> Iterator[None]:
         sys.exit(f"error: {message.strip()}")
 
 
-def iou_table(scores: dict, title: str) -> Table:
+def print_scores(console: Console, scores: dict, title: str) -> None:
+    """`iou_table` below its title."""
+    console.print(title, soft_wrap=True, highlight=False)
+    console.print(iou_table(scores))
+
+
+def iou_table(scores: dict) -> Table:
     """The scores of `engine.metrics.all_scores` as a table for the console, in percent; official ones on the right."""
     official = scores["official"]
     iiou = official.get("iiou", {})
     has_iiou = any(value is not None for value in iiou.values())
     on_the_right = "iIoU %" if has_iiou else "official %" if official and not iiou else None
-    table = Table(title=title, title_justify="left", caption_justify="left", min_width=40)
+    table = Table(caption_justify="left", min_width=40)
     table.add_column("class")
     for column in filter(None, ("IoU %", on_the_right)):
         table.add_column(column, justify="right")

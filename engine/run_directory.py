@@ -1,16 +1,21 @@
 """The folder of one run: where its files are, and whether a run may start or go on in it."""
 
 import errno
+import fcntl
+import logging
 import os
 import shlex
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from engine import checkpoint
 from engine.config import assignment, flat, from_plain, plain
 
+SECONDS_FOR_ANOTHER = 120  # to end: a job that is put back into the queue may start before the old one is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Keys that a resumed run may change: they say where and how it runs, not what it computes.
 FREE_ON_RESUME = (
@@ -32,6 +37,9 @@ FREE_ON_RESUME = (
     "trainer.profile",
     "trainer.timeout_seconds",
 )
+
+
+logger = logging.getLogger(__name__)
 
 
 def new_run_path(dataset: str, norm: str) -> str:
@@ -56,6 +64,7 @@ class RunDirectory:
         self.best = self.path / "checkpoints" / "best.pt"
         self.notice: str | None = None
         self._last_is_good = True  # or not there
+        self._lock: TextIO | None = None
 
     def save(self, state: dict, best: bool = False) -> None:
         """Write the last checkpoint, as `checkpoint.save`; the one before it is kept. Or the `best` one."""
@@ -65,11 +74,41 @@ class RunDirectory:
         checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
         self._last_is_good = True
 
+    def lock(self) -> None:
+        """Keep other processes from training here until the end of `in_use`. A process that dies frees it.
+
+        Raises:
+            ValueError: another process trains here, and does not end within `SECONDS_FOR_ANOTHER`.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / ".lock", "w")
+        started_s, told = time.monotonic(), False
+        while True:
+            try:
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for this process, not for its data workers
+                return
+            except (BlockingIOError, PermissionError) as error:
+                if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
+                    raise ValueError(
+                        f"run_dir={self.path}: another process is training there; end it, or give another run_dir"
+                    ) from error
+            except OSError:  # a file system without locks
+                return
+            if not told:
+                logger.warning(f"another process is training in run_dir={self.path}: waiting for its end")
+                told = True
+            time.sleep(0.2)
+
     @contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        """Around a run: where numbers or the disk end it, the error also says which checkpoint there is."""
+    def in_use(self) -> Iterator[None]:
+        """Around a run: where something ends it that is no mistake in a key, the error says what is left of it."""
         try:
             yield
+        except KeyboardInterrupt as interrupt:
+            kept = "there is no checkpoint yet"
+            if good := checkpoint.last_good(self.last, self.previous):
+                kept = f"resume=auto with the same run_dir continues from {good[0]}, of step {good[1]}"
+            raise KeyboardInterrupt(kept) from interrupt
         except FloatingPointError as error:
             kept = "There is no checkpoint yet: try a lower optim.lr"
             if good := checkpoint.last_good(self.last, self.previous):
@@ -81,8 +120,13 @@ class RunDirectory:
                 )
             raise FloatingPointError(f"{error}. {kept}") from error
         except OSError as error:
-            if error.errno not in _NO_ROOM:  # that of a checkpoint has said everything
-                raise
+            if error.errno not in _NO_ROOM:
+                if error.filename is None or not Path(error.filename).is_relative_to(self.path):
+                    raise  # that of a checkpoint has said everything
+                raise OSError(
+                    f"run_dir={self.path} cannot be used: {error.filename}: {error.strerror}. Give another run_dir, or "
+                    f"make this one a folder to write to"
+                ) from error
             kept = "there is no checkpoint yet"
             if good := checkpoint.last_good(self.last, self.previous):
                 kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
@@ -90,6 +134,9 @@ class RunDirectory:
                 f"run_dir={self.path} cannot be written to: {error.strerror}. {checkpoint.free_bytes(self.path)} bytes "
                 f"are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
             ) from error
+        finally:
+            if self._lock is not None:
+                self._lock.close()
 
     def checkpoint_to_resume(self, resume: str | None, config: dict, total_steps: int) -> dict | None:
         """The state to continue from, None for a run that starts here.

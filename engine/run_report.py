@@ -186,8 +186,11 @@ class RunReport:
         if self.run_dir is not None:
             self.tensorboard.add_figure(name, figure, step)
 
-    def summary(self, directory: RunDirectory) -> str:
-        """Lines for the end of the run: what it took, what it left, and the commands that go on from there."""
+    def summary(self, directory: RunDirectory, of: str = "") -> str:
+        """Lines for the end of the run: what it took, what it left, and the commands that go on from there.
+
+        `of`: words for the images that its evaluations saw, where they were not all.
+        """
         speed = f", {self.all_images / self.all_seconds:.1f} images/s" if self.all_seconds else ""
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
         took = f"{self.all_steps} steps in {timedelta(seconds=round(self.all_seconds))}{speed}{memory}"
@@ -196,8 +199,8 @@ class RunReport:
         lines = {
             "run": str(directory.path),
             "training": f"{took}, {self.skipped} images skipped",
-            "last": f"{directory.last}, step {last}, mIoU {100 * self.mious[last]:.2f} %",
-            "best": f"{directory.best}, step {best}, mIoU {100 * self.best_miou:.2f} %" if best else "none",
+            "last": f"{directory.last}, step {last}, mIoU {100 * self.mious[last]:.2f} %{of}",
+            "best": f"{directory.best}, step {best}, mIoU {100 * self.best_miou:.2f} %{of}" if best else "none",
             "evaluate": shlex.join(["python", "eval.py", assignment("checkpoint", directory.last)]),
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }

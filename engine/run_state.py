@@ -79,5 +79,5 @@ def _restore_random(random: dict, world: World) -> None:
         logger.warning(
             f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
             f"same samples, but dropout draws other numbers than it would have there, and norms that are not "
-            f"synchronised have {before[0]}/{now[0]} of the crops"
+            f"synchronised see {before[0] / now[0]:.3g} times as many crops"
         )

@@ -19,7 +19,7 @@ from datasets.reading import decode_image
 from engine import build, checkpoint, inference, reporting
 from engine import config as configuration
 from engine.distributed import device_of
-from engine.pictures import inside, overlay, write_png
+from engine.pictures import inside, overlay, writable_folder, write_png
 from engine.schema import SegmentationRun
 
 configuration.register()
@@ -55,6 +55,7 @@ def predict(values: DictConfig) -> list[Path]:
         views=build.views(options),
     )
 
+    writable_folder("output", output)
     write_classes(output / "classes.json", state["classes"], palette)
     written, unreadable = [], []
     with reporting.progress_bar(console) as progress:
@@ -116,7 +117,6 @@ def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
         {"id": number, "name": name, "colour": colour}
         for number, (name, colour) in enumerate(zip(classes, palette.tolist(), strict=True))
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n", "utf-8")
 
 

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ def start_s(root: Path, cache: Path) -> dict[str, float]:
 
 
 def _start(root: Path) -> dict[str, float]:
-    warnings.filterwarnings("ignore", message="class-uniform sampling")  # the pictures do not show every class
     seconds, last = {}, time.perf_counter()
 
     def until_here(what: str) -> None:

@@ -1,5 +1,3 @@
-import warnings
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -117,9 +115,7 @@ def test_class_uniform_epochs(images, classes, sparsity, fraction, seed):
     counts = rng.integers(1, 6, (images, classes)) * (rng.random((images, classes)) >= sparsity)
     counts[0, 0] = 5
     present = np.flatnonzero(counts.sum(axis=0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sampler = ClassUniformMinibatches(index_of(counts), 1, seed=seed, steps=images, fraction=fraction)
+    sampler = ClassUniformMinibatches(index_of(counts), 1, seed=seed, steps=images, fraction=fraction)
     for epoch in range(2):
         draws = sampler.keys(epoch)
         assert len(draws) == images, "an epoch is as long as the split"
@@ -158,21 +154,6 @@ def test_where_the_draws_by_image_lie_is_random():
     sampler = ClassUniformMinibatches(index_of(np.ones((100, 3), int)), 1, seed=0, steps=1, fraction=0.5)
     first = [sampler.keys(epoch)[0].pixel is None for epoch in range(100)]
     assert 25 < sum(first) < 75
-
-
-def test_classes_without_pixels_are_warned_of_once_by_one_rank():
-    counts = np.ones((9, 4), int)
-    counts[:, [1, 3]] = 0
-    options = dict(crops_per_minibatch=3, seed=0, steps=9)
-    with pytest.warns(UserWarning) as warned:
-        sampler = ClassUniformMinibatches(index_of(counts), **options)
-        list(sampler)
-    assert len(warned) == 1 and "2 of 4 classes have no pixel" in str(warned[0].message)
-    assert "class 1, class 3" in str(warned[0].message)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ClassUniformMinibatches(index_of(counts), **options, rank=1, world_size=3)
-        ClassUniformMinibatches(index_of(counts[:, [0, 2]]), **options)
 
 
 def test_no_class_at_all_is_an_error():

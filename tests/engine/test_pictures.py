@@ -6,7 +6,7 @@ import torch
 
 from datasets import ClassTable, SegmentationDataset
 from engine.evaluation import PredictionWriter
-from engine.pictures import class_legend, confusion_picture, inside
+from engine.pictures import class_legend, confusion_picture, inside, writable_folder
 
 TABLE = ClassTable(("road", "sky"), ((1, 2, 3), (4, 5, 6)), (0, 1), {0: 0, 1: 1})
 
@@ -68,3 +68,12 @@ def test_names_of_classes_are_no_formulas(tmp_path):
     confusion_picture(np.eye(2, dtype=int), names, "streets $\\val$").savefig(tmp_path / "confusion.png")
     dataset = SegmentationDataset("streets", "val", [], ClassTable(names, TABLE.palette, (0, 1), {0: 0, 1: 1}))
     class_legend(dataset).savefig(tmp_path / "legend.png")
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
+    assert writable_folder("predictions", tmp_path / "a" / "b").is_dir()
+    (tmp_path / "file").touch()
+    for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
+        expected = rf"predictions: {folder} is not a folder to write to \({reason}\); give predictions="
+        with pytest.raises(ValueError, match=expected):
+            writable_folder("predictions", folder)

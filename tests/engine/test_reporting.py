@@ -12,7 +12,15 @@ from rich.console import Console
 
 from datasets import synthetic
 from datasets.class_table import UnknownIds
-from engine.reporting import errors_for_users, iou_table, make_console, progress_bar, tracked, write_results
+from engine.reporting import (
+    errors_for_users,
+    iou_table,
+    make_console,
+    print_scores,
+    progress_bar,
+    tracked,
+    write_results,
+)
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
 RESULTS = dict(
@@ -56,7 +64,7 @@ def test_memory_that_runs_out_anywhere_is_a_message():
 def table_lines(scores: dict) -> list[list[str]]:
     """The words of each line of the table, without its frame."""
     console = Console(file=io.StringIO(), width=80)
-    console.print(iou_table(scores, title="title"))
+    console.print(iou_table(scores))
     lines = console.file.getvalue().splitlines()
     return [words for line in lines if (words := [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()])]
 
@@ -90,7 +98,8 @@ def test_official_scores_stand_beside_the_papers():
 def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
     name = "[/x] [bold]:bug: \\"
     scores = {"miou": 0.5, "iou": {name: 0.5}, "pixel_accuracy": 0.75, "official": {}}
-    make_console().print(iou_table(scores, title=f"{name}/last.pt"), f"results: {name}")
+    print_scores(make_console(), scores, f"{name}/last.pt")
+    make_console().print(f"results: {name}")
     output = capsys.readouterr().out
     assert f"{name}/last.pt" in output and f"│ {name} " in output and f"results: {name}" in output
 

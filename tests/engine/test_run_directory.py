@@ -2,11 +2,13 @@
 
 import errno
 import itertools
+import multiprocessing
 import os
 import re
 import shutil
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -151,12 +153,55 @@ def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config)
     for step in (1, 2):
         run.save(state_of(step, config))
     for good, step in ((run.last, 2), (run.previous, 1)):
-        with pytest.raises(FloatingPointError) as error, run.named_in_errors():
+        with pytest.raises(FloatingPointError) as error, run.in_use():
             raise FloatingPointError("the loss is nan")
         assert f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts" in (
             str(error.value)
         )
         damage(run.last)
+
+
+def locks(run_dir: Path, connection) -> None:
+    """In a process of its own: it holds the folder until it is told, or dies."""
+    held = RunDirectory(str(run_dir))
+    held.lock()
+    connection.send("locked")
+    connection.recv()
+
+
+def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch, caplog):
+    """Others wait for its end, or give up; what it leaves when it is killed does not matter."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    other = context.Process(target=locks, args=(tmp_path, theirs), daemon=True)
+    other.start()
+    assert ours.recv() == "locked"
+    monkeypatch.setattr("engine.run_directory.SECONDS_FOR_ANOTHER", 0.3)
+    with pytest.raises(ValueError, match="another process is training there; end it, or give another run_dir"):
+        RunDirectory(str(tmp_path)).lock()
+    monkeypatch.setattr("engine.run_directory.SECONDS_FOR_ANOTHER", 60)
+    threading.Timer(0.5, other.kill).start()
+    RunDirectory(str(tmp_path)).lock()
+    assert not other.is_alive() and other.exitcode == -signal.SIGKILL
+
+
+def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    for path, reason in ((file, "File exists"), (file / "run", "Not a directory")):
+        run = RunDirectory(str(path))
+        with pytest.raises(OSError, match=f"run_dir={path} cannot be used: .*{reason}. Give another run_dir"):
+            with run.in_use():
+                run.lock()
+
+
+def test_an_interrupt_says_what_there_is_to_continue_from(tmp_path, config):
+    run = run_in(tmp_path)
+    with pytest.raises(KeyboardInterrupt, match="there is no checkpoint yet"), run.in_use():
+        raise KeyboardInterrupt
+    run.save(state_of(3, config))
+    with pytest.raises(KeyboardInterrupt, match=f"continues from {run.last}, of step 3"), run.in_use():
+        raise KeyboardInterrupt
 
 
 def test_exactly_the_free_keys_may_change(tmp_path):
@@ -182,13 +227,13 @@ def test_exactly_the_free_keys_may_change(tmp_path):
 def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config):
     run = run_in(tmp_path)
     for kept in ("there is no checkpoint yet", f"the last good checkpoint is kept: {run.last}, of step 1"):
-        with pytest.raises(OSError) as error, run.named_in_errors():
+        with pytest.raises(OSError) as error, run.in_use():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         message = str(error.value)
         assert message.startswith(f"run_dir={tmp_path} cannot be written to: No space left on device. ")
         assert f"bytes are free there; {kept}. Make room" in message
         run.save(state_of(1, config))
-    with pytest.raises(FileNotFoundError, match="^gone$"), run.named_in_errors():
+    with pytest.raises(FileNotFoundError, match="^gone$"), run.in_use():
         raise FileNotFoundError("gone")
 
 
