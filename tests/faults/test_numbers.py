@@ -95,12 +95,12 @@ def test_the_message_names_it_and_the_checkpoint_before_it_continues(tmp_path, w
 
 
 def out_of_memory_evaluating() -> None:
-    import engine.evaluation
+    import engine.inference
 
-    def predict(*args, **kwargs):
+    def predict(*args):
         torch.empty(2**60, dtype=torch.uint8)
 
-    engine.evaluation.predict = predict
+    engine.inference._predict = predict
 
 
 @pytest.mark.faults
