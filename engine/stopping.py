@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sized
 
 import torch
 
-from engine.distributed import World
+from engine.distributed import World, launched
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -28,7 +28,9 @@ class StopRequest:
             self.before = {number: signal.signal(number, self._request) for number in SIGNALS}
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, kind: type | None, *_) -> None:
+        if kind is not None and launched():
+            return  # the process ends and is about to say why: torchrun's SIGTERM for another's end must not be faster
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

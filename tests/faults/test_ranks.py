@@ -52,8 +52,8 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     os.kill(ranks[victim], signal.SIGKILL)
     output = ends(launched)
     assert launched.returncode != 0
-    assert f"error: process {1 - victim} of the run lost another one" in output
-    assert "start all of them again with resume=auto" in output
+    assert f"error: process {1 - victim} of the run lost another one" in output, output
+    assert "start all of them again with resume=auto" in output, output
     # As the root cause or, where the other one's end is seen in the same second, beside it.
     assert re.search(rf"rank      : {victim} (?:(?!rank  ).)*SIGKILL", output, re.DOTALL), output
     survived(tmp_path / "run", whole_of_two, processes=2)
