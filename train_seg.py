@@ -23,7 +23,7 @@ from engine.learner import Learner
 from engine.memory import keep_freed_memory
 from engine.pictures import class_legend
 from engine.profiling import profiled
-from engine.run_directory import FREE_ON_RESUME, RunDirectory, new_run_path
+from engine.run_directory import RunDirectory, fixed, new_run_path
 from engine.run_report import RunReport
 from engine.run_state import restore_run, run_state
 from engine.schedule import Schedule
@@ -158,8 +158,7 @@ def open_run(
     train_set = build.labelled_dataset(data, "data.train_split", data.train_split)
     val_set = build.labelled_dataset(data, "data.val_split", data.val_split)
     schedule = build.schedule(config, images=len(train_set))
-    fixed = {key: value for key, value in configuration.flat(plain_config).items() if key not in FREE_ON_RESUME}
-    world.check_equal(fixed, "start all of them with the same keys and values")
+    world.check_equal(fixed(plain_config), "start all of them with the same keys and values")
     with world.first_goes_ahead() as first:
         if first:
             directory.lock()

@@ -79,22 +79,23 @@ def _disk_error(error: BaseException | None) -> OSError | None:
 
 
 def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError) -> str:
-    kept = "there is no earlier checkpoint"
-    if good := last_good(path, previous):
-        kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
     return (
         f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
-        f"{_bytes(state):,} bytes, and {free_bytes(path.parent)} bytes are free there; {kept}. Make room (or raise the "
-        f"quota or limit), then continue with resume=auto"
+        f"{_bytes(state):,} bytes, and {what_is_left(path.parent, path, previous)}"
     )
 
 
-def free_bytes(folder: Path) -> str:
-    """For people."""
-    try:
-        return f"{shutil.disk_usage(folder).free:,}"
-    except OSError:
-        return "an unknown number of"
+def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
+    """The end of a message about a full disk: its free bytes, the first of the checkpoints that is good, what to do."""
+    free = "an unknown number of"
+    with suppress(OSError):
+        free = f"{shutil.disk_usage(folder).free:,}"
+    kept = "there is no earlier checkpoint"
+    if good := last_good(*checkpoints):
+        kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
+    return (
+        f"{free} bytes are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
+    )
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:

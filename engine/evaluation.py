@@ -67,6 +67,7 @@ class Validated(NamedTuple):
     layers: dict[str, Extreme]  # of `layer_health`, in the first process alone
 
     def confusion_picture(self, dataset: SegmentationDataset) -> Figure:
+        """The confusion matrix of this evaluation of `dataset`, as `engine.pictures.confusion_picture`."""
         return confusion_picture(self.confusion.numpy(), dataset.classes, f"{dataset.name} {dataset.split}")
 
 

@@ -47,6 +47,11 @@ def new_run_path(dataset: str, norm: str) -> str:
     return f"runs/{dataset}-{norm}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
+def fixed(config: dict) -> dict:
+    """The keys of a plain configuration that say what is computed, with dots in their names, and their values."""
+    return {key: value for key, value in flat(config).items() if key not in FREE_ON_RESUME}
+
+
 class RunDirectory:
     """Paths of a run's files below `path`, and the checkpoints among them.
 
@@ -127,13 +132,8 @@ class RunDirectory:
                     f"run_dir={self.path} cannot be used: {error.filename}: {error.strerror}. Give another run_dir, or "
                     f"make this one a folder to write to"
                 ) from error
-            kept = "there is no checkpoint yet"
-            if good := checkpoint.last_good(self.last, self.previous):
-                kept = f"the last good checkpoint is kept: {good[0]}, of step {good[1]}"
-            raise OSError(
-                f"run_dir={self.path} cannot be written to: {error.strerror}. {checkpoint.free_bytes(self.path)} bytes "
-                f"are free there; {kept}. Make room (or raise the quota or limit), then continue with resume=auto"
-            ) from error
+            left = checkpoint.what_is_left(self.path, self.last, self.previous)
+            raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
         finally:
             if self._lock is not None:
                 self._lock.close()
@@ -158,9 +158,8 @@ class RunDirectory:
             )
         state = self._newest_good()
         # Keys that are younger than the checkpoint get their defaults.
-        before, now = flat(plain(from_plain(state["config"], f"run_dir={self.path}"))), flat(config)
-        changed = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
-        changed = sorted(key for key in changed if key not in FREE_ON_RESUME)
+        before, now = fixed(plain(from_plain(state["config"], f"run_dir={self.path}"))), fixed(config)
+        changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             raise ValueError(

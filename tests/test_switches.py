@@ -16,6 +16,7 @@ from engine.learner import Learner
 from engine.loop import prefetched
 from eval import evaluate
 from models.layers.backends.compiled import compiler_available
+from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed
 from train_seg import train
 
@@ -154,19 +155,7 @@ def test_accumulation_passes_parts_of_a_minibatch(tmp_path, monkeypatch):
     assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_deterministic_runs_are_equal(tmp_path, device):
     """On CPUs they are without the switch, too; there it is that PyTorch is told so that is tested."""
     options = ("trainer.deterministic=true", f"trainer.device={device}")

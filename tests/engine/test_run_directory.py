@@ -226,7 +226,7 @@ def test_exactly_the_free_keys_may_change(tmp_path):
 
 def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config):
     run = run_in(tmp_path)
-    for kept in ("there is no checkpoint yet", f"the last good checkpoint is kept: {run.last}, of step 1"):
+    for kept in ("there is no earlier checkpoint", f"the last good checkpoint is kept: {run.last}, of step 1"):
         with pytest.raises(OSError) as error, run.in_use():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         message = str(error.value)

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN
+from tests.cuda import NEEDS_CUDA
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device"),
-]
+pytestmark = NEEDS_CUDA
 
 STRATEGIES = [
     (ABN, {}),

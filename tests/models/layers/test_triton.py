@@ -21,6 +21,7 @@ from models.layers.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activ
 from models.layers.backends import triton_kernels  # noqa: E402
 from models.layers.backends.eager import EagerBackend  # noqa: E402
 from models.layers.backends.interface import Kept  # noqa: E402
+from tests.cuda import NEEDS_CUDA  # noqa: E402
 
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
@@ -55,8 +56,7 @@ def copies():
         pytest.param(
             "cuda",
             marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device"),
+                *NEEDS_CUDA,
                 pytest.mark.skipif(triton_kernels.INTERPRETED, reason="TRITON_INTERPRET is set"),
             ],
         ),
