@@ -3,28 +3,34 @@
 On several devices: `torchrun --nproc-per-node N eval.py …`; every image is evaluated once.
 """
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
 
-from datasets import worker_failures
-from engine import build, checkpoint, distributed, reporting
+from datasets import WholeImages, verify, worker_failures
+from engine import build, checkpoint
 from engine import config as configuration
-from engine.distributed import World
-from engine.evaluation import PredictionWriter, evaluate_dataset
-from engine.inference import WHOLE_IMAGE, Views
-from engine.pictures import writable_folder
-from engine.schema import Evaluation, SegmentationRun
+from engine.command_line import errors_for_users
+from engine.console import log_to, make_console, progress_bar
+from engine.distributed import World, joined
+from engine.output_files import writable_folder
+from engine.results import print_results, write_results
+from engine.run import verify_with_progress
+from engine.schema.evaluation import Evaluation
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation.evaluation import evaluate_split
+from engine.segmentation.inference import WHOLE_IMAGE, Views
+from engine.segmentation.predictions import PredictionWriter
 
-configuration.register()
+configuration.register("evaluation", Evaluation)
 
 
 def evaluate(values: DictConfig) -> dict:
-    """Score a checkpoint on a split; whole images at a single scale, where the command does not name other views.
+    """Score a checkpoint on a split: whole images at a single scale, unless the command names other views.
 
-    What it does not name of network, data and precision is as in the training.
+    Keys of network, data and precision that the command does not give are as in the training.
 
     Returns:
         The results, as written to the JSON file; nothing for a split without labels.
@@ -36,12 +42,12 @@ def evaluate(values: DictConfig) -> dict:
     options = configuration.typed(values)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
-    config = configuration.from_plain(state["config"], f"checkpoint {path}")
+    config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
     results_file = Path(options.results or default_results_file(options, config))
     apply_options(config, options)
     with (
-        distributed.joined(options.device, config.trainer.timeout_seconds) as world,
-        worker_failures(options.workers, config.data.timeout_seconds, keys="", advice=""),
+        joined(options.device, config.trainer.timeout_seconds) as world,
+        worker_failures(options.workers, config.data.timeout_seconds),
     ):
         return score(state, path, config, options, results_file, world)
 
@@ -49,18 +55,16 @@ def evaluate(values: DictConfig) -> dict:
 def score(
     state: dict, path: Path, config: SegmentationRun, options: Evaluation, results_file: Path, world: World
 ) -> dict:
-    """What `evaluate` does in one of the processes of `world`, with the state of the checkpoint `path`."""
-    console = reporting.make_console(world.rank)
-    reporting.log_to(console, None, world.rank)
+    """`evaluate` in one of the processes of `world`, with the content `state` of the checkpoint `path`."""
+    console = make_console(world.rank)
+    log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
-    views = build.views(options)
     dataset = build.dataset(config.data, split)
     with world.first_goes_ahead() as first:
         if config.data.verify and first:
-            reporting.verify_with_progress(dataset, console)
-    make = partial(build.network_on, config, len(state["classes"]), world.device)
+            verify_with_progress(dataset, console, verify)
     build.arithmetic(config.trainer)
-    network = checkpoint.load_network(make, state, dataset.classes, path, options.averaged)
+    forward = build.trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
     if results_file.is_dir():
         raise ValueError(f"results={results_file} is a folder: expected a file to write, such as results.json in it")
     writable_folder("results", results_file.parent)
@@ -70,34 +74,18 @@ def score(
         overlays=options.overlays and writable_folder("overlays", _folder(options.overlays)),
         overlay_images=options.overlay_images,
     )
-
-    loader = build.evaluation_loader(dataset, options.workers, config.data.timeout_seconds, world, images=None)
-    with reporting.progress_bar(console) as progress:
-        scores, confusion = evaluate_dataset(
-            network,
-            dataset,
-            loader,
-            world=world,
-            progress=progress,
-            image_input=build.image_input(config, world.device),
-            autocast=build.autocast(config.trainer.precision, world.device),
-            on_prediction=writer,
-            views=views,
+    loader = build.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world)
+    views = build.views(options, config.data.base_size)
+    with progress_bar(console) as progress:
+        evaluated = evaluate_split(
+            forward, dataset, loader, views=views, world=world, progress=progress, on_prediction=writer
         )
 
     results = {}
     if dataset.has_labels:
-        results = reporting.write_results(
-            results_file if world.first else None,
-            dataset=dataset,
-            scores=scores,
-            confusion=confusion,
-            images=len(dataset),
-            views=views.record(),
-            checkpoint=path,
-            config=configuration.plain(config),
-        )
-        reporting.print_scores(console, scores, f"{dataset.name} {split}, {path}, step {state['step']}")
+        file = results_file if world.first else None
+        results = write_results(file, evaluated, dataset, checkpoint=path, config=configuration.plain(config))
+        print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
     written = {
@@ -112,23 +100,25 @@ def score(
 
 
 def apply_options(config: SegmentationRun, options: Evaluation) -> None:
-    """Put what the command names in place of what the training had.
+    """Replace values of the training by those that the command gives.
 
     Raises:
-        ValueError: a data folder that is not there or empty; it would be another one, or, from a checkpoint of
-            somebody else, one to write drawn pictures into.
+        ValueError: the data folder does not exist or is empty. It would be the wrong one, or, from somebody else's
+            checkpoint, a place to draw pictures into.
     """
     root = options.data.root or config.data.root
     if root is not None and not (_folder(root).is_dir() and any(_folder(root).iterdir())):
-        raise ValueError(f"data.root={root} is not a folder with files: give data.root=DIR, that of {config.data.name}")
+        raise ValueError(
+            f"data.root={root} is not a folder with files: give data.root=DIR, where {config.data.name} is"
+        )
     config.data.root = root
     config.data.timeout_seconds = options.timeout_seconds or config.data.timeout_seconds
     config.trainer.evaluate_images = None
-    configuration.override(config, options)
+    options.apply_to(config)
 
 
 def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
-    """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names tell what differs."""
+    """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs."""
     path = Path(options.checkpoint)
     words = [path.stem] if path.stem != "last" else []
     if options.data.split not in (None, config.data.val_split):
@@ -148,7 +138,7 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
 
 
 def _words(views: Views) -> list[str]:
-    """What of the views differs from a whole image at a single scale."""
+    """How the views differ from a whole image at a single scale."""
     words = []
     if views.window is not None:
         words.append(f"window{views.window}")
@@ -165,7 +155,7 @@ def _folder(path: str | None) -> Path | None:
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
 def main(values: DictConfig) -> None:
-    with reporting.errors_for_users():
+    with errors_for_users():
         evaluate(values)
 
 

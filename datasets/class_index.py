@@ -1,6 +1,6 @@
-"""Where each class is: per image and class the number of pixels and a random sample of their positions.
+"""Where each class is: for every image and class, the number of pixels and a random sample of their positions.
 
-Class-uniform sampling draws from it. It is made by one pass over the labels and kept in a cache folder.
+Class-uniform sampling draws from this index. One pass over the labels makes it; a cache folder keeps it.
 """
 
 import fcntl
@@ -18,13 +18,13 @@ from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder
 from datasets.fingerprint import fingerprint
-from datasets.parallel import in_order
 from datasets.segmentation import SegmentationDataset
+from datasets.workers import in_order
 
-POSITIONS = 32  # remembered per image and class
+POSITIONS = 32  # kept per image and class
 _VERSION = 1  # raise it with every change of what is counted or sampled
 _SEED = 0
-_PART = 128  # images; an interrupted pass over the labels loses at most so many
+_PART = 128  # images; an interrupted pass over the labels loses at most this many
 _BAND = 8192  # pixels that are counted and searched at a time
 
 
@@ -32,8 +32,7 @@ _BAND = 8192  # pixels that are counted and searched at a time
 class ClassIndex:
     """`classes`: names. `counts`: int64 (images, classes) pixels. `places`: uint16 (all positions, 2) rows and columns.
 
-    The positions of an image's class lie together in `places`, images outside, classes inside: min(pixels,
-    `positions`) of them.
+    `places` is sorted by image, then by class. Each class of an image has min(pixels, `positions`) entries.
     """
 
     classes: tuple[str, ...]
@@ -50,15 +49,15 @@ class ClassIndex:
         return len(self.counts)
 
     def absent(self) -> list[str]:
-        """Names of the classes without a pixel in any image."""
+        """Names of the classes that have no pixel in any image."""
         return [self.classes[class_id] for class_id in np.flatnonzero(self.counts.sum(axis=0) == 0)]
 
     def images_with(self, class_id: int) -> np.ndarray:
-        """Indices of the images in which a class has pixels, ascending."""
+        """Indices of the images that contain a class, ascending."""
         return np.flatnonzero(self.counts[:, class_id])
 
     def pixels(self, image: int, class_id: int) -> np.ndarray:
-        """(row, column) of the remembered pixels of a class, uint16 (n, 2): all of them, or a random sample."""
+        """(row, column) of the kept pixels of a class, uint16 (n, 2): all its pixels, or a random sample."""
         end = self._ends[image, class_id]
         return self.places[end - min(self.counts[image, class_id], self.positions) : end]
 
@@ -70,16 +69,17 @@ def index_classes(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     skip_unreadable: bool = False,
+    folder_key: str = "folder",
 ) -> ClassIndex:
     """The index of a split, read from `folder` (default: the cache folder), or made and written there.
 
-    It is kept under the dataset's fingerprint, and the same for every folder, number of workers and interruption.
-    Several processes may ask at once: one makes it and the others wait. `workers` processes (default: one per core; 0:
-    none but this one); `progress(done, total)` is called after each image. `skip_unreadable`: labels that cannot be
-    read have no pixels.
+    The file is named by the dataset's fingerprint. The index does not depend on the folder, on `workers`, or on whether
+    the pass was interrupted. Several processes may call this at once: one makes the index, the others wait.
+    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
+    after each image. `skip_unreadable`: labels that cannot be read count as empty.
 
     Raises:
-        ValueError: a label is bad or missing, or the folder cannot be written.
+        ValueError: a label is bad or missing, or the folder cannot be written; the message calls it `folder_key`.
     """
     skips = ["unreadable skipped"] if skip_unreadable else []
     key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes), *skips])
@@ -89,7 +89,7 @@ def index_classes(
     if found is None:
         try:
             with _lock(kept):
-                found = _read(file)  # another process may have made it meanwhile
+                found = _read(file)  # another process may have made it in the meantime
                 if found is None:
                     labels = _IndexedLabels(dataset, positions, skip_unreadable)
                     found = _make(labels, kept / "parts", workers, progress)
@@ -98,8 +98,7 @@ def index_classes(
         except OSError as error:
             raise ValueError(
                 f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {kept} ({error}); "
-                "expected a writable folder. Name one: sampler.folder=DIR in a training, folder=DIR in "
-                "scripts.build_class_index"
+                f"expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
     return ClassIndex(dataset.classes, *found, positions=positions)
 
@@ -107,11 +106,11 @@ def index_classes(
 def index_label(
     label: np.ndarray, classes: int, positions: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts int64 (classes,) and sampled (row, column) uint16 (n, 2), by class, of a label uint8 (H, W) of train ids.
+    """Counts int64 (classes,) and sampled (row, column) uint16 (n, 2), sorted by class.
 
-    Of each class min(its pixels, `positions`) different pixels, every subset of that size equally likely: what a
-    reservoir keeps. Instead of passing each pixel through reservoirs, it draws which of a class's pixels they are,
-    and then looks for those only in the bands of the image where the counts say that they are.
+    `label` is uint8 (H, W) train ids. Each class gets min(its pixels, `positions`) different pixels; every subset of
+    that size is equally likely, as in reservoir sampling. To be faster than reservoirs, the function first counts the
+    pixels, then draws which of a class's pixels to keep, and searches only the bands that contain them.
     """
     assert label.dtype == np.uint8 and max(label.shape) <= 1 << 16, f"{label.dtype}, {label.shape}"
     flat = np.ascontiguousarray(label).reshape(-1)
@@ -132,7 +131,7 @@ def index_label(
 
 
 class _IndexedLabels(Dataset):
-    """image -> `index_label` of its label, with a random stream of its own."""
+    """image -> `index_label` of its label; every image has its own random stream."""
 
     def __init__(self, dataset: SegmentationDataset, positions: int, skip_unreadable: bool):
         self.dataset = dataset
@@ -156,7 +155,7 @@ class _IndexedLabels(Dataset):
 def _make(
     labels: _IndexedLabels, folder: Path, workers: int | None, progress: Callable[[int, int], None] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts and places of all images, in parts of which those that lie in `folder` are not made again."""
+    """Counts and places of all images, made in parts. Parts that `folder` already holds are read from there."""
     parts = {start: range(start, min(start + _PART, len(labels))) for start in range(0, len(labels), _PART)}
     done = {start: kept for start in parts if (kept := _read(folder / f"{start:08d}.npz")) is not None}
     todo = [image for start, images in parts.items() if start not in done for image in images]
@@ -177,7 +176,7 @@ def _make(
 
 
 def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """The arrays of a file that `_write` wrote; None where there is none, or a damaged one."""
+    """The arrays of a file that `_write` wrote; None if the file is missing or damaged."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return arrays["counts"], arrays["places"]
@@ -186,7 +185,7 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
-    """Writes beside `file`, then renames: nobody sees half an index, and of two equal ones either may stay."""
+    """Writes a temporary file, then renames it: no reader sees half an index, and two writers write the same."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.stem}-{uuid.uuid4().hex}.npz")
     try:
@@ -198,18 +197,18 @@ def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes the parts."""
+    """Removes the parts and their folder."""
     for file in folder.glob("[0-9]*.npz"):
         file.unlink(missing_ok=True)
     try:
         folder.rmdir()
     except OSError:
-        pass  # a killed process left something there, or on a file system without locks another one still writes
+        pass  # a killed process left a file there or, without locks, another process is still writing
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One process at a time; the system releases it when a process dies. Without locks they do the same work twice."""
+    """Admits one process at a time, until it ends or dies. Without file locks, processes do the same work twice."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:

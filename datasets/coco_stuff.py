@@ -1,4 +1,4 @@
-"""COCO-Stuff (2017): photographs with 91 stuff classes, read from COCO's archives and either of its label archives."""
+"""COCO-Stuff (2017): photographs with 91 stuff classes. Labels come from either of COCO's two label archives."""
 
 import colorsys
 import os
@@ -9,7 +9,7 @@ from datasets.layout import Layout, list_files
 from datasets.reading import RESTORE
 from datasets.segmentation import Files, SegmentationDataset
 
-# In the official splits, by the list of images.
+# Official split sizes, for each list of images.
 IMAGES = {
     "challenge": {"train": 40000, "val": 5000, "test": 40670},
     "full": {"train": 118287, "val": 5000, "test": 40670},
@@ -17,10 +17,10 @@ IMAGES = {
 LISTS = tuple(IMAGES)
 
 _WITHHELD = "test"
-_FIRST_ID, _OTHER_ID = 92, 183  # of the stuff classes and of "other", which is every thing
+_FIRST_ID, _OTHER_ID = 92, 183  # the first stuff class, and "other", which stands for all things
 _THING_IDS = range(1, _FIRST_ID)
 
-# Ids 92-182 in order; the order is the train id. Source: the official label list.
+# Ids 92-182 in order; the position is the train id. Source: the official label list.
 _CLASSES = tuple(
     """
     banner blanket branch bridge building-other bush cabinet cage cardboard carpet ceiling-other ceiling-tile cloth
@@ -39,25 +39,26 @@ _LAYOUT = Layout(
     tree="""
 DIR/train2017/*.jpg                                  (or DIR/images/train2017/, ...)
 DIR/val2017/*.jpg
-DIR/test2017/*.jpg                                   to predict only, it has no labels
-DIR/annotations/deprecated-challenge2017/train-ids.txt, val-ids.txt      for data.lists=challenge
+DIR/test2017/*.jpg                                   for predictions only: it has no labels
+DIR/annotations/deprecated-challenge2017/train-ids.txt, val-ids.txt      for lists=challenge
 DIR/annotations/stuff_train2017_pixelmaps/*.png      or   DIR/stuffthingmaps/train2017/*.png
 DIR/annotations/stuff_val2017_pixelmaps/*.png             DIR/stuffthingmaps/val2017/*.png
 """,
     source=(
-        "unpack train2017.zip, val2017.zip and stuff_annotations_trainval2017.zip into one folder, then the two "
-        "stuff_*_pixelmaps.zip of the latter where they lie (docs/data.md)"
+        "unpack train2017.zip, val2017.zip and stuff_annotations_trainval2017.zip into one folder, then, inside "
+        "annotations/, the two stuff_*_pixelmaps.zip (docs/data.md)"
     ),
 )
 
 
 def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) -> ClassTable:
-    """The 91 stuff classes, and "other" (all things) as a 92nd where `other_class`; else its pixels are ignored.
+    """The 91 stuff classes. `other_class` adds "other" (all things) as the 92nd; otherwise its pixels are ignored.
 
-    The paper counts the 91, the official score "other" as well: its pixels can be told from unlabelled ones either way.
-    Label files hold COCO's ids: 92-182, 183 = other, 0 = unlabelled. Those of `stuffthingmaps` hold id - 1, the things
-    as ids 1-91 of their own, and 255 = unlabelled. Predictions are COCO's ids in both cases. There are no official
-    colours (the palette inside the challenge's files is a shuffled colour map): ours are made up.
+    The paper counts the 91 classes, the official score counts "other" too; so `official_only` keeps "other" apart from
+    unlabelled pixels in both cases. Label files hold COCO's ids: 92-182, 183 = other, 0 = unlabelled. The files of
+    `stuffthingmaps` hold id - 1, give each thing its own id (1-91), and mark unlabelled pixels with 255. Predictions
+    always hold COCO's ids. There are no official colours (the palette inside the challenge's files is a shuffled
+    colour map), so the palette is our own.
     """
     stuff = {_FIRST_ID + train_id: train_id for train_id in range(len(_CLASSES))}
     other = len(_CLASSES) if other_class else 255
@@ -87,14 +88,14 @@ def coco_stuff(
 ) -> SegmentationDataset:
     """COCO-Stuff's split "train", "val" (5000 images) or "test" (40670 images without labels).
 
-    `lists`: "challenge" has the 40000 training and 5000 validation images of the 2017 challenge, "full" all images of
-    the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel maps
-    where they are there, else `stuffthingmaps`: both give the same. `other_class` as in `coco_stuff_classes`. Raises
-    ValueError where the folder, the split, a list, every image, or (`strict`) an image that the list names or an
-    image's label is missing.
+    `lists`: "challenge" selects the 40000 training and 5000 validation images of the 2017 challenge, "full" all images
+    in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
+    maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class` as in
+    `coco_stuff_classes`. Raises ValueError if the folder, the split, a list or all images are missing, or (`strict`)
+    an image that the list names or the label of an image.
     """
     if lists not in LISTS:
-        raise ValueError(f"data.lists={lists}: expected one of {', '.join(LISTS)}")
+        raise ValueError(f"lists={lists}: expected one of {', '.join(LISTS)}")
     root = _LAYOUT.check(root, split)
     images = _images(root, split)
     if split == _WITHHELD:
@@ -117,10 +118,10 @@ def _images(root: Path, split: str) -> dict[str, Path]:
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
-    """The label files by name, their folder, and whether they are `stuffthingmaps`."""
+    """The label files by image name, their folder, and whether they are `stuffthingmaps`."""
     name = f"{split}2017"
     pixel_maps = [root / "annotations" / f"stuff_{name}_pixelmaps", root / f"stuff_{name}_pixelmaps"]
-    # The archive holds train2017/ and val2017/: depending on where it is unpacked, they are those of the images.
+    # The archive holds train2017/ and val2017/. Unpacked beside the images, they are the same folders as the images'.
     above = (root / "stuffthingmaps", root / "stuffthingmaps_trainval2017", root / "annotations", root, root / "images")
     stuffthingmaps = [folder / name for folder in above]
     for folder in (*pixel_maps, *stuffthingmaps):
@@ -138,13 +139,13 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
 
 
 def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> list[str]:
-    """The names of the challenge's list, a text file with one image id per line; `strict`: all are in `images`."""
+    """Image names in the challenge's list, one id per line. ValueError if all or (`strict`) any are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
     if file is None:
         raise _LAYOUT.error(
-            f"coco_stuff: data.lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing "
-            "(data.lists=full uses all images instead)",
+            f"coco_stuff: lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing (lists=full uses "
+            "all images instead)",
             root,
             archives=("stuff_annotations_trainval2017.zip",),
         )
@@ -167,7 +168,7 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> li
 
 
 def _colours(count: int) -> tuple[tuple[int, int, int], ...]:
-    """Distinct RGB colours, the same ones every time: hues in steps of the golden ratio, in three kinds of strength."""
+    """Distinct RGB colours, always the same: hues in steps of the golden ratio, with three pairs of strengths."""
     strengths = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, brightness)
     colours = []
     for index in range(count):

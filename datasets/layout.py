@@ -1,4 +1,4 @@
-"""Finding a dataset's files on disk: each check that fails names what is missing, shows the layout, says the fix."""
+"""Finds a dataset's files on disk. Every error names what is missing, shows the expected layout and says the fix."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 class Layout:
-    """Where a dataset called `name` keeps its files. `tree` is the picture of its folders that the errors print."""
+    """Where the dataset `name` keeps its files. Errors print `tree`, its folders, and `source`, how to get them."""
 
     def __init__(self, name: str, splits: Sequence[str], tree: str, source: str):
         self.name = name
@@ -19,22 +19,22 @@ class Layout:
         self.source = source
 
     def check(self, root: str | os.PathLike | None, split: str) -> Path:
-        """The existing root folder as a Path; ValueError for a missing root or an unknown split."""
+        """The root folder as a Path. ValueError if it does not exist or the split is unknown."""
         if split not in self.splits:
             raise ValueError(f"split {split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}")
         if root is None or str(root) == "":
-            raise self.error(f"data.root is not set; {self.name} needs the folder that holds its files", None)
+            raise self.error(f"no folder is given; {self.name} needs the folder that holds its files", None)
         root = Path(root).expanduser()
         if not root.is_dir():
             packed = ", but an archive: unpack it first" if root.name.lower().endswith(_ARCHIVES) else ""
-            raise self.error(f"data.root={root} is not an existing folder{packed}", None)
+            raise self.error(f"{root} is not an existing folder{packed}", None)
         return root
 
     def error(self, problem: str, root: Path | None, archives: Sequence[str] = ()) -> ValueError:
-        """ValueError that states the problem, what lies in `root` instead, the expected tree and the fix.
+        """A ValueError that states the problem, what `root` holds instead, the expected tree and the fix.
 
-        Names the archive that was left packed in `root` or a folder in it: the first of `archives` that is there, or,
-        where none is given, whatever lies there.
+        It also names an archive that still lies packed in `root` or in one of its folders: the first of `archives`
+        that is found or, if `archives` is empty, up to three of any name.
         """
         found = ""
         if root is not None:
@@ -47,22 +47,19 @@ class Layout:
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
         return ValueError(
             f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\n"
-            f"Fix: {self.source} and set data.root=DIR to the folder at the top of this layout."
+            f"Fix: {self.source} and give the folder at the top of this layout."
         )
 
     def images(
         self, root: Path, folder: Path, suffixes: Sequence[str], archives: Sequence[str] = ()
     ) -> dict[str, Path]:
-        """{stem without suffix: path} of the files in `folder` that end in one of `suffixes`, sorted by stem.
-
-        ValueError for a missing folder; `archives` may hold it, as in `error`.
-        """
+        """`list_files` of a folder below `root`. ValueError if it is missing; `archives` as in `error`."""
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives)
         return list_files(folder, suffixes)
 
     def require_any(self, found: Mapping[str, Path], root: Path, looked_for: str, split: str) -> None:
-        """ValueError if a split has no image at all."""
+        """ValueError if a split has no images."""
         if not found:
             raise self.error(f"{self.name}: no images in split {split!r}, looked for {looked_for}", root)
 
@@ -74,10 +71,10 @@ class Layout:
         looked_for: str,
         strict: bool = True,
     ) -> list[Files]:
-        """Each image with its label, by stem. ValueError names the first images without one and counts them.
+        """Each image with its label, matched by stem. ValueError names the first images without a label and counts all.
 
-        Not `strict`: images without a label and labels without an image are there too, with None in the place of the
-        other, to be reported one by one. ValueError only where no image has its label.
+        Not `strict`: images without a label and labels without an image are returned too, with None for the missing
+        file, so that the caller can report them one by one. ValueError only if no image has its label.
         """
         missing = [stem for stem in images if stem not in labels]
         if len(missing) == len(images) or (strict and missing):
@@ -91,7 +88,7 @@ class Layout:
 
 
 def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
-    """{stem without suffix: path} of the files in `folder` that end in one of `suffixes`, sorted by stem."""
+    """{stem: path} of the files in `folder` with one of `suffixes`, sorted. ValueError if two files share a stem."""
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:

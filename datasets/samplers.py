@@ -1,4 +1,4 @@
-"""Which images each training step sees. A run is one stream of steps, so that resuming is starting later in it."""
+"""Which images each training step sees. A run is one stream of steps; resuming starts later in that stream."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,40 +9,40 @@ from datasets.class_index import ClassIndex
 from datasets.loading import Draw
 
 
-def minibatches_per_epoch(images: int, crops_per_minibatch: int) -> int:
-    """Full minibatches in one pass over `images`. ValueError where there is none."""
+def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "crops_per_minibatch") -> int:
+    """Full minibatches in one pass over `images`. If there is none, ValueError names the setting `key`."""
     if crops_per_minibatch < 1:
-        raise ValueError(f"data.crops_per_minibatch={crops_per_minibatch} must be at least 1")
+        raise ValueError(f"{key}={crops_per_minibatch} must be at least 1")
     if images < crops_per_minibatch:
         raise ValueError(
-            f"data.crops_per_minibatch={crops_per_minibatch} is more than the {images} images of the training "
-            f"split, so that no minibatch is full; set data.crops_per_minibatch to at most {images}"
+            f"{key}={crops_per_minibatch} is more than the {images} images of the training split, so no minibatch is "
+            f"full; set {key} to at most {images}"
         )
     return images // crops_per_minibatch
 
 
 def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
-    """Indices of the images that one of `world_size` processes evaluates: over all of them every image exactly once.
+    """Indices of the images that one of `world_size` ranks evaluates; together the ranks evaluate each image once.
 
-    Nothing is padded, so that the shards' sizes differ by up to one, and some are empty where images are few.
+    Shards are not padded: their sizes differ by at most one, and some are empty if there are fewer images than ranks.
     """
     assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
     return range(rank, images, world_size)
 
 
 def minibatch_share(crops_per_minibatch: int, rank: int, world_size: int) -> range:
-    """Which crops of a minibatch a rank has: equal shares, or shares that differ by one."""
+    """Positions of a rank's crops in a minibatch. The ranks' shares are equal or differ by one."""
     return range(rank * crops_per_minibatch // world_size, (rank + 1) * crops_per_minibatch // world_size)
 
 
 class _Minibatches(Sampler):
-    """Deals every epoch's list of `images` keys out in minibatches, and each minibatch to the ranks.
+    """Splits every epoch's list of `images` keys into minibatches, and each minibatch between the ranks.
 
-    Where a minibatch cannot be divided equally the ranks' shares differ by one crop, the same in every minibatch.
+    If a minibatch cannot be divided equally, the ranks' shares differ by one crop, in the same way in every minibatch.
 
-    Iterating yields, for each step `start_step … steps - 1` of the run, this rank's keys. The list depends on
-    (seed, epoch) only; what does not fill a last minibatch is left out of that epoch. Meant as the `batch_sampler` of
-    a DataLoader over `TrainingCrops`.
+    Iterating yields this rank's keys for each step `start_step … steps - 1` of the run. An epoch's list depends only on
+    (seed, epoch); keys that do not fill a last minibatch are dropped. Use it as the `batch_sampler` of a DataLoader
+    over `TrainingCrops`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class _Minibatches(Sampler):
         assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
         if crops_per_minibatch < world_size:
             raise ValueError(
-                f"data.crops_per_minibatch={crops_per_minibatch} cannot be divided over {world_size} processes: "
+                f"crops_per_minibatch={crops_per_minibatch} cannot be divided over {world_size} processes: "
                 f"expected at least one crop for each; start fewer processes"
             )
         self.images = images
@@ -72,7 +72,7 @@ class _Minibatches(Sampler):
         self.world_size = world_size
 
     def keys(self, epoch: int) -> Sequence[tuple]:
-        """The whole epoch's list, the same on every rank."""
+        """The list of the whole epoch. It is the same on every rank."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -96,23 +96,23 @@ class ShuffledMinibatches(_Minibatches):
         return [(epoch, index) for index in self.order(epoch)]
 
     def order(self, epoch: int) -> list[int]:
-        """The permutation of all images in an epoch."""
+        """The epoch's permutation of all images."""
         return _generator(self.seed, epoch, stream=0).permutation(self.images).tolist()
 
 
 class ClassUniformMinibatches(_Minibatches):
     """The paper's class-uniform sampling (section 4.2): rare classes are shown as often as frequent ones.
 
-    Of the draws of an epoch, as many as the split has images, `fraction` are class-uniform: a class, an image that
-    contains it, a pixel of the class, a crop that contains the pixel. The rest are images without repetition, as in
-    uniform sampling, at random places in between. Keys are `Draw`.
+    An epoch has as many draws as the split has images. A share `fraction` of them is class-uniform: draw a class, an
+    image that contains it, a pixel of the class, then a crop that contains the pixel. The other draws are images
+    without repetition, as in uniform sampling, at random positions of the list. Keys are `Draw`.
 
-    Classes come in rounds that hold each one once, in random order, so that their counts differ by at most one in the
-    epoch's list and in every beginning of it, such as the part that fills minibatches; likewise a class goes through
-    the images that contain it before one comes again. Classes without pixels are not drawn.
+    Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
+    by at most one, in the whole list and in any first part of it, such as the part that fills minibatches. Likewise, a
+    class uses all images that contain it before it uses one again. Classes without pixels are not drawn.
 
     Raises:
-        ValueError: no class has a pixel, or the minibatches have fewer crops than ranks or more than images.
+        ValueError: no class has a pixel, or a minibatch has fewer crops than there are ranks or more than images.
     """
 
     def __init__(
@@ -134,8 +134,8 @@ class ClassUniformMinibatches(_Minibatches):
         absent = index.absent()
         if not len(self.present):
             raise ValueError(
-                f"sampler=class_uniform: none of the {len(absent)} classes has a labelled pixel in the training "
-                "split; check the labels, or choose sampler=uniform"
+                f"class-uniform sampling: none of the {len(absent)} classes has a labelled pixel in the training "
+                "split; check the labels, or choose uniform sampling"
             )
 
     def keys(self, epoch: int) -> list[Draw]:
@@ -153,7 +153,7 @@ class ClassUniformMinibatches(_Minibatches):
         return draws
 
     def _class_uniform(self, count: int, rng: np.random.Generator) -> list[tuple[int, int, tuple[int, int]]]:
-        """`count` times (class, image, pixel)."""
+        """`count` draws of (class, image, pixel)."""
         classes = _rounds(self.present, count, rng)
         images = np.empty(count, np.intp)
         for class_id in self.present:
@@ -168,12 +168,12 @@ class ClassUniformMinibatches(_Minibatches):
 
 
 def _rounds(items: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`count` items: permutations of all of them, one after the other, the last one cut off."""
+    """The first `count` items of an endless series of permutations of `items`."""
     rounds = [rng.permutation(items) for _ in range(-(-count // len(items)))]
     return np.concatenate(rounds)[:count] if rounds else items[:0]
 
 
 def _generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
-    # The spawn key keeps these streams apart from those of the crops, which are seeded by (seed, epoch, index): numpy
-    # takes (seed, epoch) and (seed, epoch, 0) for the same seed.
+    # Crops are seeded by (seed, epoch, index), and numpy treats (seed, epoch) and (seed, epoch, 0) as the same seed.
+    # The spawn key makes this stream a different one.
     return np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(stream,)))

@@ -1,4 +1,4 @@
-"""Drawn street scenes in the official Cityscapes layout: a small data set, written to disk once, then read as such."""
+"""Drawn street scenes in the Cityscapes layout: a small data set, written to disk once and then read as Cityscapes."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from datasets.cityscapes import cityscapes
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
 
-IMAGES = {"train": 200, "val": 40}  # unless told otherwise
+IMAGES = {"train": 200, "val": 40}  # by default
 
-_VERSION = 1  # raise it with every change of the pictures: the cache is keyed by it
+_VERSION = 1  # part of the cache's name; raise it with every change of the pictures
 _MARKER = "synthetic-streets.json"
 _CITIES = {"train": ("drawnburg", "inkstadt"), "val": ("sketchheim",)}
 
@@ -29,10 +29,10 @@ def synthetic(
 ) -> SegmentationDataset:
     """Split "train" or "val" of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
 
-    `images` = (train, val). The pictures are written the first time, into `root`, which must be missing, empty or
-    written by this function; without a root into the user's cache folder. They depend on `images` and `seed` only.
-    Raises ValueError for another split, a root that holds something else, or files that are missing in it (labels:
-    `strict`).
+    `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
+    or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
+    `seed`. Raises ValueError for an unknown split, for a root that holds other files or cannot be written, or if all
+    images or (`strict`) any label is missing.
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
@@ -43,8 +43,8 @@ def synthetic(
     written = json.loads((folder / _MARKER).read_text())
     if written != settings:
         raise ValueError(
-            f"data.root={folder} holds synthetic streets written with {written}, expected {settings}. "
-            "Choose another data.root, or leave it empty to use the cache folder."
+            f"{folder} holds synthetic streets written with {written}, expected {settings}. "
+            "Choose another folder, or give none to use the cache folder."
         )
     streets = cityscapes(folder, split, strict)
     return SegmentationDataset(
@@ -53,7 +53,7 @@ def synthetic(
 
 
 def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
-    """Draws `images` = {split: count} scenes into `folder` in the layout of Cityscapes."""
+    """Draws scenes into `folder`, in the layout of Cityscapes. `images`: {split: number of scenes}."""
     for split_number, (split, count) in enumerate(images.items()):
         for index in range(count):
             rng = np.random.default_rng([seed, split_number, index])
@@ -71,13 +71,13 @@ def _cache_folder(settings: dict) -> Path:
 
 
 def _write_once(folder: Path, settings: dict) -> None:
-    """Writes beside `folder`, then renames: nobody sees half a data set, and of two writers one wins."""
+    """Writes a temporary folder, then renames it: no reader sees half a data set, and one of two writers wins."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if (folder / _MARKER).is_file():  # another process has written it meanwhile
+        if (folder / _MARKER).is_file():  # written by another process in the meantime
             return
         raise ValueError(
-            f"data.root={folder} exists and was not written by the synthetic data set (it has no {_MARKER}); expected "
-            "a new or empty folder. Choose another data.root, or leave it empty to use the cache folder."
+            f"{folder} exists and was not written by the synthetic data set (it has no {_MARKER}); expected a new or "
+            "empty folder. Choose another folder, or give none to use the cache folder."
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -88,12 +88,12 @@ def _write_once(folder: Path, settings: dict) -> None:
             try:
                 streets.rename(folder)
             except OSError:
-                if not (folder / _MARKER).is_file():  # not another process that was quicker
+                if not (folder / _MARKER).is_file():  # otherwise another process was faster
                     raise
     except OSError as error:
         raise ValueError(
             f"the synthetic data set cannot be written to {folder} ({error}); expected a writable folder with 20 MB "
-            "free. Set data.root=DIR to one."
+            "free. Give another folder."
         ) from error
 
 

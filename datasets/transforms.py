@@ -1,8 +1,8 @@
 """The paper's training augmentation (section 4.2): flip with probability 0.5, scale in 0.7-2.0, then crop.
 
-Scaling and cropping are one step that computes only the pixels of the crop. It gives what resizing the whole image
-and then cropping gives, because the crop keeps its sub-pixel position: pixel centres lie at half-integers, so pixel x
-of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
+Scaling and cropping are one step, which computes only the pixels of the crop. The result equals resizing the whole
+image and then cropping it, because the crop keeps its sub-pixel position: pixel centres lie at half-integers, so pixel
+x of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
 """
 
 import math
@@ -17,9 +17,10 @@ import torch
 class ColourJitter:
     """Random changes of brightness, contrast, saturation and hue, in random order: torchvision's ColorJitter.
 
-    Its functions with our random numbers: its own come from torch's global generator, and would depend on the worker.
-    `brightness`, `contrast`, `saturation`: s for factors between max(0, 1 - s) and 1 + s. `hue`: at most 0.5, for
-    shifts between -hue and hue turns of the colour circle.
+    It uses torchvision's functions but its own random numbers: torchvision draws them from torch's global generator,
+    so they would depend on the worker. `brightness`, `contrast`, `saturation`: a value s gives factors between
+    max(0, 1 - s) and 1 + s. `hue`: shifts between -hue and hue turns of the colour circle, at most 0.5.
+    ValueError for a value out of range.
     """
 
     brightness: float = 0.0
@@ -32,11 +33,11 @@ class ColourJitter:
             strength = getattr(self, name)
             if not 0 <= strength <= most:
                 limit = "" if most == math.inf else f" and at most {most}"
-                raise ValueError(f"data.colour_jitter.{name}={strength} must be at least 0{limit}")
+                raise ValueError(f"{name}={strength} must be at least 0{limit}")
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """image uint8 (H, W, 3) RGB -> another of the same shape and type."""
-        from torchvision.transforms.v2 import functional  # takes as long to import as torch, and few need it
+        """image uint8 (H, W, 3) RGB -> a new image of the same shape and type."""
+        from torchvision.transforms.v2 import functional  # takes as long to import as torch, and few runs need it
 
         changes = []
         for name in ("brightness", "contrast", "saturation"):
@@ -56,10 +57,10 @@ class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
-    mirroring left to right. `base_size`: pixels of the longest side at scale 1; None is the image's own. `fill`: RGB
-    (0-255) of the padding where the scaled image is smaller than the crop; with the mean of the normalisation the
-    padding is zero for the network. There, the label is `ignore_index`. `colour_jitter` changes the colours of the
-    scaled image, but not the padding.
+    mirroring left to right. `base_size`: length of the longest side at scale 1, in pixels; None keeps the image's size.
+    `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
+    normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
+    colours of the scaled image, but not the padding. ValueError for a value out of range.
     """
 
     def __init__(
@@ -73,13 +74,11 @@ class TrainingTransform:
         colour_jitter: ColourJitter | None = None,
     ):
         if min(crop_size) < 1:
-            raise ValueError(
-                f"data.crop_size={tuple(crop_size)} must be two positive numbers of pixels (height, width)"
-            )
+            raise ValueError(f"crop_size={tuple(crop_size)} must be two positive numbers of pixels (height, width)")
         if not 0 < scale[0] <= scale[1]:
-            raise ValueError(f"data.scale={tuple(scale)} must be a range (low, high) with 0 < low <= high")
+            raise ValueError(f"scale={tuple(scale)} must be a range (low, high) with 0 < low <= high")
         if not 0 <= flip <= 1:
-            raise ValueError(f"data.flip={flip} must be a probability between 0 and 1")
+            raise ValueError(f"flip={flip} must be a probability between 0 and 1")
         self.crop_size = tuple(crop_size)
         self.scale = tuple(scale)
         self.flip = flip
@@ -97,14 +96,14 @@ class TrainingTransform:
     ) -> tuple[np.ndarray, np.ndarray]:
         """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous.
 
-        `pixel`: (row, column) in `image` that the crop must contain; it then lies at a random place in the crop. Either
-        may be anything that has a shape and gives an array where it is sliced: that happens once.
+        `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `image` and `label`
+        need only a shape and slicing that returns an array; each is sliced once.
         """
         scaled_size, offset, mirrored = self.draw(image.shape[:2], rng, pixel)
         image, label = scale_and_crop(
             image, label, scaled_size, offset, self.crop_size, fill=self.fill, ignore_index=self.ignore_index
         )
-        if self.colour_jitter is not None:  # drawn last, so that the crops are those that there are without it
+        if self.colour_jitter is not None:  # drawn last, so that jitter does not change the choice of crops
             covered = tuple(
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)
             )
@@ -116,7 +115,7 @@ class TrainingTransform:
     def draw(
         self, size: tuple[int, int], rng: np.random.Generator, pixel: tuple[int, int] | None = None
     ) -> tuple[tuple[int, int], tuple[int, int], bool]:
-        """For an image of `size` (H, W): its scaled size, where the crop begins in that (top, left), and the flip."""
+        """Draws, for an image of `size` (H, W), its scaled size, the crop's offset in it (top, left), and the flip."""
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
         scaled_size = scaled(size, scale * base_scale(size, self.base_size))
@@ -128,17 +127,17 @@ class TrainingTransform:
 
 
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
-    """(H, W) in pixels times a factor, rounded, at least 1x1."""
+    """(H, W) in pixels times a factor, rounded; at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
 def at_scale(pixel: int, original: int, size: int) -> int:
-    """Along one axis: the pixel of the scaled image in which the centre of an original pixel lies."""
+    """Along one axis: the pixel of the scaled image that contains the centre of an original pixel."""
     return (2 * pixel + 1) * size // (2 * original)
 
 
 def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[int, int]:
-    """Along one axis: where the crop may start, half open. It lies in the scaled image, or around a smaller one."""
+    """Along one axis: the half-open range of the crop's start. The crop lies inside the scaled image or contains it."""
     low, high = min(0, size - crop), max(0, size - crop)
     if pixel is not None:
         place = at_scale(pixel, original, size)
@@ -147,7 +146,7 @@ def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[in
 
 
 def base_scale(size: tuple[int, int], base_size: int | None) -> float:
-    """The factor that makes the longest side of (H, W) `base_size` pixels; 1 where that is None."""
+    """The factor that makes the longest side of (H, W) `base_size` pixels long; 1 if `base_size` is None."""
     return 1.0 if base_size is None else base_size / max(size)
 
 
@@ -162,8 +161,8 @@ def scale_and_crop(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The window of `crop_size` at `offset` (top, left; may be negative) of the image resized to `scaled_size`.
 
-    image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. What lies outside the resized image is padding.
-    Each is sliced once, to the pixels that are needed, so that one which is read where it is sliced is read there only.
+    image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. Pixels outside the resized image are padding.
+    Each is sliced once, to the pixels that are needed: if slicing reads from a file, only those pixels are read.
     """
     rows, cols = (
         _Window(original, size, start, crop)
@@ -190,11 +189,11 @@ def scale_and_crop(
 
 
 class _Window:
-    """Along one axis: which pixels of the crop the scaled image covers, and where those lie in the original image.
+    """Along one axis: the pixels of the crop that the scaled image covers, and their positions in the original image.
 
-    `first`, `last`: the covered pixels of the crop, half open. `needed`: the original pixels that they are made from;
-    the others count from its start. `step`, `start`: pixel `first + i` has the coordinate `start + i * step`.
-    `nearest`: index of the original pixel nearest to each one.
+    `first`, `last`: half-open range of the covered pixels. `needed`: slice of the original pixels that they are made
+    from; the positions below count from its start. `step`, `start`: covered pixel i lies at `start + i * step`.
+    `nearest`: for each covered pixel, the index of the nearest original pixel.
     """
 
     def __init__(self, original: int, size: int, offset: int, crop: int):
@@ -203,12 +202,12 @@ class _Window:
         self.step = original / size
         start = (self.first + offset + 0.5) * self.step - 0.5
         end = start + (self.last - self.first - 1) * self.step
-        # floor((x + 0.5) * original / size), asked of OpenCV itself: where that falls between two pixels the choice is
-        # arbitrary, and this way it is the one that resizing the whole label makes.
+        # floor((x + 0.5) * original / size), computed by OpenCV itself: if the position lies exactly between two
+        # pixels the choice is arbitrary, and this way it is the same as in resizing the whole label.
         indices = np.arange(original, dtype=np.float32)[None]
         everywhere = cv2.resize(indices, (size, 1), interpolation=cv2.INTER_NEAREST_EXACT)[0]
         nearest = everywhere[self.first + offset : self.last + offset].astype(np.intp)
-        # Between floor and ceiling of the coordinates; one more at each end, as rounding may move them.
+        # Between floor and ceiling of the coordinates, and one more at each end because rounding may move them.
         self.needed = slice(max(0, math.floor(start) - 1), min(original, math.floor(end) + 3))
         self.start = start - self.needed.start
         self.nearest = nearest - self.needed.start

@@ -1,4 +1,4 @@
-"""Checks of a whole split: `verify` before the first training step, `inspect` once, of every byte."""
+"""Checks a whole split: `verify` runs before every training, `inspect` decodes every file and is run by hand."""
 
 import os
 import re
@@ -16,18 +16,18 @@ from torch.utils.data import Dataset
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.fingerprint import fingerprint
-from datasets.parallel import in_order
 from datasets.reading import RESTORE, decode_image, read_size
 from datasets.segmentation import SegmentationDataset, size_mismatch
+from datasets.workers import in_order
 
-_CHECKS = 2  # raise it with every change of the checks: what was remembered is then checked again
+_CHECKS = 2  # raise it with every change of the checks: then all data is checked again
 _SHOWN = 5
-# What libjpeg prints when the pixels suffer. It also prints what is harmless, and then the pixels come as they should.
+# Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
 
 
 class Problem(NamedTuple):
-    """`kind`: "unreadable image", "unknown ids", …, the same for all problems alike. `message` names the file."""
+    """`kind` groups similar problems: "unreadable image", "unknown ids", …. `message` names the file."""
 
     kind: str
     message: str
@@ -37,8 +37,8 @@ class Problem(NamedTuple):
 class Inspection:
     """What `inspect` found.
 
-    `problems`: in the order of the files. Of the labels that can be read: `pixels`, int64 (classes,), and `images`,
-    int64 (classes,), which contain the class; `ignored`, pixels of no class.
+    `problems` are in the order of the files. The counts cover all labels that can be read: `pixels`, int64 (classes,),
+    pixels of each class; `images`, int64 (classes,), images that contain the class; `ignored`, pixels of no class.
     """
 
     problems: tuple[Problem, ...]
@@ -50,12 +50,13 @@ class Inspection:
 def verify(
     dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Checks every image and label of a split; ValueError lists the first offenders and counts all.
+    """Checks every image and label of a split. ValueError lists the first problems and counts all.
 
-    Images and files of instances: readable header, complete file, the label's size; their pixels are not decoded.
-    Labels: decoded, every id in the class table. `workers` processes (default: one per core; 0: none but this one);
-    `progress(done, total)` after each image. Success is remembered in the cache folder under the paths, sizes and
-    modification times of all files; where that folder cannot be written the check just runs every time.
+    Images and instance files must have a readable header, a complete file and the size of the label; their pixels are
+    not decoded. Labels are decoded, and every id must be in the class table. `workers`: number of processes (default:
+    one per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder
+    remembers success for the present paths, sizes and modification times of all files. If it cannot be written, the
+    check runs every time.
     """
     remembered = cache_folder() / "verified" / fingerprint(dataset, version=_CHECKS)
     if remembered.is_file():
@@ -76,19 +77,20 @@ def verify(
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.touch()
     except OSError:
-        pass  # a read-only home: nothing is lost but the time of the next check
+        pass  # a read-only home only costs the time of the next check
 
 
 def inspect(
     dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Inspection:
-    """Checks every image and label of a split as `verify` does, but decodes all pixels, and counts the labels'.
+    """Checks every image and label of a split as `verify` does, but decodes all pixels and counts the label pixels.
 
-    Reports whatever it finds and never raises for a file. The dataset need not be strict: images without labels and
-    labels without images are problems. A PNG carries check sums, so that any damage is found; a JPEG does not, and
-    what is found is what leaves its decoder without a sensible code, too early or too late at the end.
+    Problems are returned; no file makes it raise. The dataset need not be strict: images without labels and labels
+    without images are problems too. PNG files have check sums, so any damage is found. JPEG files have none: damage is
+    found only if the decoder meets an invalid code, or the data ends too early or too late.
 
-    `workers` processes (default: one per core; 0: none but this one); `progress(done, total)` after each image.
+    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
+    after each image.
     """
     classes = len(dataset.classes)
     problems = _unpaired(dataset)
@@ -103,7 +105,7 @@ def inspect(
 
 
 class _Checked(Dataset):
-    """image -> its problems, without its pixels."""
+    """image -> its problems; image pixels are not decoded."""
 
     def __init__(self, dataset: SegmentationDataset):
         self.dataset = dataset
@@ -114,16 +116,16 @@ class _Checked(Dataset):
 
 
 class _Inspected(Dataset):
-    """image -> its problems, and int64 (256,) pixels of each train id."""
+    """image -> its problems and the number of pixels of each train id, int64 (256,)."""
 
     def __init__(self, dataset: SegmentationDataset):
         self.dataset = dataset
 
     def __getitem__(self, index: int) -> tuple[list[Problem], np.ndarray]:
         try:
-            with _printed_by_decoders():  # what they say of labels comes as an error as well
+            with _printed_by_decoders():  # not shown: a bad label raises an error as well
                 problems, label = _check(self.dataset, index, _decoded_size, self.dataset.read_label)
-        except Exception as error:  # nobody knows all files: the others are to be checked in any case
+        except Exception as error:  # a file that nobody foresaw must not stop the check of the others
             problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
             problems, label = [problem], None
         return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
@@ -135,9 +137,10 @@ def _check(
     size_of: Callable[[Path], tuple[int, int]],
     read_label: Callable[[int], np.ndarray],
 ) -> tuple[list[Problem], np.ndarray | None]:
-    """What is wrong with one image and its label files, and the label, train ids uint8 (H, W), where it can be read.
+    """The problems of one image and its label files, and the label, train ids uint8 (H, W), or None if unreadable.
 
-    `size_of` reads the image or the instances: (width, height). Like `read_label`, it raises ValueError for a bad file.
+    `size_of` returns (width, height) of the image or of the instance file. It and `read_label` raise ValueError for a
+    bad file.
     """
     entry = dataset.files[index]
     problems, image_size, label = [], None, None
@@ -168,7 +171,7 @@ def _check(
 
 
 def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
-    """Images without a label, in a split with labels, and labels without an image."""
+    """Images without a label (only in a split with labels) and labels without an image."""
     labelled = any(entry.label is not None for entry in dataset.files)
     without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
     without_image = [entry.label for entry in dataset.files if entry.image is None]
@@ -179,7 +182,7 @@ def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
 
 
 def _decoded_size(path: Path) -> tuple[int, int]:
-    """(width, height) of an image whose pixels were all decoded; ValueError also where the decoder complains."""
+    """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
     with _printed_by_decoders() as lines:
         size = decode_image(path).shape[1::-1]
     complaint = next(filter(_DAMAGE.search, lines), None)
@@ -190,9 +193,9 @@ def _decoded_size(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def _printed_by_decoders() -> Iterator[list[str]]:
-    """The lines that this process prints to its standard error, complete at the end: libjpeg tells nobody else.
+    """Catches what this process prints to standard error: libjpeg reports damage nowhere else.
 
-    Meant for a process with one thread.
+    The list holds all lines when the context ends. Use it in a process with one thread.
     """
     lines = []
     standard_error = os.dup(2)
@@ -210,6 +213,6 @@ def _printed_by_decoders() -> Iterator[list[str]]:
 
 
 def _histogram(label: np.ndarray) -> np.ndarray:
-    """uint8 (H, W) -> int64 (256,) pixels of each value; OpenCV counts in float32, exact to 2^24 pixels at a time."""
+    """uint8 (H, W) -> int64 (256,), pixels of each value. OpenCV counts in float32: exact up to 2^24 pixels a call."""
     bands = np.array_split(label, 1 + label.size // 2**23)
     return sum(cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64) for band in bands)

@@ -1,7 +1,5 @@
-"""Checkpoints: everything a run needs to go on, and an evaluation needs to start, in plain containers and tensors."""
+"""Checkpoint files: what a run needs to continue and an evaluation to start, in plain containers and tensors."""
 
-import logging
-import math
 import os
 import pickle
 import reprlib
@@ -15,18 +13,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.memory import is_out_of_memory
+from engine.checkpoint_migrations import FORMAT, migrated
+from engine.out_of_memory import is_out_of_memory
 
-FORMAT = "inplace-abn-segmentation/1"
-
-logger = logging.getLogger(__name__)
+MOST_CLASSES = 65_535
 
 
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """Write `state` to `path`; the checkpoint that was there becomes `previous`, a file beside it, if one is given.
 
-    At any moment at which the process is killed, `path` or, on a filesystem without hard links, `previous` holds a
-    complete checkpoint, if one was ever written. What a killed process left goes with the next call. One process writes
+    Whenever the process is killed, `path` holds a complete checkpoint if one was ever written; on a filesystem without
+    hard links it may be `previous`. The next call removes leftovers of a killed process. Only one process may write
     into a folder.
 
     Raises:
@@ -72,7 +69,7 @@ def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind what torch.save raised: its writer may replace it by one about an unexpected position."""
+    """The OSError behind an error of torch.save, whose writer may hide it behind one about an unexpected position."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -86,7 +83,7 @@ def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError
 
 
 def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
-    """The end of a message about a full disk: its free bytes, the first of the checkpoints that is good, what to do."""
+    """The end of a message about a full disk: free bytes, the first good checkpoint, and what to do."""
     free = "an unknown number of"
     with suppress(OSError):
         free = f"{shutil.disk_usage(folder).free:,}"
@@ -99,7 +96,7 @@ def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:
-    """The first of the checkpoints that can be read, and its step; None where none can."""
+    """The first checkpoint that can be read, and its step; None if there is none."""
     for path in filter(None, paths):
         with suppress(ValueError):
             return path, load(path)["step"]
@@ -107,7 +104,7 @@ def last_good(*paths: Path | None) -> tuple[Path, int] | None:
 
 
 def _bytes(value) -> int:
-    """Bytes of all tensors in nested containers: but for some kB, the size of their checkpoint."""
+    """Bytes of all tensors in nested containers: the size of their checkpoint, except for some kB."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
@@ -127,19 +124,18 @@ def load(path: Path) -> dict:
 
 
 def checked(state: object, path: Path) -> dict:
-    """What `read` gave, if it is a checkpoint of ours with what an evaluation needs in it; else a ValueError."""
+    """The content of a file in the present format. ValueError unless it is a checkpoint that can be evaluated."""
+    state = migrated(state)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(
-            f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which train_seg.py of this version writes"
-        )
+        raise ValueError(f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which this version writes")
     for key, (fits, expected) in _PARTS.items():
         absent = key not in state
         if absent and key in _OPTIONAL:
             continue
         if absent or not fits(state[key]):
             found = f"no {key}" if absent else f"{key}={reprlib.repr(state[key])}"
-            raise ValueError(f"checkpoint {path} has {found}: expected {expected}, which train_seg.py writes")
+            raise ValueError(f"checkpoint {path} has {found}: expected {expected}, which a training writes")
     colours = len(state.get("palette", state["classes"]))
     if colours != len(state["classes"]):
         raise ValueError(
@@ -168,28 +164,32 @@ def _is_number(value: object, most: float) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-# What an evaluation needs of a checkpoint: the test of a value, and what it expects. Class 255 would be "ignored".
+# What an evaluation needs of a checkpoint: the test of a value, and what it expects.
 _PARTS = {
-    "step": (partial(_is_number, most=math.inf), "a number of steps"),
+    "task": (_is_name, "the name of its task"),
+    "step": (partial(_is_number, most=float("inf")), "a number of steps"),
     "config": (lambda value: isinstance(value, dict), "the dictionary of the run's configuration"),
-    "classes": (_are(_is_name, 1, 255), "1 to 255 names"),
+    "classes": (_are(_is_name, 1, MOST_CLASSES), f"1 to {MOST_CLASSES} names"),
     "network": (_are_tensors, "a dictionary {name: tensor}"),
     "ema": (_are_tensors, "a dictionary {name: tensor}"),
-    "palette": (_are(_are(partial(_is_number, most=255), 3, 3), 1, 255), "an (R, G, B) of 0 to 255 for each class"),
+    "palette": (
+        _are(_are(partial(_is_number, most=255), 3, 3), 1, MOST_CLASSES),
+        "an (R, G, B) of 0 to 255 for each class",
+    ),
 }
-_OPTIONAL = ("ema", "palette")  # runs without averaged weights have no ema, older ones no palette
+_OPTIONAL = ("ema", "palette")  # without averaged weights, and without colours of the classes
 
 
 def read(path: Path) -> object:
-    """What any program wrote with torch.save, on the CPU; as safe as `load`.
+    """The content of any file that torch.save wrote, on the CPU; as safe as `load`.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or holds more than plain tensors and containers.
+        ValueError: there is no such file, it is damaged, or holds anything but tensors and plain containers.
     """
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"checkpoint {path} {found}: expected a file such as RUN_DIR/checkpoints/last.pt")
-    zipped = False  # else it was written by PyTorch before 1.6, or is none
+    zipped = False  # otherwise PyTorch before 1.6 wrote it, or it is no checkpoint
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"PK"
@@ -199,7 +199,7 @@ def read(path: Path) -> object:
     except pickle.UnpicklingError as error:
         damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
         raise ValueError(
-            f"checkpoint {path} {damaged}contains something else than plain tensors and containers; it is not loaded, "
+            f"checkpoint {path} {damaged}contains something else than tensors and plain containers; it is not loaded, "
             f"because it could run code"
         ) from error
     except Exception as error:  # damaged bytes raise almost anything
@@ -214,11 +214,10 @@ def load_network(
 ) -> nn.Module:
     """The network that `make` builds from the checkpoint's configuration, with the checkpoint's weights.
 
-    `averaged`: the averaged ones, where the checkpoint has them.
+    `averaged` takes the averaged weights if the checkpoint has them.
 
     Raises:
-        ValueError: the network is to predict other classes than it was trained on, or it cannot be built, or parameters
-            do not fit.
+        ValueError: `classes` are not the trained ones, the network cannot be built, or the weights do not fit.
     """
     trained = tuple(state["classes"])
     if trained != tuple(classes):
@@ -228,7 +227,7 @@ def load_network(
         )
     try:
         network = make()
-    except (ValueError, RuntimeError, TypeError) as error:  # of PyTorch, where a number is beyond what it can count
+    except (ValueError, RuntimeError, TypeError) as error:  # PyTorch raises any of them for huge numbers
         if is_out_of_memory(error):
             raise
         reason = str(error).partition("\nException raised from")[0]  # frames of C++
@@ -241,11 +240,11 @@ def load_network(
 
 
 def _check_bytes(path: Path) -> None:
-    """Compare the checksums that torch.save writes, which torch.load does not look at. An error tells what is wrong."""
+    """Compare the checksums that torch.save writes and torch.load ignores. ValueError says which part is wrong."""
     with zipfile.ZipFile(path) as archive:
         wrong = archive.testzip()
         folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
     if wrong is not None:
         raise ValueError(f"the checksum of its part {wrong} is wrong")
-    if folders:  # by an attribute without a checksum, for which torch.load would leave a tensor's memory as it was
+    if folders:  # a damaged attribute, which has no checksum: torch.load would return uninitialised memory
         raise ValueError(f"its part {folders[0]} is marked as a folder")

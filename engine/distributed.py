@@ -1,4 +1,4 @@
-"""The processes of one run: those that torchrun started, one per device, or this one alone."""
+"""The processes of one run: torchrun starts one per device; without it there is only this one."""
 
 import os
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ class World:
         return values
 
     def check_equal(self, value, advice: str) -> None:
-        """Raise ValueError in every process, with `advice`, where the (picklable) values of all are not the same."""
+        """Raise ValueError in every process, with `advice`, unless the (picklable) values of all are equal."""
         values = self.gather(value)
         if any(other != values[0] for other in values):
             raise ValueError(f"the processes of this run differ: {_differences(values)}; {advice}")
 
     @contextmanager
     def first_goes_ahead(self) -> Iterator[bool]:
-        """Around what the first process does (which gets True) while the others wait, however long it takes.
+        """Context in which the first process, which gets True, works while the others wait, however long it takes.
 
         If it fails, they end with an error.
         """
@@ -66,7 +66,7 @@ class World:
 
 
 def _differences(values: list) -> str:
-    """By process; of dictionaries, the entries that are not the same everywhere."""
+    """The values by process; of dictionaries, only the entries that differ."""
     if isinstance(values[0], dict):
         every = set().union(*values)
         keys = {key for key in every if any(value.get(key) != values[0].get(key) for value in values)}
@@ -80,18 +80,19 @@ def launched() -> bool:
 
 
 @contextmanager
-def joined(device: str, timeout_seconds: float) -> Iterator[World]:
-    """The world that this process belongs to; a group that is initialised already is used as it is.
+def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[World]:
+    """The world that this process belongs to. A process group that is already initialised is used as it is.
 
     Args:
         device: "auto", "cpu" or "cuda"; under torchrun each process of a machine takes a CUDA device of its own.
         timeout_seconds: a process that waits longer than this for another one stops with an error.
+        keys: prefix of the configuration keys device and timeout_seconds, for error messages.
 
     Raises:
         ValueError: "cuda" where PyTorch sees no CUDA device, or fewer than processes on this machine.
         ConnectionError: another process ended, or did not come within the timeout.
     """
-    own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0)
+    own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
     started = launched() and not dist.is_initialized()
     try:
         if started:
@@ -100,8 +101,8 @@ def joined(device: str, timeout_seconds: float) -> Iterator[World]:
             timeout = timedelta(seconds=timeout_seconds)
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             if os.environ["GROUP_WORLD_SIZE"] == "1":
-                # torchrun on a single machine (static rendezvous) keeps this store when it starts the processes again:
-                # without a name of its own an attempt may find the addresses of the one before.
+                # torchrun on a single machine (static rendezvous) keeps this store when it restarts the processes:
+                # without a prefix an attempt may find the addresses of the previous one.
                 store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         together = dist.is_available() and dist.is_initialized()
@@ -110,22 +111,23 @@ def joined(device: str, timeout_seconds: float) -> Iterator[World]:
         if not _is_lost_connection(error):
             raise
         rank = os.environ.get("RANK", "0")
+        limit = f"{keys}timeout_seconds={timeout_seconds:g}" if keys else f"{timeout_seconds:g} seconds"
         raise ConnectionError(
-            f"process {rank} of the run lost another one, or waited for it longer than trainer.timeout_seconds="
-            f"{timeout_seconds:g} ({str(error).strip().splitlines()[0]}). The message of the one that failed first "
-            f"says why; start all of them again with resume=auto"
+            f"process {rank} of the run lost another one, or waited for it longer than {limit} "
+            f"({str(error).strip().splitlines()[0]}). The message of the one that failed first says why; start all of "
+            f"them again with resume=auto"
         ) from error
     if started:  # after an error the others may be gone, and the end of this process says so
         dist.destroy_process_group()
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
-    """What NCCL and the store raise has a type of its own; what gloo raises has the path of its source."""
+    """NCCL and the store raise a type of their own; gloo's errors contain the path of its source."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """The processes on this machine as a group of their own; None (all processes) where there is one machine."""
+    """The processes on this machine as a group of their own; None (all processes) if there is one machine."""
     nodes = world.gather(int(os.environ.get("GROUP_RANK", 0)))
     if len(set(nodes)) == 1:
         return None
@@ -137,20 +139,17 @@ def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None
     return own
 
 
-def device_of(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a process: `name` is "auto", "cpu" or "cuda". ValueError as of `joined`."""
+def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.device:
+    """The device of a process: `name` is "auto", "cpu" or "cuda". ValueError as of `joined`, naming `key`."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not devices:
-        raise ValueError(
-            "PyTorch sees no CUDA device, and the device is to be cuda: choose cpu (trainer.device=cpu in a training, "
-            "device=cpu elsewhere), or check the driver"
-        )
+        raise ValueError(f"{key}={name}, but PyTorch sees no CUDA device: give {key}=cpu, or check the driver")
     if local_rank >= devices:
         raise ValueError(
             f"torchrun started more processes on this machine than it has CUDA devices ({devices}): give "
-            f"--nproc-per-node {devices}, or cpu as the device"
+            f"--nproc-per-node {devices}, or {key}=cpu"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -13,42 +13,58 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import AveragedModel
 
 from engine.distributed import World
+from engine.forward import Forward
+from models.layers import renew_statistics
 
-SMALLEST_SCALE = 2.0**-14  # of float16's losses: below, the gradients are broken and not just too large
+SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large
 
 
 @dataclass
 class Learner:
     """
-    `network`: what is trained, saved and evaluated. `forward`: the same parameters as the training calls them, where
-    the network is compiled or distributed. `average`: the exponential moving average of the weights, where there is
-    one. `scaler`: of the loss, for float16. `max_gradient_norm`: the gradient is clipped to it.
+    network: what is trained, saved and evaluated.
+    forward: from images through the same parameters, as training calls them: compiled or distributed, if the run is.
+    scaler: of the loss, for float16.
+    accumulation_steps: micro-batches that the process splits its share of a minibatch into.
+    average: the exponential moving average of the weights, which is then evaluated; None without one.
+    statistics_minibatches: give the average's norms running statistics of their own before an evaluation; without
+        any they keep the trained network's.
+    max_gradient_norm: longer gradients are clipped to it.
     """
 
     network: nn.Module
-    forward: nn.Module
+    forward: Forward
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
+    accumulation_steps: int = 1
     average: AveragedModel | None = None
+    statistics_minibatches: Sized = ()
     max_gradient_norm: float | None = None
 
     @property
-    def evaluated(self) -> nn.Module:
-        """The network whose scores count: the averaged one where there is one."""
-        return self.network if self.average is None else self.average.module
+    def evaluated(self) -> Forward:
+        """Through the bare network whose scores count: the averaged one if there is one."""
+        return self.forward.through(self.network if self.average is None else self.average.module)
+
+    def prepare_evaluation(self, world: World) -> None:
+        """Give the evaluated network its running statistics, the same in every process. Every process calls it."""
+        if len(self.statistics_minibatches) > 0:
+            images = (minibatch["image"] for minibatch in self.statistics_minibatches)
+            renew_statistics(self.evaluated.network, images, forward=self.evaluated)
+        world.share_buffers(self.evaluated.network)
 
     def accumulating(self, more_follow: bool) -> AbstractContextManager:
-        """Around the forward and backward pass of a part of a minibatch: the processes exchange gradients last."""
-        if more_follow and isinstance(self.forward, DistributedDataParallel):
-            return self.forward.no_sync()
+        """Context for one micro-batch: DDP synchronises gradients only on the last."""
+        if more_follow and isinstance(self.forward.network, DistributedDataParallel):
+            return self.forward.network.no_sync()
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, a scalar on the network's device; clips where that is asked for."""
+        """Euclidean norm of the whole gradient, a scalar on the network's device. Clips to `max_gradient_norm`."""
         self.scaler.unscale_(self.optimizer)
         parameters = [p for p in self.network.parameters() if p.grad is not None]
         norm = get_total_norm([p.grad for p in parameters])
@@ -60,8 +76,8 @@ class Learner:
         """Before a step.
 
         Raises:
-            FloatingPointError: loss or gradient are not finite. An infinite gradient of float16 is no error: its
-                step is left out and the loss scaled down, until that has happened too often.
+            FloatingPointError: the loss or gradient is not finite. An infinite float16 gradient is no error: the step
+                is skipped and the loss scaled down, until that has happened too often.
         """
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}; {self._largest_weight()}")
@@ -73,17 +89,53 @@ class Learner:
         """Change the weights, then the learning rate and the averaged weights."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if self.scaler.is_enabled():
-            self._step_scheduler_quietly()
-        else:
+        with warnings.catch_warnings():
+            if self.scaler.is_enabled():  # float16 may skip the very first optimiser steps
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         if self.average is not None:
             self.average.update_parameters(self.network)
 
-    def _step_scheduler_quietly(self) -> None:
-        with warnings.catch_warnings():  # float16 may leave out the very first steps of the optimiser
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-            self.scheduler.step()
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor of a float16 loss; None in other precisions."""
+        return self.scaler.get_scale() if self.scaler.is_enabled() else None
+
+    def state_dict(self, step: int) -> dict:
+        """The state after `step` steps, in plain containers and tensors; averaged weights have the network's names.
+
+        Raises:
+            FloatingPointError: a weight or statistic is not finite, which makes a checkpoint useless.
+        """
+        weights = self.network.state_dict()
+        broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+        if broken:
+            raise FloatingPointError(
+                f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
+            )
+        state = {
+            "step": step,
+            "network": weights,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+        }
+        if self.scaler.is_enabled():
+            state["scaler"] = self.scaler.state_dict()
+        if self.average is not None:
+            state["ema"] = self.average.module.state_dict()
+            state["ema_updates"] = int(self.average.n_averaged)
+        return state
+
+    def load_state_dict(self, state: dict) -> None:
+        """The inverse of `state_dict`, in every process."""
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        if self.average is not None:
+            self.average.module.load_state_dict(state["ema"])
+            self.average.n_averaged.fill_(state["ema_updates"])
 
     def _largest_weight(self) -> str:
         name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
@@ -94,33 +146,10 @@ class Learner:
         broken = [name for name, gradient in gradients.items() if not gradient.isfinite().all()]
         name, norm = _largest(gradients)
         which = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first" if broken else "all are finite"
-        return f"{which}; the largest norm has that of {name} ({norm:.3g})"
-
-
-@torch.no_grad()
-def renew_statistics(network: nn.Module, minibatches: Iterable[Tensor], autocast: Callable, world: World) -> None:
-    """Running statistics of all norms from `minibatches` alone, each counting the same: PyTorch's `update_bn` for
-    norms of any kind, with everything else (dropout) as in an evaluation.
-
-    Every process gives its own minibatches, as many as the others, and gets the average of all.
-    """
-    norms = [m for m in network.modules() if getattr(m, "running_mean", None) is not None]
-    momenta = [norm.momentum for norm in norms]
-    network.eval()
-    for number, images in enumerate(minibatches, start=1):
-        for norm in norms:
-            norm.train()
-            norm.momentum = 1 / number
-        with autocast():
-            network(images)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
-        for statistics in (norm.running_mean, norm.running_var):
-            world.sum_(statistics).div_(world.size)
-    network.eval()
+        return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
 
 
 def _largest(tensors: dict[str, Tensor]) -> tuple[str, float]:
-    """Name and Euclidean norm of the largest one, in float64; NaN is larger than anything."""
+    """Name and Euclidean norm of the largest tensor, in float64; NaN is larger than anything."""
     norms = {name: tensor.double().norm().item() for name, tensor in tensors.items()}
     return max(norms.items(), key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1])

@@ -1,131 +1,114 @@
-"""Training, with everything it uses as an explicit argument."""
+"""Training: the steps of a run."""
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.distributed import World
-from engine.image_input import Autocast, ImageInput
+from engine.evaluated import Evaluated
 from engine.learner import Learner
-from engine.memory import is_out_of_memory, out_of_memory, peak_memory_mib
-from engine.run_report import RunReport
-from engine.schedule import Schedule
-from engine.stopping import Preempted, StopRequest
+from engine.out_of_memory import memory_errors
+from engine.peak_memory import peak_memory_mib
+from engine.run import Run
+from engine.stopping import Preempted
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the mean over the images of a micro-batch
 
 
-def train(
-    learner: Learner,
-    loss_function: nn.Module,
-    minibatches: Iterable[dict],
-    *,
-    start_step: int,
-    schedule: Schedule,
-    world: World,
-    image_input: ImageInput,
-    autocast: Autocast,
-    accumulation_steps: int,
-    crops_per_minibatch: int,
-    report: RunReport,
-    evaluate: Callable[[int], object],
-    save: Callable[[int], None],
-    stop: StopRequest,
-) -> None:
-    """Train to the end of `minibatches`, one optimiser step each; `start_step` steps are already done.
+def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[[], Evaluated]) -> Evaluated:
+    """Train `run.learner` to the end of `minibatches`, one optimiser step each; evaluate it on the way and at the end.
 
-    `minibatches` holds this process's share of each. `evaluate(step)` and `save(step)` are called when the schedule
-    says so, with the number of steps done. All processes take the same steps, also when `stop` is requested of one.
+    `minibatches` holds this process's share of each: "image" uint8 (N, 3, H, W), "label", and lists of N "name" and
+    "skipped" (lines about unreadable images). All processes take the same steps, also if one is asked to stop.
 
     Raises:
         FloatingPointError: the loss or gradient of a step is not finite.
         MemoryError: the device has not enough memory; says what would need less.
-        Preempted: `stop` was requested; the step that was under way has been saved.
+        Preempted: the run was asked to stop; the step that was under way has been saved.
+        ValueError: too many images could not be read.
     """
-    if world.sum_(torch.tensor(int(stop.requested))).item():
-        raise Preempted(f"stopped before step {start_step + 1}")
-    for step, minibatch in enumerate(prefetched(minibatches, world.device), start=start_step + 1):
-        lr = learner.optimizer.param_groups[0]["lr"]
-        try:
-            loss, gradient_norm = train_step(
-                learner,
-                loss_function,
-                minibatch["image"],
-                minibatch["label"],
-                world=world,
-                image_input=image_input,
-                autocast=autocast,
-                accumulation_steps=accumulation_steps,
-                crops_per_minibatch=crops_per_minibatch,
+    learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
+    whole = run.config.data.crops_per_minibatch
+    with metrics:
+        if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped in it
+            run.record(run.start_step, evaluate())
+            metrics.pause_ended()
+        if run.stop.anywhere(world):
+            raise Preempted(f"stopped before step {run.start_step + 1}")
+        for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
+            lr = learner.optimizer.param_groups[0]["lr"]
+            with _errors_of(step, minibatch, run):
+                loss_value, gradient_norm = train_step(learner, loss, minibatch, whole, world)
+            skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
+            asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()
+            metrics.step(loss_value, gradient_norm, whole)
+            metrics.skips(skips, skipped)
+            run.config.data.check_skipped(metrics.skipped)
+            if schedule.logs(step):
+                metrics.training(step, schedule.epoch(step), lr, peak_memory_mib(world.device), learner.loss_scale)
+            if schedule.checkpoints(step) or asked:
+                run.save(step)
+            if asked:
+                raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
+            if schedule.evaluates(step):
+                run.record(step, evaluate())
+            metrics.pause_ended()
+        evaluated = evaluate()
+        run.record(schedule.total_steps, evaluated)
+    return evaluated
+
+
+@contextmanager
+def _errors_of(step: int, minibatch: dict, run: Run) -> Iterator[None]:
+    """Wraps a step: its errors name the step, the images, and what would need less memory."""
+    crops, height, width = -(-len(minibatch["image"]) // run.learner.accumulation_steps), *minibatch["image"].shape[2:]
+    try:
+        with memory_errors(
+            lambda: (
+                f"in step {step} with {crops} crops of {height}x{width} pixels at a time on this device. "
+                f"{run.config.memory_advice(run.world.size)}"
             )
-        except FloatingPointError as error:
-            raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            shape, least_share = minibatch["image"].shape, crops_per_minibatch // world.size
-            message = out_of_memory(shape, accumulation_steps, learner.network, least_share)
-            raise MemoryError(f"step {step}: {message}") from error
-        skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
-        asked, skips = world.sum_(torch.tensor([int(stop.requested), len(skipped)])).tolist()
-        report.step(loss, gradient_norm, crops_per_minibatch)
-        report.skips(skips, skipped)
-        if schedule.logs(step):
-            scale = learner.scaler.get_scale() if learner.scaler.is_enabled() else None
-            report.training(step, schedule.epoch(step), lr, peak_memory_mib(world.device), scale)
-        if schedule.checkpoints(step) or asked:
-            save(step)
-        if asked:
-            raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
-        if schedule.evaluates(step):
-            evaluate(step)
-        report.pause_ended()
+        ):
+            yield
+    except FloatingPointError as error:
+        raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error
 
 
-def train_step(
-    learner: Learner,
-    loss_function: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    *,
-    image_input: ImageInput,
-    autocast: Autocast,
-    accumulation_steps: int,
-    crops_per_minibatch: int,
-    world: World,
-) -> tuple[float, float]:
-    """One optimiser step on a minibatch: uint8 images (N, 3, H, W), uint8 labels (N, H, W) of this process.
+def train_step(learner: Learner, loss: Loss, minibatch: dict, whole: int, world: World) -> tuple[float, float]:
+    """One optimiser step on this process's share of a minibatch of `whole` images.
 
-    Every crop of the whole minibatch counts the same, however many of them a process or a part has: as the processes'
-    gradients are averaged, the mean loss of a part is weighted by its crops over those of an average process.
+    Every image of the whole minibatch has the same weight, however many of them a process or a micro-batch has: the
+    processes' gradients are averaged, so the mean loss of a micro-batch is weighted by its images over those of an
+    average process.
 
     Returns:
         The mean loss of the whole minibatch, and the norm of the gradient before clipping.
 
     Raises:
-        FloatingPointError: one of both is not finite; the weights are then as before the step.
+        FloatingPointError: loss or gradient is not finite; weights are unchanged.
     """
     learner.network.train()
     learner.optimizer.zero_grad()
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    parts = list(zip(images.tensor_split(accumulation_steps), labels.tensor_split(accumulation_steps), strict=True))
-    for number, (image_part, label_part) in enumerate(parts, start=1):
-        with learner.accumulating(more_follow=number < accumulation_steps):
-            inputs = image_input(image_part)
-            with autocast():
-                logits = learner.forward(inputs)
-            loss = loss_function(logits, label_part.to(logits.device, non_blocking=True))
-            loss = loss * (len(image_part) * world.size / crops_per_minibatch)
-            learner.backward(loss)
-        total_loss += loss.detach()
+    images, labels = (minibatch[key].tensor_split(learner.accumulation_steps) for key in ("image", "label"))
+    for number, (image_part, label_part) in enumerate(zip(images, labels, strict=True), start=1):
+        with learner.accumulating(more_follow=number < learner.accumulation_steps):
+            logits = learner.forward(image_part)
+            part_loss = loss(logits, label_part.to(logits.device, non_blocking=True))
+            part_loss = part_loss * (len(image_part) * world.size / whole)
+            learner.backward(part_loss)
+        total_loss += part_loss.detach()
     mean_loss = world.sum_(total_loss) / world.size
-    loss, gradient_norm = torch.stack([mean_loss, learner.gradient_norm().double()]).tolist()
-    learner.check(loss, gradient_norm)
+    mean_loss, gradient_norm = torch.stack([mean_loss, learner.gradient_norm().double()]).tolist()
+    learner.check(mean_loss, gradient_norm)
     learner.step()
-    return loss, gradient_norm
+    return mean_loss, gradient_norm
 
 
 def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
-    """The minibatches with their tensors on `device`; a CUDA device copies one while it computes on that before."""
+    """Yields the minibatches with their tensors on `device`; CUDA copies the next one while it computes on this one."""
     if device.type != "cuda":
         yield from minibatches
         return
@@ -148,5 +131,5 @@ def _arrived(minibatch: dict, copied: torch.cuda.Event) -> dict:
     present.wait_event(copied)
     for value in minibatch.values():
         if isinstance(value, Tensor):
-            value.record_stream(present)  # its memory is not free before the present stream is done with it
+            value.record_stream(present)  # keeps its memory until the present stream is done with it
     return minibatch

@@ -1,4 +1,4 @@
-"""A trace of some training steps: what each operator takes, on which thread or stream."""
+"""A trace of some training steps: the time of each operator, by thread and stream."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from engine.reporting import logger
+from engine.console import logger
 
 WARM_UP_STEPS = 10
 
 
 def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
-    """The minibatches; the work that is done with `steps` of them, after ten others, becomes folder/trace.json.
+    """Yields the minibatches and profiles `steps` of them, after ten to warm up.
 
-    The trace opens in Perfetto or chrome://tracing. Beside it, operators.txt sums up the operators.
+    Writes folder/trace.json, for Perfetto or chrome://tracing, and folder/operators.txt, a summary by operator.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     rhythm = schedule(wait=WARM_UP_STEPS - 2, warmup=2, active=steps, repeat=1)
@@ -25,7 +25,7 @@ def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         (folder / "operators.txt").write_text(finished.key_averages().table(sort_by=order, row_limit=40))
         count = min(steps, done - WARM_UP_STEPS)
-        fewer = "" if count == steps else f" of trainer.profile={steps}: the run ended"
+        fewer = "" if count == steps else f" of {steps}: the run ended"
         logger.info(f"{count} steps profiled{fewer}: {folder / 'trace.json'}, {folder / 'operators.txt'}")
 
     done = 0
@@ -36,6 +36,5 @@ def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[
             profiler.step()
     if done <= WARM_UP_STEPS:
         logger.warning(
-            f"trainer.profile={steps}: these {done} steps are too few for a trace, which starts after "
-            f"{WARM_UP_STEPS} of warming up"
+            f"no trace of {steps} steps: it starts after {WARM_UP_STEPS} steps of warming up, and there were {done}"
         )

@@ -1,10 +1,9 @@
-"""The folder of one run: where its files are, and whether a run may start or go on in it."""
+"""The folder of one run: where its files are, and whether a run may start or continue in it."""
 
 import errno
 import fcntl
 import logging
 import os
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,50 +12,25 @@ from pathlib import Path
 from typing import TextIO
 
 from engine import checkpoint
-from engine.config import assignment, flat, from_plain, plain
+from engine.config import fixed, of_checkpoint
+from engine.schema.training import TrainingRun
 
-SECONDS_FOR_ANOTHER = 120  # to end: a job that is put back into the queue may start before the old one is gone
+SECONDS_FOR_ANOTHER = 120  # for another process to end: a requeued job may start before the old one is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Keys that a resumed run may change: they say where and how it runs, not what it computes.
-FREE_ON_RESUME = (
-    "run_dir",
-    "resume",
-    "data.root",
-    "data.workers",
-    "data.verify",
-    "data.on_error",
-    "data.max_skipped",
-    "data.timeout_seconds",
-    "sampler.folder",
-    "trainer.device",
-    "trainer.evaluate_every_epochs",
-    "trainer.evaluate_every_steps",
-    "trainer.checkpoint_every_steps",
-    "trainer.log_every_steps",
-    "trainer.pictures",
-    "trainer.profile",
-    "trainer.timeout_seconds",
-)
-
 
 logger = logging.getLogger(__name__)
 
 
 def new_run_path(dataset: str, norm: str) -> str:
-    """Where a run goes that is not given a `run_dir`."""
+    """The folder of a run without a `run_dir`."""
     return f"runs/{dataset}-{norm}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
-
-
-def fixed(config: dict) -> dict:
-    """The keys of a plain configuration that say what is computed, with dots in their names, and their values."""
-    return {key: value for key, value in flat(config).items() if key not in FREE_ON_RESUME}
 
 
 class RunDirectory:
     """Paths of a run's files below `path`, and the checkpoints among them.
 
     Attributes:
-        notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint; None where it did.
+        notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint; None if it did.
     """
 
     def __init__(self, path: str):
@@ -72,7 +46,7 @@ class RunDirectory:
         self._lock: TextIO | None = None
 
     def save(self, state: dict, best: bool = False) -> None:
-        """Write the last checkpoint, as `checkpoint.save`; the one before it is kept. Or the `best` one."""
+        """Write the last checkpoint and keep the one before it, as `checkpoint.save`; or write the `best` one."""
         if best:
             checkpoint.save(self.best, state)
             return
@@ -105,8 +79,8 @@ class RunDirectory:
             time.sleep(0.2)
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Around a run: where something ends it that is no mistake in a key, the error says what is left of it."""
+    def in_use(self, config: TrainingRun) -> Iterator[None]:
+        """Wraps a run: unless a key is wrong, errors say what survived, and `config` how to go on."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -115,19 +89,13 @@ class RunDirectory:
                 kept = f"resume=auto with the same run_dir continues from {good[0]}, of step {good[1]}"
             raise KeyboardInterrupt(kept) from interrupt
         except FloatingPointError as error:
-            kept = "There is no checkpoint yet: try a lower optim.lr"
-            if good := checkpoint.last_good(self.last, self.previous):
-                path, step = good
-                start = shlex.quote(assignment("init.weights", path))
-                kept = (
-                    f"The last good checkpoint is {path}, of step {step}: with another run_dir, {start} starts from "
-                    f"its weights, for example with a lower optim.lr"
-                )
-            raise FloatingPointError(f"{error}. {kept}") from error
+            path, step = checkpoint.last_good(self.last, self.previous) or (None, None)
+            kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
+            raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 if error.filename is None or not Path(error.filename).is_relative_to(self.path):
-                    raise  # that of a checkpoint has said everything
+                    raise  # of a checkpoint, which has said everything
                 raise OSError(
                     f"run_dir={self.path} cannot be used: {error.filename}: {error.strerror}. Give another run_dir, or "
                     f"make this one a folder to write to"
@@ -138,27 +106,24 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.close()
 
-    def checkpoint_to_resume(self, resume: str | None, config: dict, total_steps: int) -> dict | None:
+    def checkpoint_to_resume(self, config: TrainingRun, total_steps: int) -> dict | None:
         """The state to continue from, None for a run that starts here.
 
-        Where the last checkpoint is damaged or gone, it is the previous one, and `notice` says so.
+        If the last checkpoint is damaged or gone, it is the previous one, and `notice` says so.
 
         Raises:
-            ValueError: there is a run already and `resume` is not "auto", or none of its checkpoints can be used, or it
-                has another configuration or, because the data changed, another length.
+            ValueError: there is a run already and `config.resume` is not "auto", or none of its checkpoints can be
+                used, or it has another configuration or, because the data changed, another length.
         """
-        if resume not in (None, "auto"):
-            raise ValueError(f"resume={resume}: expected auto (continue the run in run_dir) or nothing")
         if not any(map(os.path.lexists, (self.last, self.previous))):
             return None
-        if resume is None:
+        if config.resume is None:
             raise ValueError(
                 f"run_dir={self.path} already holds a run: give resume=auto to continue it, another run_dir, or "
                 f"remove the folder"
             )
         state = self._newest_good()
-        # Keys that are younger than the checkpoint get their defaults.
-        before, now = fixed(plain(from_plain(state["config"], f"run_dir={self.path}"))), fixed(config)
+        before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)

@@ -1,4 +1,4 @@
-"""How long a run is and when it does what. Configurations speak of epochs or steps; from here on, steps count."""
+"""The length of a run and what it does when, in steps; configurations give epochs or steps."""
 
 from dataclasses import dataclass
 
@@ -14,15 +14,15 @@ class Schedule:
     log_every: int
 
     def evaluates(self, step: int) -> bool:
-        # The end of the run has an evaluation of its own, also for a run that is resumed there.
+        # The end of the run has an evaluation of its own, even if the run is resumed there.
         return self.evaluate_every is not None and step % self.evaluate_every == 0 and 0 < step < self.total_steps
 
     def scores(self, step: int) -> bool:
-        """Whether the network of this step is evaluated, in between or as the run's result."""
+        """Whether the network of this step is evaluated, on the way or at the end."""
         return self.evaluates(step) or step == self.total_steps
 
     def checkpoints(self, step: int) -> bool:
-        # Before an evaluation too, so that nothing is lost if that cannot be finished.
+        # Before an evaluation too, so that nothing is lost if the evaluation fails.
         return step % self.checkpoint_every == 0 or self.scores(step)
 
     def logs(self, step: int) -> bool:
@@ -33,7 +33,7 @@ class Schedule:
 
 
 def in_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -> int | None:
-    """The shorter of two durations, in steps; None where neither is given."""
+    """The shorter of two durations, in steps; None if neither is given."""
     durations = [] if epochs is None else [epochs * steps_per_epoch]
     durations += [] if steps is None else [steps]
     return min(durations, default=None)

@@ -1,4 +1,4 @@
-"""Asking a run to stop: schedulers send SIGTERM or SIGUSR1 some time before they take the machine away."""
+"""Stopping a run on request: schedulers send SIGTERM or SIGUSR1 some time before they take the machine away."""
 
 import signal
 import threading
@@ -13,11 +13,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(Exception):
-    """The run was asked to stop, and has kept a checkpoint to continue from."""
+    """The run stopped on request and can be continued."""
 
 
 class StopRequest:
-    """While this context is open, a signal sets `requested` instead of killing the process."""
+    """Context in which a signal sets `requested` instead of killing the process."""
 
     def __init__(self):
         self.requested = False
@@ -30,18 +30,22 @@ class StopRequest:
 
     def __exit__(self, kind: type | None, *_) -> None:
         if kind is not None and launched():
-            return  # the process ends and is about to say why: torchrun's SIGTERM for another's end must not be faster
+            return  # an error ends the process; torchrun's SIGTERM must not kill it before its message is printed
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+    def anywhere(self, world: World) -> bool:
+        """Whether any process was asked to stop; every process calls it."""
+        return bool(world.sum_(torch.tensor(int(self.requested))))
 
     def _request(self, number: int, frame) -> None:
         self.requested = True
 
 
 class UntilStopped:
-    """Items, which end with `Preempted` when any process is asked to stop.
+    """Yields items until any process is asked to stop, then raises `Preempted`.
 
-    All processes take as many turns, also those that have fewer items: none is left waiting for another.
+    Processes with fewer items take as many turns as the others, so that none waits for another.
     """
 
     def __init__(self, items: Sized, stop: StopRequest, world: World):
@@ -53,7 +57,7 @@ class UntilStopped:
     def __iter__(self) -> Iterator:
         items = iter(self.items)
         for turn in range(max(self.world.gather(len(self.items)))):
-            if self.world.sum_(torch.tensor(int(self.stop.requested))).item():
+            if self.stop.anywhere(self.world):
                 raise Preempted("stopped during an evaluation, which will be made again")
             if turn < len(self.items):
                 yield next(items)

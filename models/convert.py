@@ -5,6 +5,8 @@ sign of gamma. Both functions change the network itself and return it, as `nn.Sy
 does. Parameters and buffers stay the same objects under the same names: optimizers go on, checkpoints fit both ways.
 """
 
+# Over 250 lines: both directions of the conversion share the matching of norms with their activations.
+
 import inspect
 import logging
 from collections.abc import Callable

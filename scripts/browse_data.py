@@ -1,4 +1,4 @@
-"""Look at what a training sees, crops after augmentation with their labels:
+"""Look at the crops of a training, after augmentation, with their labels:
 
     python -m scripts.browse_data data=camvid data.root=DIR out=DIR [sampler=class_uniform] [count=16] [epoch=0]
 
@@ -8,7 +8,7 @@ where the sampler drew a class, that class and a circle around the pixel that th
 ignored are left as they are in the overlay.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,20 +16,21 @@ from typing import NamedTuple
 
 import hydra
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from omegaconf import MISSING, DictConfig
 from rich.console import Console
 
 from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_epoch
 from datasets.transforms import at_scale
-from engine import build, reporting
+from engine import build
 from engine import config as configuration
+from engine.command_line import errors_for_users
+from engine.console import counted, make_console
 from engine.distributed import World
-from engine.pictures import labelled, legend
-from engine.schema import SegmentationRun, key
-
-configuration.register()
+from engine.schema.keys import key
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation.pictures import class_patch, labelled, without_math
 
 _ROWS, _COLUMNS = 4, 2  # crops on a page
 _LEGEND_COLUMNS = 5
@@ -56,7 +57,7 @@ class Shown(NamedTuple):
 def browse(values: DictConfig) -> list[Path]:
     """Write the pages; returns their files. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values)
-    console = reporting.make_console()
+    console = make_console()
     dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
     crops = islice(training_crops(config, dataset, console), config.count)
     out = Path(config.out).expanduser()
@@ -73,11 +74,13 @@ def browse(values: DictConfig) -> list[Path]:
 
 
 def training_crops(config: SegmentationRun, dataset: SegmentationDataset, console: Console) -> Iterator[Shown]:
-    """What a run of this configuration trains on, from the first step of the epoch on."""
-    steps_per_epoch = minibatches_per_epoch(len(dataset), config.data.crops_per_minibatch)
+    """The crops of a run of this configuration, from the first step of the epoch on."""
+    steps_per_epoch = minibatches_per_epoch(
+        len(dataset), config.data.crops_per_minibatch, key="data.crops_per_minibatch"
+    )
     start_step = config.epoch * steps_per_epoch
     steps = start_step + -(-config.count // config.data.crops_per_minibatch)
-    with reporting.counted(console, "indexing the classes") as progress:
+    with counted(console, "indexing the classes") as progress:
         loader = build.training_loader(config, dataset, steps, World(), start_step, progress)
     for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
         images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()
@@ -87,7 +90,7 @@ def training_crops(config: SegmentationRun, dataset: SegmentationDataset, consol
 
 
 def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str, tuple[int, int] | None]:
-    """The title of a crop, and where in it the pixel lies for which it was drawn."""
+    """The title of a crop, and the position in it of the pixel that it was drawn for."""
     dataset = crops.dataset
     size, (scaled_size, offset, mirrored) = dataset.size(draw.image), crops.geometry(draw)
     facts = [f"scale {scaled_size[0] / size[0]:.2f}" + ", mirrored" * mirrored]
@@ -100,6 +103,20 @@ def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str,
         pixel = row, label.shape[1] - 1 - column if mirrored else column
     facts.append(f"{100 * (label == dataset.ignore_index).mean():.1f} % ignored")
     return f"{dataset.files[draw.image].name}\n{', '.join(facts)}", pixel
+
+
+def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[Patch]:
+    """Colours, names and shares of the classes in labels, uint8 (H, W), largest first; the ignored share is last."""
+    pixels = sum(np.bincount(label.reshape(-1), minlength=256) for label in labels)
+    shares = 100 * pixels / pixels.sum()
+    present = [
+        class_id
+        for class_id in np.argsort(-pixels, kind="stable")
+        if pixels[class_id] and class_id != dataset.ignore_index
+    ]
+    patches = [class_patch(dataset.palette[i], f"{dataset.classes[i]} {shares[i]:.1f} %") for i in present]
+    ignored = f"ignored {shares[dataset.ignore_index]:.1f} %"
+    return [*patches, Patch(facecolor="white", edgecolor="gray", hatch="////", label=ignored)]
 
 
 def sheet(page: Sequence[Shown], dataset: SegmentationDataset, title: str) -> Figure:
@@ -125,15 +142,15 @@ def sheet(page: Sequence[Shown], dataset: SegmentationDataset, title: str) -> Fi
                 ring = dict(marker="o", markersize=11, markerfacecolor="none", linestyle="none", clip_on=False)
                 axes.plot(columns, [row, row], markeredgecolor=colour, markeredgewidth=line_width, **ring)
     figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False)
-    return figure
+    return without_math(figure)
 
 
-ConfigStore.instance().store(name="browse_data_run", node=BrowseData)
+configuration.register("browse_data_run", BrowseData)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="browse_data")
 def main(values: DictConfig) -> None:
-    with reporting.errors_for_users():
+    with errors_for_users():
         browse(values)
 
 

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import hydra
 import numpy as np
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from rich.table import Table
 
 from datasets import ClassIndex, index_classes
-from engine import build, reporting
+from engine import build
 from engine import config as configuration
-from engine.schema import Data, key
-
-configuration.register()
+from engine.command_line import errors_for_users
+from engine.console import counted, make_console
+from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
+from engine.schema.keys import group, key
 
 
 @dataclass
 class ClassIndexRun:
-    data: Data = MISSING  # its root, name and train_split count
+    data: SegmentationData = group(SEGMENTATION_DATASETS)  # its root, name and train_split count
     folder: str | None = None  # where the index is kept, sampler.folder of a training; null: in the cache folder
     positions: int = key(32, above=0)  # pixels remembered per image and class, sampler.positions of a training
     workers: int | None = key(None, least=0)  # processes; null: one per core
@@ -34,11 +34,11 @@ class ClassIndexRun:
 
 def index(values: DictConfig) -> ClassIndex:
     """Make or find the index and print what it says. Raises ValueError for data, labels or a folder that fail."""
-    config = configuration.within_bounds(values)
-    console = reporting.make_console()
+    config = configuration.typed(values)
+    console = make_console()
     dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
     before = time.perf_counter()
-    with reporting.counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
+    with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
         found = index_classes(dataset, config.folder, config.positions, config.workers, progress)
     seconds = time.perf_counter() - before
     title = f"{dataset.name} {dataset.split}, {len(dataset)} images, {seconds:.1f} s"
@@ -58,12 +58,12 @@ def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, images: 
     return result
 
 
-ConfigStore.instance().store(name="class_index_run", node=ClassIndexRun)
+configuration.register("class_index_run", ClassIndexRun)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="build_class_index")
 def main(values: DictConfig) -> None:
-    with reporting.errors_for_users():
+    with errors_for_users():
         index(values)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import hydra
 import numpy as np
-from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 from torch.utils.data import DataLoader
@@ -25,19 +24,20 @@ from datasets import (
     minibatches_per_epoch,
     worker_init,
 )
-from engine import build, reporting
+from engine import build
 from engine import config as configuration
-from engine.environment import environment
-from engine.schema import Data, key
-
-configuration.register()
+from engine.command_line import errors_for_users
+from engine.console import counted, make_console, progress_bar, tracked
+from engine.provenance import provenance
+from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
+from engine.schema.keys import group, key
 
 LABELS = {"uniform": "uniform", "class_uniform": "class-uniform"}
 
 
 @dataclass
 class ClassShares:
-    data: Data = MISSING
+    data: SegmentationData = group(SEGMENTATION_DATASETS)
     out: str = MISSING  # path of the two files, without suffix
     epochs: int = key(5, above=0)
     seed: int = key(0, least=0)
@@ -46,12 +46,14 @@ class ClassShares:
 
 def compare(values: DictConfig) -> dict:
     """Count, write both files, return what the JSON file holds. Raises ValueError for data or keys that do not fit."""
-    config = configuration.within_bounds(values)
-    data, console = config.data, reporting.make_console()
+    config = configuration.typed(values)
+    data, console = config.data, make_console()
     dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
-    with reporting.counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
+    with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
         index = index_classes(dataset, progress=progress)
-    steps = config.epochs * minibatches_per_epoch(len(dataset), data.crops_per_minibatch)
+    steps = config.epochs * minibatches_per_epoch(
+        len(dataset), data.crops_per_minibatch, key="data.crops_per_minibatch"
+    )
     options = dict(crops_per_minibatch=data.crops_per_minibatch, seed=config.seed, steps=steps)
     samplers = {
         "uniform": ShuffledMinibatches(len(dataset), **options),
@@ -59,10 +61,10 @@ def compare(values: DictConfig) -> dict:
     }
     crops = build.training_crops(data, dataset, config.seed)
     seen = {}
-    with reporting.progress_bar(console) as progress:
+    with progress_bar(console) as progress:
         for name, sampler in samplers.items():
             loader = DataLoader(crops, batch_sampler=sampler, num_workers=data.workers, worker_init_fn=worker_init)
-            seen[name] = count(reporting.tracked(progress, loader, LABELS[name]), len(dataset.classes))
+            seen[name] = count(tracked(progress, loader, LABELS[name]), len(dataset.classes))
     result = {
         "dataset": dataset.name,
         "split": dataset.split,
@@ -76,7 +78,7 @@ def compare(values: DictConfig) -> dict:
         "classes": list(dataset.classes),
         "pixels_in_images": index.counts.sum(axis=0).tolist(),
         **seen,
-        "environment": environment(),
+        "environment": provenance(),
     }
     out = Path(config.out)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -133,12 +135,12 @@ def figure(result: dict) -> Figure:
     return drawing
 
 
-ConfigStore.instance().store(name="class_shares_run", node=ClassShares)
+configuration.register("class_shares_run", ClassShares)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="class_shares")
 def main(values: DictConfig) -> None:
-    with reporting.errors_for_users():
+    with errors_for_users():
         compare(values)
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from engine.reporting import errors_for_users
+from engine import config as configuration
+from engine.command_line import errors_for_users
 
 
 @dataclass
@@ -136,7 +136,7 @@ def compare(values: DictConfig) -> Path:
     return page
 
 
-ConfigStore.instance().store(name="comparison", node=Comparison)
+configuration.register("comparison", Comparison)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="compare_runs")

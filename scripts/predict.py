@@ -7,7 +7,6 @@ letters beyond ASCII needs quotes that reach Hydra: 'input="Straße 1"'.
 
 import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -16,50 +15,49 @@ import torch
 from omegaconf import DictConfig
 
 from datasets.reading import decode_image
-from engine import build, checkpoint, inference, reporting
+from engine import build, checkpoint
 from engine import config as configuration
+from engine.command_line import errors_for_users
+from engine.console import log_to, make_console, progress_bar, tracked
 from engine.distributed import device_of
-from engine.pictures import inside, overlay, writable_folder, write_png
-from engine.schema import SegmentationRun
+from engine.output_files import inside, writable_folder, write_png
+from engine.schema.evaluation import MEMORY_ADVICE, Prediction
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation import inference
+from engine.segmentation.pictures import overlay
 
-configuration.register()
+configuration.register("prediction", Prediction)
 
 KINDS = ("ids", "colour", "overlays")
 SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def predict(values: DictConfig) -> list[Path]:
-    """Predict as configured, `engine.schema.Prediction`. Returns the files of train ids, one for each image.
+    """Predict as configured, `engine.schema.evaluation.Prediction`. Returns the file of train ids of each image.
 
     Raises:
-        ValueError: the checkpoint or the input cannot be used; or, after all others were predicted, some images are
-            unreadable, whose files it names.
+        ValueError: the checkpoint or the input cannot be used; or some images are unreadable, which it names after
+            predicting the others.
     """
     options = configuration.typed(values)
-    console = reporting.make_console()
-    reporting.log_to(console, None)
+    console = make_console()
+    log_to(console, None)
     output = Path(options.output).expanduser()
     images = find_images(Path(options.input).expanduser(), output)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
-    config = configuration.from_plain(state["config"], f"checkpoint {path}")
-    configuration.override(config, options)
-    device = device_of(options.device)
-    make = partial(build.network_on, config, len(state["classes"]), device)
+    config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
+    options.apply_to(config)
     build.arithmetic(config.trainer)
-    network = checkpoint.load_network(make, state, state["classes"], path, options.averaged)
+    device, views = device_of(options.device), build.views(options, config.data.base_size)
+    forward = build.trained_forward(config, state, path, state["classes"], options.averaged, device)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
-    how = dict(
-        image_input=build.image_input(config, device),
-        autocast=build.autocast(config.trainer.precision, device),
-        views=build.views(options),
-    )
 
     writable_folder("output", output)
     write_classes(output / "classes.json", state["classes"], palette)
     written, unreadable = [], []
-    with reporting.progress_bar(console) as progress:
-        for name, file in reporting.tracked(progress, images.items(), "predicting"):
+    with progress_bar(console) as progress:
+        for name, file in tracked(progress, images.items(), "predicting"):
             try:
                 ids_file, colour_file, overlay_file = (inside(output / kind, f"{name}.png") for kind in KINDS)
                 image = decode_image(file)  # (H, W, 3)
@@ -67,7 +65,7 @@ def predict(values: DictConfig) -> list[Path]:
                 unreadable.append(str(error))
                 continue
             batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            ids = inference.predict(network, batch, **how)[0].cpu().numpy()
+            ids = inference.predict(forward, batch, views, MEMORY_ADVICE)[0].cpu().numpy()
             write_png(ids_file, ids)
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))
@@ -79,10 +77,10 @@ def predict(values: DictConfig) -> list[Path]:
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
-    """{name of the results, without suffix: image file}, sorted: an image, or all of a folder and the folders in it.
+    """{name of the results, without suffix: image file}, sorted: an image, or all in a folder and its subfolders.
 
-    A name is the path in the folder without the suffix; where two images differ in nothing else, all keep theirs.
-    Hidden files and what an earlier prediction wrote to `output` are left out. ValueError where there is no image.
+    A name is the path in the folder without the suffix; if two images differ only in the suffix, all keep theirs.
+    Hidden files and the results of earlier predictions in `output` are left out. ValueError if there is no image.
     """
     if source.is_file():
         return {source.stem: source}
@@ -96,7 +94,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
         if not ours & set(path.resolve().parents)
     )
     if not files:
-        raise ValueError(f"input={source} holds no {', '.join(SUFFIXES)} files, or only those that were predicted")
+        raise ValueError(f"input={source} holds no {', '.join(SUFFIXES)} files, or only predictions")
     names = [path.relative_to(source).with_suffix("").as_posix() for path in files]
     if max(Counter(name.casefold() for name in names).values()) > 1:
         names = [path.relative_to(source).as_posix() for path in files]
@@ -104,7 +102,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
 
 
 def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int, int], ...]:
-    """For checkpoints from before they carried it. ValueError where the data of the training is no longer there."""
+    """The palette of the training's data, for old checkpoints without one. ValueError if the data is gone."""
     try:
         return build.dataset(config.data, config.data.val_split).palette
     except ValueError as error:
@@ -112,7 +110,7 @@ def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int
 
 
 def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
-    """What the ids and colours mean: [{"id": 0, "name": "road", "colour": [128, 64, 128]}, …]."""
+    """The meaning of ids and colours: [{"id": 0, "name": "road", "colour": [128, 64, 128]}, …]."""
     entries = [
         {"id": number, "name": name, "colour": colour}
         for number, (name, colour) in enumerate(zip(classes, palette.tolist(), strict=True))
@@ -122,7 +120,7 @@ def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="predict")
 def main(values: DictConfig) -> None:
-    with reporting.errors_for_users():
+    with errors_for_users():
         predict(values)
 
 

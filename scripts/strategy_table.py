@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.memory import saved_for_backward
 from models.bodies import resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from models.segmentation import SegmentationNetwork
+from scripts.memory_measurement import saved_for_backward
 
 STRATEGIES = {
     "std": ("a", "standard", ABN),

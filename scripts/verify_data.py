@@ -18,27 +18,27 @@ from pathlib import Path
 from textwrap import indent
 
 import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
 from datasets import Inspection, inspect
 from datasets.verify import Problem
-from engine import build, reporting
+from engine import build
 from engine import config as configuration
-from engine.environment import environment
-from engine.schema import Data, key
+from engine.command_line import errors_for_users
+from engine.console import counted, make_console
+from engine.provenance import provenance
+from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
+from engine.schema.keys import group, key
 from scripts.build_class_index import class_table
-
-configuration.register()
 
 _SHOWN = 5
 
 
 @dataclass
 class VerifyData:
-    data: Data = MISSING  # its root, name, and what chooses images and classes count
+    data: SegmentationData = group(SEGMENTATION_DATASETS)  # its root, name, and what chooses images and classes count
     splits: list[str] | None = None  # null: all
     out: str | None = None  # JSON file with all problems and counts
     workers: int | None = key(None, least=0)  # processes; null: one per core
@@ -79,8 +79,8 @@ class SplitReport:
 
 def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print what was found, write `out`. Raises ValueError for wrong keys only, never for data."""
-    config = configuration.within_bounds(values)
-    console = reporting.make_console()
+    config = configuration.typed(values)
+    console = make_console()
     official = build.official_images(config.data)
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:
@@ -93,13 +93,15 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     return reports
 
 
-def check_split(config: Data, split: str, official_images: int, workers: int | None, console: Console) -> SplitReport:
+def check_split(
+    config: SegmentationData, split: str, official_images: int, workers: int | None, console: Console
+) -> SplitReport:
     """Open a split, which may be incomplete, and inspect all of it."""
     try:
         dataset = build.dataset(config, split, strict=False)
     except ValueError as error:
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
-    with reporting.counted(console, f"checking {dataset.name} {split}") as progress:
+    with counted(console, f"checking {dataset.name} {split}") as progress:
         inspection = inspect(dataset, workers, progress)
     problems = inspection.problems
     images = sum(entry.image is not None for entry in dataset.files)
@@ -151,23 +153,23 @@ def histogram(report: SplitReport) -> Table:
     return table
 
 
-def write(path: Path, config: Data, reports: Sequence[SplitReport]) -> None:
+def write(path: Path, config: SegmentationData, reports: Sequence[SplitReport]) -> None:
     result = {
         "dataset": config.name,
         "problems": sum(len(report.problems) for report in reports),
         "splits": {report.split: report.plain() for report in reports},
-        "environment": environment(),
+        "environment": provenance(),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-ConfigStore.instance().store(name="verify_data_run", node=VerifyData)
+configuration.register("verify_data_run", VerifyData)
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="verify_data")
 def main(values: DictConfig) -> None:
-    with reporting.errors_for_users():
+    with errors_for_users():
         reports = verify_data(values)
     sys.exit(any(report.problems for report in reports))
 

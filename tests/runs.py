@@ -7,7 +7,9 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
-from engine import config
+from engine.config import register
+from engine.schema.evaluation import Evaluation, Prediction
+from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -18,10 +20,13 @@ SHORT = (
     *("trainer.evaluate_images=2", "trainer.device=cpu"),
 )
 
+SCHEMAS = {"segmentation_run": SegmentationRun, "evaluation": Evaluation, "prediction": Prediction}
+
 
 def composed(entry: str, *overrides: str):
     """The config that `python {entry}.py {overrides}` sees."""
-    config.register()
+    for name, schema in SCHEMAS.items():
+        register(name, schema)
     with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
         return compose(entry, list(overrides))
 

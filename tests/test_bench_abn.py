@@ -8,7 +8,6 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import MISSING, OmegaConf
 
-from engine.memory import peak_bytes
 from scripts.bench_abn import benchmark, cells
 from scripts.bench_abn.__main__ import run
 from scripts.bench_abn.arguments import Benchmark, command_line, with_defaults
@@ -29,6 +28,7 @@ from scripts.bench_abn.strategies import (
     SYNC,
 )
 from scripts.bench_abn.targets import EAGER, PASS_IN_PART, SHOWN, verdicts
+from scripts.memory_measurement import peak_bytes
 from scripts.records import MISS, NOT_MEASURED, PASS
 
 REPOSITORY = Path(__file__).resolve().parent.parent

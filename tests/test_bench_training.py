@@ -8,7 +8,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from engine.config import within_bounds
+from engine import config as configuration
+from engine import loop
 from scripts.bench_training import benchmark
 from scripts.bench_training.__main__ import run
 from scripts.bench_training.benchmark import TrainingBenchmark, command_line, common
@@ -95,14 +96,26 @@ def test_effects_in_the_documentation_are_those_of_the_records():
 
 def test_both_loops_train_the_same():
     """One turn of each from the same weights: what the loop adds is no arithmetic."""
-    ends = []
-    for way in ("real", "bare"):
-        loops = Overhead(tiny(), threads=1, steps=3)
-        loops.learner.scheduler.step = lambda: None  # the bare loop has no schedule
-        getattr(loops, way)()
-        loops.report.__exit__(None, None, None)
-        ends.append(loops.learner.network.state_dict())
+    real, bare = (Overhead(tiny(), threads=1, steps=3) for _ in range(2))
+    before = {name: tensor.clone() for name, tensor in bare.learner.network.state_dict().items()}
+    real.learner.scheduler.step = lambda: None  # the bare loop has no schedule
+    real.bare = lambda: 0.0
+    real.rounds(0)  # the one that warms up
+    bare.bare()
+    ends = [loops.learner.network.state_dict() for loops in (real, bare)]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not any(torch.equal(before[name], ends[0][name]) for name in before if name.endswith("weight"))
+
+
+def test_rounds_alternate_which_loop_comes_first_and_leave_the_first_round_out(monkeypatch):
+    """Three rounds of two steps, of which the first warms up."""
+    calls = []
+    monkeypatch.setattr(loop, "train_step", lambda *_: calls.append("real") or (0.0, 0.0))
+    loops = Overhead(tiny(), threads=1, steps=2)
+    loops.bare = lambda: calls.append("bare") or 7.0
+    times = loops.rounds(2)
+    assert " ".join(calls) == "real real bare bare real real real real bare"
+    assert times["bare"] == [7.0, 7.0] and len(times["real"]) == 2
 
 
 def test_what_autograd_keeps_is_counted_without_parameters_and_once():
@@ -182,7 +195,7 @@ def test_ratios_are_those_within_a_round():
 def test_hydra_composes_the_arguments():
     with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
         values = compose("bench_training", ["out=FILE.json", "parts=[compile]", "recipe=null", "rounds=3"])
-    config = within_bounds(values)
+    config = configuration.typed(values)
     expected = "python -m scripts.bench_training recipe=null rounds=3 parts=[compile] out=FILE.json"
     assert command_line(config) == expected
 

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from datasets import camvid, minibatches_per_epoch
-from engine import build, reporting
+from engine import build
 from engine import config as configuration
+from engine.console import make_console
 from engine.distributed import World
-from engine.pictures import legend
 from scripts import browse_data
-from scripts.browse_data import browse, sheet, training_crops
+from scripts.browse_data import browse, legend, sheet, training_crops
 from tests import trees
 from tests.runs import composed
 
@@ -30,7 +30,7 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     seen = build.training_loader(run, dataset, total_steps=9, world=World())
     seen = list(seen)[2 * steps_per_epoch :]
     browsed = composed("browse_data", *overrides, f"out={tmp_path}", "epoch=2", "count=7")
-    shown = list(training_crops(configuration.typed(browsed), dataset, reporting.make_console()))
+    shown = list(training_crops(configuration.typed(browsed), dataset, make_console()))
     assert len(shown) == 8  # whole minibatches; the pages show the first 7
     for number, crop in enumerate(shown):
         minibatch, place = seen[number // 4], number % 4

@@ -18,6 +18,7 @@ from datasets import WholeImages, synthetic
 from datasets.camvid import camvid_classes
 from engine import build, checkpoint
 from engine import config as cfg
+from engine.schema import keys
 from eval import default_results_file, evaluate
 from tests import trees
 from tests.official import cityscapes_script
@@ -104,8 +105,8 @@ print(sum(map(sum, results["confusion_matrix"])), resource.getrusage(resource.RU
 def test_20_megapixels_take_less_than_3_gib(tmp_path, views):
     """The whole process, with PyTorch, the picture and its scores."""
     config = cfg.typed(composed("train_seg", "experiment=camvid/resnext_small", f"data.root={tmp_path}"))
-    network = build.network(config, classes=11)
-    state = {"network": network.state_dict(), "step": 0, "config": cfg.plain(config)}
+    network = build.segmentation_network(config, classes=11)
+    state = {"task": "segmentation", "network": network.state_dict(), "step": 0, "config": cfg.plain(config)}
     checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(camvid_classes().names)})
     image, label = trees.pair(0, list(range(11)), size=(3888, 5184))
     trees.write(tmp_path / "val" / "images" / "large.jpg", image)
@@ -129,7 +130,7 @@ def test_the_confusion_matrix_has_a_picture_beside_the_results(run_dir):
         ("device=tpu", "device=tpu: expected one of auto, cpu, cuda"),
         ("overlay_images=-2", "overlay_images=-2: expected a number above 0"),
         ("head.pooling_size=[]", "head.pooling_size"),
-        ("head.pooling_size=[30]", "head.pooling_size=[30]: expected (height, width)"),
+        ("head.pooling_size=[30]", "head.pooling_size=[30]: expected 2 numbers: height, width"),
         ("overlay_images=2", "overlay_images=2 needs overlays=DIR"),
         ("data.root=/nowhere/at/all", "data.root=/nowhere/at/all is not a folder"),
         ("data.split=nights", "nights"),
@@ -231,7 +232,7 @@ def test_a_path_in_square_brackets_is_evaluated(run_dir, tmp_path, capsys):
     path = tmp_path / "[x] [/y]" / "lr=1,bs=2" / "checkpoints" / "last.pt"
     path.parent.mkdir(parents=True)
     path.hardlink_to(run_dir / "checkpoints" / "last.pt")
-    evaluate(composed("eval", cfg.assignment("checkpoint", path), "workers=0", "device=cpu"))
+    evaluate(composed("eval", keys.override("checkpoint", path), "workers=0", "device=cpu"))
     assert (path.parents[1] / "results.json").is_file()
     assert f"results: {path.parents[1] / 'results.json'}" in capsys.readouterr().out
 

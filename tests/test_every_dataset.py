@@ -10,6 +10,7 @@ from PIL import Image
 
 from engine import build
 from engine import config as cfg
+from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from tests import trees
 from tests.runs import composed
@@ -48,14 +49,14 @@ def test_trains_evaluates_and_predicts_the_test_split(trained, tmp_path):
     assert results["dataset"] == name and results["images"] == 2 and len(results["iou"]) == classes
     assert 0 <= results["miou"] <= 1
     assert set(results["official"]) == OFFICIAL[name]
-    dataset = build.dataset(cfg.from_plain(results["config"]).data, "val")
+    dataset = build.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "val")
     labelled = sum(int((sample.label != 255).sum()) for sample in dataset)
     assert np.sum(results["confusion_matrix"]) == labelled  # every pixel of the labels' own size counts, once
 
     overrides = ("data.split=test", f"predictions={tmp_path / 'predictions'}", "workers=0", "device=cpu")
     scores = evaluate(composed("eval", f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}", *overrides))
     assert (scores == {}) == (name != "camvid")  # whose test split has labels
-    dataset = build.dataset(cfg.from_plain(results["config"]).data, "test")
+    dataset = build.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "test")
     files = {path.name: path for path in (tmp_path / "predictions").iterdir()}
     assert set(files) == {dataset.prediction_filename(entry.name) for entry in dataset.files} and len(files) == 2
     for index, entry in enumerate(dataset.files):

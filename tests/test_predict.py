@@ -15,8 +15,10 @@ from PIL import Image
 
 from datasets import vistas
 from datasets.reading import decode_image
-from engine import build, checkpoint, inference
+from engine import build, checkpoint
 from engine import config as cfg
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation import inference
 from scripts.predict import find_images, predict
 from tests import trees
 from tests.runs import REPOSITORY, composed
@@ -69,12 +71,12 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     image = decode_image(tmp_path / "street.jpg")
 
     state = checkpoint.load(trained[0])
-    config = cfg.from_plain(state["config"])
-    network = build.network_on(config, 65, torch.device("cpu"))
+    config = cfg.from_plain(state["config"], SegmentationRun)
+    network = build.segmentation_network(config, 65)
     network.load_state_dict(state["network"])
-    options = dict(image_input=build.image_input(config, torch.device("cpu")))
-    options["autocast"] = build.autocast(config.trainer.precision, torch.device("cpu"))
-    expected = inference.predict(network, torch.from_numpy(image).permute(2, 0, 1)[None], **options)[0]
+    forward = build.forward(config, network, torch.device("cpu"))
+    views = inference.Views(base_size=config.data.base_size)
+    expected = inference.predict(forward, torch.from_numpy(image).permute(2, 0, 1)[None], views)[0]
     assert ids.dtype == np.uint8 and np.array_equal(ids, expected) and len(np.unique(ids)) > 1
 
     colours = np.array(trained[1], np.uint8)[ids]

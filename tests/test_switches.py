@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import build, checkpoint, schema
+from engine import build, checkpoint
 from engine import config as configuration
 from engine.distributed import World
-from engine.image_input import ImageInput
+from engine.forward import Forward
 from engine.learner import Learner
 from engine.loop import prefetched
+from engine.schema.training import Optim
 from eval import evaluate
 from models.layers.backends.compiled import compiler_available
 from tests.cuda import NEEDS_CUDA
@@ -41,7 +42,8 @@ def plain(tmp_path_factory) -> Weights:
 
 def initial_weights() -> Weights:
     config = configuration.typed(composed("train_seg", *SHORT))
-    return build.learner(config, 19, 1, World()).network.state_dict()
+    make = functools.partial(build.segmentation_network, config, 19)
+    return build.learner(config, make, 1, World()).network.state_dict()
 
 
 def moved(weights: Weights) -> torch.Tensor:
@@ -69,7 +71,7 @@ def test_float16_scales_the_loss_and_keeps_the_scale(tmp_path, plain):
 def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
     """The very first one too, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
     weight = torch.nn.Parameter(torch.ones(100))
-    optim = schema.Optim(lr=1.0, momentum=0.5, weight_decay=0.0, power=0.0, fused=fused)
+    optim = Optim(lr=1.0, momentum=0.5, weight_decay=0.0, power=0.0, fused=fused)
     sgd = build.optimizer(optim, [weight])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     learner = Learner(torch.nn.ParameterList([weight]), None, sgd, build.lr_schedule(optim, sgd, 4), scaler)
@@ -144,13 +146,13 @@ def test_clipping_bounds_what_a_step_changes(tmp_path):
 
 
 def test_accumulation_passes_parts_of_a_minibatch(tmp_path, monkeypatch):
-    sizes, prepare = [], ImageInput.__call__
+    sizes, forward = [], Forward.__call__
 
-    def recorded(self, images):
+    def recorded(self, images, **options):
         sizes.append(len(images))
-        return prepare(self, images)
+        return forward(self, images, **options)
 
-    monkeypatch.setattr(ImageInput, "__call__", recorded)
+    monkeypatch.setattr(Forward, "__call__", recorded)
     trained(tmp_path, "data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
     assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
 

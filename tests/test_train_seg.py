@@ -78,7 +78,7 @@ def interrupted(run_dir, step: int, *options: str) -> None:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("engine.run_report.RunReport.step", ends_in_step)
+        patch.setattr("engine.metrics_logger.MetricsLogger.step", ends_in_step)
         train_short(run_dir, *options)
 
 
@@ -185,9 +185,9 @@ def test_best_is_the_best_evaluation_also_after_resuming(tmp_path, monkeypatch):
     scores = iter([0.3, 0.5, 0.4, 0.45, 0.2])
 
     def scripted(*_, **__):
-        return {"miou": next(scores), "iou": {}, "pixel_accuracy": 0.0, "official": {}}, torch.zeros(19, 19)
+        return {"miou": next(scores), "iou": {}, "pixel_accuracy": 0.0, "official": {}}
 
-    monkeypatch.setattr("engine.evaluation.evaluate_dataset", scripted)
+    monkeypatch.setattr("engine.segmentation.evaluation.all_scores", scripted)
     options = ("trainer.steps=5", "trainer.checkpoint_every_steps=1", "trainer.evaluate_every_steps=1")
     interrupted(tmp_path, 4, *options)
     train_short(tmp_path, *options, "resume=auto")
@@ -233,7 +233,7 @@ def test_bad_files_stop_a_run_before_its_first_step(tmp_path):
     "overrides, message",
     [
         (["experiment=camvid/resnext_small", "data.root=missing"], "missing"),
-        (["experiment=camvid/resnext_small"], "data.root is not set.*layout"),
+        (["experiment=camvid/resnext_small"], "data.root=None, split 'train': no folder is given.*layout"),
         (["trainer.steps=0"], "trainer.steps=0"),
         (["optim.lr=abc"], "optim.lr"),
     ],

@@ -5,6 +5,17 @@ Imports torch, and triton where it exists, alone: the folder can be lifted into 
 
 from .abn import ABN
 from .checkpointed_abn import CheckpointedABN, recompute_activations
+from .health import Extreme, layer_health
 from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .statistics import renew_statistics
 
-__all__ = ["ABN", "CheckpointedABN", "InPlaceABN", "InPlaceABNSync", "recompute_activations"]
+__all__ = [
+    "ABN",
+    "CheckpointedABN",
+    "Extreme",
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "layer_health",
+    "recompute_activations",
+    "renew_statistics",
+]

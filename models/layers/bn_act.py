@@ -27,7 +27,7 @@ class BatchNormActivation(torch.autograd.Function):
     """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta)."""
 
     @staticmethod
-    def forward(
+    def forward(  # over 60 lines: a dozen arguments, and Algorithm 1 for every strategy
         ctx,
         x: Tensor,  # (N, C, *spatial)
         weight: Tensor | None,  # (C,), as are the other vectors

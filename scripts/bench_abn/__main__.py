@@ -7,10 +7,10 @@ Writes FILE.json, and from it FILE.md (targets, tables) and FILE.png (a chart li
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
-from engine.reporting import errors_for_users
+from engine import config as configuration
+from engine.command_line import errors_for_users
 from scripts.records import record
 
 from .arguments import Benchmark, with_defaults
@@ -23,7 +23,7 @@ def run(values: DictConfig) -> Path:
     return record(values, lambda: measure(with_defaults(OmegaConf.to_object(values))), page_of)
 
 
-ConfigStore.instance().store(name="abn_benchmark", node=Benchmark)
+configuration.register("abn_benchmark", Benchmark)
 
 
 @hydra.main(version_base="1.3", config_path="../../configs", config_name="bench_abn")

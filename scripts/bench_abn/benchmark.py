@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.environment import environment
-from engine.memory import keep_freed_memory, peak_bytes
+from engine.malloc import keep_freed_memory
+from engine.provenance import provenance
+from scripts.memory_measurement import peak_bytes
 
 from .arguments import Benchmark, command_line
 from .cells import Cell, cells
@@ -26,7 +27,7 @@ COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
 def measure(config: Benchmark) -> dict:
     """All rows, what was left out and why, the arguments and the environment."""
     started_s = time.monotonic()
-    known = {**environment(), "threads": torch.get_num_threads()}  # before the checkout can change
+    known = {**provenance(), "threads": torch.get_num_threads()}  # before the checkout can change
     known["freed_memory_kept"] = config.device == "cuda" or keep_freed_memory()
     rows, left_out = [], []
     with ExitStack() as settings:

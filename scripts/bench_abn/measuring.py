@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.memory import saved_for_backward
+from scripts.memory_measurement import saved_for_backward
 
 Step = Callable[[], object]
 

@@ -43,7 +43,7 @@ METHOD = f"""
   `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one, which exchanges
   nothing. The column *backend* says
   what computes a strategy of ours, by default what `backend=auto` chooses.
-- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.memory`). With
+- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.malloc`). With
   glibc's defaults every large buffer may be taken from the system page by page, for several times the cost of its
   values, or not, by chance.
 - Saved: bytes that autograd keeps for the backward pass, each storage once, without parameters (and without a

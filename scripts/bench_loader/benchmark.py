@@ -18,8 +18,8 @@ from PIL import Image
 
 from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, cityscapes, vistas, worker_init
 from datasets.class_index import POSITIONS, index_label
-from engine.environment import environment
-from engine.schema import key
+from engine.provenance import provenance
+from engine.schema.keys import key
 
 from .memory import worker_mib
 from .pictures import write_cityscapes, write_vistas
@@ -47,7 +47,7 @@ class LoaderBenchmark:
 def measure(config: LoaderBenchmark) -> dict:
     """Times of all pipelines and of the class index, memory of a worker, a start; arguments and environment."""
     started_s = time.monotonic()
-    known = {**environment(), "threads": 1}
+    known = {**provenance(), "threads": 1}
     with tempfile.TemporaryDirectory() as folder, _like_a_worker():
         png, jpeg, many = (Path(folder) / name for name in ("png", "jpeg", "many"))
         write_cityscapes(png, config.pictures, tuple(config.png_size))

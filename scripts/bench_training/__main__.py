@@ -6,11 +6,10 @@ Writes FILE.json, and from it FILE.md (targets, tables). `measure=false` makes t
 from pathlib import Path
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig
 
-from engine.config import within_bounds
-from engine.reporting import errors_for_users
+from engine import config as configuration
+from engine.command_line import errors_for_users
 from scripts.records import record
 
 from .benchmark import TrainingBenchmark, measure
@@ -19,10 +18,10 @@ from .page import markdown
 
 def run(values: DictConfig) -> Path:
     """Measure, write both files; returns the path of the page. Raises ValueError for impossible arguments."""
-    return record(values, lambda: measure(within_bounds(values)), lambda result, _: markdown(result))
+    return record(values, lambda: measure(configuration.typed(values)), lambda result, _: markdown(result))
 
 
-ConfigStore.instance().store(name="training_benchmark", node=TrainingBenchmark)
+configuration.register("training_benchmark", TrainingBenchmark)
 
 
 @hydra.main(version_base="1.3", config_path="../../configs", config_name="bench_training")

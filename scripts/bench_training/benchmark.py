@@ -10,8 +10,8 @@ from omegaconf import MISSING
 
 from datasets import synthetic
 from engine.distributed import device_of
-from engine.environment import environment
-from engine.schema import key
+from engine.provenance import provenance
+from engine.schema.keys import key
 
 from .elsewhere import Elsewhere
 from .overhead import Overhead
@@ -50,7 +50,7 @@ def measure(config: TrainingBenchmark) -> dict:
         raise ValueError(f"parts={config.parts}: expected some of {', '.join(PARTS)}")
     device = device_of(config.device)
     started_s = time.monotonic()
-    known = {**environment(), "threads": config.threads}
+    known = {**provenance(), "threads": config.threads}
     synthetic(None, "train")  # written once, before the processes ask for it
     overhead_ms = _overhead(config) if "overhead" in config.parts else {}
     print(f"{time.monotonic() - started_s:6.1f} s  overhead", flush=True)
@@ -99,14 +99,8 @@ def command_line(config: TrainingBenchmark) -> str:
 
 def _overhead(config: TrainingBenchmark) -> dict[str, list[float]]:
     """{"bare": [ms per step in each round], "real": [...]}"""
-    times: dict[str, list[float]] = {"bare": [], "real": []}
     with Elsewhere(Overhead, common(config, config.overhead_crops), config.threads, config.overhead_steps) as loops:
-        for number in range(-1, config.overhead_rounds):
-            result = loops.call("round", number % 2 == 0)
-            if number >= 0:  # the first one warms up
-                for name, values in times.items():
-                    values.append(round(result[name], 3))
-    return times
+        return loops.call("rounds", config.overhead_rounds)
 
 
 def _reason(error: Exception) -> str:

@@ -2,14 +2,20 @@
 
 import io
 import itertools
+import math
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
 
+from datasets import synthetic
+from engine.evaluated import Evaluated
 from engine.loop import train
-from engine.run_report import RunReport
+from engine.metrics_logger import MetricsLogger
+from engine.run import Run
+from engine.run_directory import RunDirectory
 from engine.schedule import Schedule
 from engine.stopping import StopRequest
 
@@ -20,64 +26,55 @@ NEVER = 10**9  # steps
 
 
 class Overhead(Training):
-    """The same network, optimiser and minibatches in the real loop and in a bare one; results of `round` are times."""
+    """The same network, optimiser and minibatches in the real loop and in a bare one."""
 
     def __init__(self, common: tuple[str, ...], threads: int, steps: int):
         super().__init__(common, PLAIN, threads)
         self.steps = steps
-        self.done = 0
         # Every round writes one record, more often than a run does.
-        self.schedule = Schedule(
-            NEVER, steps_per_epoch=NEVER, evaluate_every=None, checkpoint_every=NEVER, log_every=steps
-        )
+        schedule = Schedule(NEVER, steps_per_epoch=NEVER, evaluate_every=None, checkpoint_every=NEVER, log_every=steps)
         self.prepared = [
-            (self.image_input(minibatch["image"]), minibatch["label"].to(self.world.device))
+            (self.learner.forward.normalised(minibatch["image"]), minibatch["label"].to(self.world.device))
             for minibatch in self.in_memory
         ]
         self.folder = tempfile.TemporaryDirectory()
-        terminal = Console(file=io.StringIO(), force_terminal=True)  # where the progress bar is drawn, for nobody
-        self.report = RunReport(Path(self.folder.name), terminal, NEVER, start_step=0)
-        self.report.__enter__()
+        terminal = Console(file=io.StringIO(), force_terminal=True)  # the progress bar is drawn, for nobody
+        directory, data = RunDirectory(self.folder.name), synthetic(None, "train")
+        self.run = Run(self.config, self.world, StopRequest(), directory, data, data, schedule, terminal)
+        self.run.learner = self.learner
+        self.run.metrics = MetricsLogger(Path(self.folder.name), terminal, self.config.score, NEVER, start_step=0)
 
-    def round(self, bare_first: bool) -> dict:
-        """Milliseconds per step of both, one after the other."""
-        order = (self.bare, self.real) if bare_first else (self.real, self.bare)
-        return {way.__name__: self._timed(way) for way in order}
+    def rounds(self, count: int) -> dict[str, list[float]]:
+        """{"bare": [milliseconds per step in each round], "real": […]}, after one round to warm up."""
+        times: dict[str, list[float]] = {"bare": [], "real": []}
+        train(self.run, self._timed_minibatches(count, times), self.loss, _nothing)
+        return {name: values[1:] for name, values in times.items()}
 
-    def real(self) -> None:
-        """Some steps of the loop of train_seg.py."""
-        train(
-            self.learner,
-            self.loss_function,
-            itertools.islice(itertools.cycle(self.in_memory), self.steps),
-            start_step=self.done,
-            schedule=self.schedule,
-            world=self.world,
-            image_input=self.image_input,
-            autocast=self.autocast,
-            accumulation_steps=1,
-            crops_per_minibatch=self.config.data.crops_per_minibatch,
-            report=self.report,
-            evaluate=_never,
-            save=_never,
-            stop=StopRequest(),
-        )
-        self.done += self.steps
+    def _timed_minibatches(self, count: int, times: dict[str, list[float]]) -> Iterator[dict]:
+        """The minibatches of the real loop. Between its rounds the bare loop runs; which comes first alternates."""
+        for number in range(count + 1):
+            if number % 2:
+                times["bare"].append(self.bare())
+            started_s = time.perf_counter()
+            yield from itertools.islice(itertools.cycle(self.in_memory), self.steps)
+            times["real"].append(self._ms_per_step(started_s))  # the loop asks for a minibatch when a step has ended
+            if not number % 2:
+                times["bare"].append(self.bare())
 
-    def bare(self) -> None:
-        """As many steps of nothing but the work, on images that are normalised already."""
+    def bare(self) -> float:
+        """Milliseconds per step of nothing but the work, on images that are normalised already."""
+        started_s = time.perf_counter()
         self.learner.network.train()
         for images, labels in itertools.islice(itertools.cycle(self.prepared), self.steps):
             self.learner.optimizer.zero_grad()
-            self.loss_function(self.learner.forward(images), labels).backward()
+            self.loss(self.learner.forward.network(images), labels).backward()
             self.learner.optimizer.step()
+        return self._ms_per_step(started_s)
 
-    def _timed(self, way) -> float:
-        started_s = time.perf_counter()
-        way()
+    def _ms_per_step(self, started_s: float) -> float:
         self._finish()
-        return 1e3 * (time.perf_counter() - started_s) / self.steps
+        return round(1e3 * (time.perf_counter() - started_s) / self.steps, 3)
 
 
-def _never(step: int) -> None:
-    raise AssertionError(f"the schedule asked for an evaluation or a checkpoint at step {step}")
+def _nothing() -> Evaluated:
+    return Evaluated(scores={"miou": math.nan}, summary="nothing", images=0)

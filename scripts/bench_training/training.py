@@ -5,6 +5,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,9 +16,11 @@ from datasets import synthetic
 from engine import build, loop
 from engine import config as configuration
 from engine.distributed import World, device_of
-from engine.memory import keep_freed_memory, peak_bytes, peak_memory_mib, saved_for_backward
+from engine.malloc import keep_freed_memory
+from engine.peak_memory import peak_memory_mib
 from engine.profiling import WARM_UP_STEPS, profiled
-from engine.schema import SegmentationRun
+from engine.schema.segmentation import SegmentationRun
+from scripts.memory_measurement import peak_bytes, saved_for_backward
 
 from .switches import LONG, Switch
 
@@ -42,10 +45,9 @@ class Training:
         if self.world.device.type == "cpu" and switch.freed_memory_kept:
             keep_freed_memory()
         dataset = synthetic(None, "train")
-        self.learner = build.learner(self.config, len(dataset.classes), LONG, self.world)
-        self.loss_function = build.loss(self.config.loss, dataset.ignore_index)
-        self.image_input = build.image_input(self.config, self.world.device)
-        self.autocast = build.autocast(trainer.precision, self.world.device)
+        make = partial(build.segmentation_network, self.config, len(dataset.classes))
+        self.learner = build.learner(self.config, make, LONG, self.world)
+        self.loss = build.loss(self.config.loss, dataset.ignore_index)
         self.in_memory = list(build.training_loader(self.config, dataset, MINIBATCHES, self.world))
         self.prefetched = switch.prefetched
         self.minibatches = self.endless()
@@ -64,17 +66,8 @@ class Training:
         """Milliseconds of one more step."""
         started_s = time.perf_counter()
         minibatch = next(self.minibatches)
-        loss, _ = loop.train_step(
-            self.learner,
-            self.loss_function,
-            minibatch["image"],
-            minibatch["label"],
-            world=self.world,
-            image_input=self.image_input,
-            autocast=self.autocast,
-            accumulation_steps=self.config.trainer.accumulation_steps,
-            crops_per_minibatch=self.config.data.crops_per_minibatch,
-        )
+        whole = self.config.data.crops_per_minibatch
+        loss, _ = loop.train_step(self.learner, self.loss, minibatch, whole, self.world)
         self._finish()
         self.losses.append(loss)
         return round(1e3 * (time.perf_counter() - started_s), 3)
@@ -106,11 +99,9 @@ class Training:
         minibatch = next(self.minibatches)
         parts = self.config.trainer.accumulation_steps
         images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
-        inputs = self.image_input(images)
         self.learner.network.train()
-        with self.autocast():
-            logits, saved = saved_for_backward(lambda: self.learner.forward(inputs))
-        _, saved_by_loss = saved_for_backward(lambda: self.loss_function(logits, labels.to(logits.device)))
+        logits, saved = saved_for_backward(lambda: self.learner.forward(images))
+        _, saved_by_loss = saved_for_backward(lambda: self.loss(logits, labels.to(logits.device)))
         held = {parameter.untyped_storage()._cdata for parameter in self.learner.network.parameters()}
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved + saved_by_loss}
         return sum(storage.nbytes() for address, storage in storages.items() if address not in held)
@@ -122,6 +113,6 @@ class Training:
 
 def composed(*overrides: str) -> SegmentationRun:
     """The checked configuration of `train_seg.py OVERRIDES`."""
-    configuration.register()
+    configuration.register("segmentation_run", SegmentationRun)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return configuration.typed(compose("train_seg", list(overrides)))

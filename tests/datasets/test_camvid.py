@@ -35,13 +35,15 @@ def test_channels_are_rgb(camvid_annot):
 
 
 @pytest.mark.parametrize("root", [None, "", "/nowhere/camvid"])
-def test_missing_root_names_the_key_the_layout_and_the_fix(root):
+def test_missing_root_names_the_folder_the_layout_and_the_fix(root):
     with pytest.raises(ValueError) as error:
         camvid(root, "train")
+    problem = f"{root} is not an existing folder." if root else "no folder is given; camvid needs the folder that holds"
     message = str(error.value)
-    assert "data.root" in message and (str(root) in message or not root)
+    assert message.startswith(problem)
     assert "DIR/train/images/*.jpg" in message and "DIR/trainannot/*.png" in message
-    assert "set data.root=DIR" in message
+    assert "\nFix: download CamVid" in message
+    assert message.endswith(" and give the folder at the top of this layout.")
 
 
 def test_unknown_split_names_the_known_ones(camvid_folders):

@@ -181,8 +181,9 @@ def test_the_data_folder_is_not_written(camvid_folders, cache):
 
 def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written to .*sampler.folder=DIR"):
-        index_classes(camvid(camvid_folders, "train"), tmp_path / "file", workers=0)
+    for options, key in (({}, "folder"), ({"folder_key": "cache.index"}, "cache.index")):
+        with pytest.raises(ValueError, match=f"cannot be written to {tmp_path}/file/.*; give {key}=DIR"):
+            index_classes(camvid(camvid_folders, "train"), tmp_path / "file", workers=0, **options)
     with pytest.raises(ValueError, match="no labels in split 'test'"):
         index_classes(cityscapes(cityscapes_root, "test"), tmp_path, workers=0)
     bad = camvid_folders / "train" / "labels" / "0001TP_000003.png"

@@ -71,6 +71,19 @@ def test_sizes_of_image_and_label_are_compared_while_training(camvid_folders):
         crops_of(camvid_folders)[0, 2]
 
 
+def test_unreadable_images_are_replaced_until_too_many_follow_each_other(camvid_folders):
+    crops = TrainingCrops(camvid(camvid_folders, "train"), TrainingTransform((16, 20)), seed=0, skip_unreadable=True)
+    images = [entry.image for entry in crops.dataset.files]
+    images[2].write_bytes(b"")
+    item = crops[0, 2]
+    assert item["name"] == "0001TP_000003" and item["skipped"].startswith(f"{images[2]}: the file is empty")
+    for image in images:
+        image.write_bytes(b"")
+    message = "^9 images in a row cannot be read, .*although unreadable images are skipped; the last one: .*is empty"
+    with pytest.raises(ValueError, match=message):
+        crops[0, 2]
+
+
 def test_training_crops_are_uint8_and_channels_first(camvid_folders):
     item = crops_of(camvid_folders)[0, 1]
     assert item["image"].shape == (3, 16, 20) and item["image"].dtype == torch.uint8

@@ -3,7 +3,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import ClassIndex, ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard
+from datasets import (
+    ClassIndex,
+    ClassUniformMinibatches,
+    ShuffledMinibatches,
+    evaluation_shard,
+    minibatches_per_epoch,
+)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -55,10 +61,15 @@ def test_the_order_and_the_first_images_crop_have_different_random_streams():
 
 
 def test_too_few_images_names_both_numbers_and_the_fix():
-    with pytest.raises(ValueError, match="data.crops_per_minibatch=16 is more than the 10 images.*at most 10"):
+    too_many = "=16 is more than the 10 images.*set {} to at most 10"
+    with pytest.raises(ValueError, match="^crops_per_minibatch" + too_many.format("crops_per_minibatch")):
         ShuffledMinibatches(images=10, crops_per_minibatch=16, seed=0, steps=1)
-    with pytest.raises(ValueError, match="data.crops_per_minibatch=0 must be at least 1"):
+    with pytest.raises(ValueError, match="^crops_per_minibatch=0 must be at least 1"):
         ShuffledMinibatches(images=10, crops_per_minibatch=0, seed=0, steps=1)
+    with pytest.raises(ValueError, match="^crops.each" + too_many.format("crops.each")):
+        minibatches_per_epoch(10, 16, key="crops.each")
+    with pytest.raises(ValueError, match="^crops.each=0 must be at least 1"):
+        minibatches_per_epoch(10, 0, key="crops.each")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -74,7 +85,7 @@ def test_the_ranks_share_each_minibatch_of_one_process(world_size):
 
 
 def test_minibatches_that_the_ranks_cannot_share_are_refused():
-    with pytest.raises(ValueError, match="data.crops_per_minibatch=8 cannot be divided over 9 processes"):
+    with pytest.raises(ValueError, match="^crops_per_minibatch=8 cannot be divided over 9 processes"):
         ShuffledMinibatches(images=30, crops_per_minibatch=8, seed=0, steps=1, world_size=9)
 
 
@@ -157,7 +168,7 @@ def test_where_the_draws_by_image_lie_is_random():
 
 
 def test_no_class_at_all_is_an_error():
-    with pytest.raises(ValueError, match="none of the 3 classes has a labelled pixel.*sampler=uniform"):
+    with pytest.raises(ValueError, match="none of the 3 classes has a labelled pixel.*choose uniform sampling"):
         ClassUniformMinibatches(index_of(np.zeros((5, 3), int)), 1, seed=0, steps=1)
 
 

@@ -1,4 +1,5 @@
 import ast
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -156,3 +157,16 @@ def test_datasets_imports_nothing_else_of_ours():
                 continue
             rooms = {module.split(".")[0] for module in modules} & ours
             assert rooms <= {"datasets"}, f"{path} imports {rooms}"
+
+
+def test_datasets_knows_no_configuration_key():
+    """Neither group.key nor group=choice of the program above it: its messages name arguments, or keys given to it."""
+    folder = Path(datasets.__file__).parent
+    groups = {entry.name for entry in (folder.parent / "configs").iterdir() if entry.is_dir()} | {"init", "resume"}
+    assert {"data", "sampler"} < groups
+    key = re.compile(rf"(?<![\w./])({'|'.join(sorted(groups))})(\.(?!py\b)[a-z_]+|=\w)")
+    assert key.search("set data.root=DIR") and key.search("sampler=uniform") and not key.search("(docs/data.md)")
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not key.search(node.value), f"{path}:{node.lineno} names {key.search(node.value)[0]}"

@@ -106,14 +106,15 @@ def test_classes_are_present_and_large_enough_to_learn():
 def test_a_folder_with_something_else_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match="data.root=.*mine exists.*Choose another data.root"):
+    with pytest.raises(ValueError, match=f"^{tmp_path}/mine exists.*Choose another folder, or give none"):
         synthetic(tmp_path / "mine", "train", images=SMALL)
     assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
 def test_other_settings_than_written_are_refused(tmp_path):
     synthetic(tmp_path / "streets", "train", images=(1, 1))
-    with pytest.raises(ValueError, match="written with .*expected .*'train': 6"):
+    message = f"^{tmp_path}/streets holds .* written with .*'train': 1.*expected .*'train': 6.*Choose another folder"
+    with pytest.raises(ValueError, match=message):
         synthetic(tmp_path / "streets", "train", images=SMALL)
     assert json.loads((tmp_path / "streets" / "synthetic-streets.json").read_text())["train"] == 1
 
@@ -125,7 +126,7 @@ def test_an_empty_folder_is_used(tmp_path):
 
 def test_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot be written to .*Set data.root=DIR"):
+    with pytest.raises(ValueError, match=f"cannot be written to {tmp_path}/file/below .*Give another folder"):
         synthetic(tmp_path / "file" / "below", "train", images=SMALL)
 
 

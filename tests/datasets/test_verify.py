@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from datasets import camvid, cityscapes, inspect, verify
-from datasets.parallel import in_order
 
 
 def problems(root, **options) -> str:
@@ -112,13 +111,6 @@ def test_no_other_thread_decodes(camvid_folders, monkeypatch, workers, reads_her
     monkeypatch.setattr(dataset, "read_label", lambda i: threads.append(threading.current_thread()) or read_label(i))
     verify(dataset, workers)
     assert threads == [threading.main_thread()] * reads_here
-
-
-def test_uses_the_cores_that_it_may_use(camvid_folders, monkeypatch):
-    """A scheduler may have given it one of many."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
-    assert in_order(camvid(camvid_folders, "train"), range(6)).num_workers == 1
 
 
 def test_failure_is_not_remembered(camvid_folders):

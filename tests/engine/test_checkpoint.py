@@ -16,7 +16,7 @@ from engine import checkpoint
 
 
 def state_of(step: int, **more) -> dict:
-    return {"step": step, "config": {}, "classes": ["road", "sky"], "network": {}, **more}
+    return {"task": "a task", "step": step, "config": {}, "classes": ["road", "sky"], "network": {}, **more}
 
 
 def test_state_survives(tmp_path):
@@ -162,9 +162,10 @@ def test_unusable_files_are_named(tmp_path):
 @pytest.mark.parametrize(
     "key, value, expected",
     [
+        *(("task", value, "the name of its task") for value in (None, 3, ["segmentation"])),
         *(("step", value, "a number of steps") for value in (None, -1, 1.5, "3", True)),
         *(("config", value, "the dictionary of the run's configuration") for value in (None, "norm: std", [1])),
-        *(("classes", value, "1 to 255 names") for value in (None, "road", [], [1, 2], ["a"] * 256)),
+        *(("classes", value, "1 to 65535 names") for value in (None, "road", [], [1, 2], ["a"] * 65_536)),
         *(("network", value, "a dictionary {name: tensor}") for value in (None, [1], {"w": 1}, {1: torch.ones(1)})),
         ("ema", [1], "a dictionary {name: tensor}"),
         *(
@@ -196,6 +197,14 @@ def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, exp
         return
     with pytest.raises(ValueError, match=f"^checkpoint {path} has no {key}: expected {re.escape(expected)}"):
         checkpoint.load(path)
+
+
+def test_a_file_may_have_as_many_classes_as_any_task(tmp_path):
+    """A task may allow fewer: `engine.config.of_checkpoint`."""
+    names, colours = [f"class {i}" for i in range(65_535)], [[i % 256, i // 256, 0] for i in range(65_535)]
+    checkpoint.save(tmp_path / "net.pt", state_of(3, classes=names, palette=colours))
+    state = checkpoint.load(tmp_path / "net.pt")
+    assert (state["classes"], state["palette"]) == (names, colours)
 
 
 def test_another_number_of_classes_is_refused(tmp_path):

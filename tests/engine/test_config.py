@@ -2,29 +2,35 @@
 
 import functools
 import math
-import shlex
-from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine import build
+from datasets import WholeImages
+from engine import build, checkpoint
 from engine import config as cfg
 from engine.distributed import World
-from engine.losses import CrossEntropy
+from engine.schema.network import NORMS
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation.losses import CrossEntropy
+from eval import evaluate
 from models.layers import ABN, CheckpointedABN, InPlaceABN
+from scripts.predict import predict
+from tests import runs
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = runs.REPOSITORY / "configs"
+CPU = torch.device("cpu")
 
 
 def composed(*overrides: str):
-    cfg.register()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("train_seg", ["run_dir=unused", *overrides])
+    return runs.composed("train_seg", "run_dir=unused", *overrides)
+
+
+def from_plain(values: dict, source: str = "the checkpoint") -> SegmentationRun:
+    return cfg.from_plain(values, SegmentationRun, source)
 
 
 def choices(group: str) -> list[str]:
@@ -40,15 +46,14 @@ ALL = [f"{group}={name}" for group in GROUPS for name in choices(group) if name 
 def test_every_choice_composes_builds_and_steps(choice):
     """On fake tensors: shapes and dtypes of a whole training step, without its arithmetic."""
     config = cfg.typed(composed(choice))
-    assert cfg.from_plain(cfg.plain(config)) == config
-    schedule = build.schedule(config, images=100)
+    assert from_plain(cfg.plain(config)) == config
+    schedule = build.schedule_of(config, images=100)
     with FakeTensorMode():
-        network = build.network(config, classes=19)
+        network = build.segmentation_network(config, classes=19)
+        forward = build.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
         optimizer = build.optimizer(config.optim, network.parameters())
         scheduler = build.lr_schedule(config.optim, optimizer, schedule.total_steps)
-        image_input = build.image_input(config, torch.device("cpu"))
-        with build.autocast(config.trainer.precision, torch.device("cpu"))():
-            logits = network(image_input(torch.zeros(2, 3, 64, 96, dtype=torch.uint8)))
+        logits = forward(torch.zeros(2, 3, 64, 96, dtype=torch.uint8))
         loss = build.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, 64, 96, dtype=torch.uint8))
         loss.backward()
         optimizer.step()
@@ -67,7 +72,7 @@ def test_groups_reach_what_they_build():
         )
     )
     with torch.device("meta"):
-        network = build.network(config, classes=3)
+        network = build.segmentation_network(config, classes=3)
     norm = network.head.red_bn
     assert (norm.variant, norm.activation, norm.activation_param) == ("I", "elu", 0.5)
     assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
@@ -97,7 +102,7 @@ def test_every_norm_fits_every_body(norm):
     for body in choices("body"):
         config = cfg.typed(composed(f"norm={norm}", f"body={body}", "norm.sync=true"))
         with FakeTensorMode():
-            network = build.network(config, classes=3)
+            network = build.segmentation_network(config, classes=3)
             network(torch.empty(2, 3, 64, 96)).square().mean().backward()
         assert all(parameter.grad is not None for parameter in network.parameters())
         assert all(module.sync for module in network.modules() if isinstance(module, ABN))
@@ -110,9 +115,9 @@ def test_the_released_package_is_a_norm_choice():
         import inplace_abn  # noqa: F401
     except ImportError:
         with pytest.raises(ValueError, match="pip install --no-build-isolation inplace-abn"):
-            build.network(config, classes=3)
+            build.segmentation_network(config, classes=3)
         return
-    network = build.network(config, classes=3)
+    network = build.segmentation_network(config, classes=3)
     network(torch.randn(2, 3, 32, 32)).square().mean().backward()
     assert network.head.red_bn.activation == "elu"
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
@@ -144,11 +149,11 @@ def test_data_keys_reach_the_loader():
     assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
     assert (transform.fill, transform.ignore_index, loader.dataset.seed) == ((26, 51, 102), 255, 3)
     assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
-    image_input = build.image_input(config, torch.device("cpu"))
-    assert image_input.mean.flatten().tolist() == pytest.approx([25.5, 51, 102])
-    assert image_input.std.flatten().tolist() == pytest.approx([63.75, 127.5, 255])
-    assert image_input.memory_format == torch.channels_last
-    assert len(build.evaluation_loader(dataset, 0, 60, World(), images=3)) == 3
+    forward = build.forward(config, torch.nn.Identity(), CPU)
+    assert forward.mean.flatten().tolist() == pytest.approx([25.5, 51, 102])
+    assert forward.std.flatten().tolist() == pytest.approx([63.75, 127.5, 255])
+    assert forward.memory_format == torch.channels_last
+    assert len(build.evaluation_loader(WholeImages(dataset), config.data, World(), images=3)) == 3
 
 
 def test_sampler_keys_reach_the_loader(tmp_path):
@@ -163,7 +168,8 @@ def test_sampler_keys_reach_the_loader(tmp_path):
     assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
     rank = build.training_loader(config, dataset, 9, World(rank=1, size=2), 2).batch_sampler
     assert list(rank) == [minibatch[3:] for minibatch in sampler]
-    shares = [build.evaluation_loader(dataset, 0, 60, World(rank=rank, size=3), 7) for rank in range(3)]
+    worlds = [World(rank=rank, size=3) for rank in range(3)]
+    shares = [build.evaluation_loader(WholeImages(dataset), config.data, world, 7) for world in worlds]
     assert [len(share) for share in shares] == [3, 2, 2]
 
 
@@ -213,7 +219,7 @@ def test_an_option_of_another_alternative_is_an_error():
         (["sampler=class_uniform", "sampler.positions=0"], "sampler.positions=0: expected a number above 0"),
         (["loss.fraction=3"], "loss.fraction=3.0.*at most 1"),
         (["run_dir=null", "resume=auto"], "resume=auto needs run_dir"),
-        (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected .height, width"),
+        (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected 2 numbers: height, width"),
         (["optim.lr=nan"], "optim.lr=nan: expected a number above 0"),
         (["trainer.steps=0"], "trainer.steps=0: expected a number above 0"),
         (["trainer.accumulation_steps=8"], r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
@@ -222,8 +228,8 @@ def test_an_option_of_another_alternative_is_an_error():
         (["trainer.device=tpu"], "trainer.device=tpu: expected one of auto, cpu, cuda"),
         (["body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),
         (["data.name=kitti"], "data.name=kitti: expected one of camvid, cityscapes, coco_stuff, synthetic, vistas"),
-        (["data.mean=[0.5]"], "data.mean.*3 numbers"),
-        (["data.scale=[0.5]"], "data.scale.*2 numbers"),
+        (["data.mean=[0.5]"], "data.mean=.0.5.: expected 3 numbers: red, green, blue"),
+        (["data.scale=[0.5]"], "data.scale=.0.5.: expected 2 numbers: lowest factor, highest factor"),
         (["data.std=[0.2,0,0.2]"], "data.std.*above 0"),
         (["optim.lr=-1"], "optim.lr=-1.0: expected a number above 0"),
         (["seed=-1"], "seed=-1: expected 0 or more"),
@@ -238,7 +244,45 @@ def test_a_checkpoint_of_another_schema_is_refused():
     values = cfg.plain(cfg.typed(composed()))
     values["trainer"]["unheard_of"] = 1
     with pytest.raises(ValueError, match="does not fit this version.*unheard_of"):
-        cfg.from_plain(values)
+        from_plain(values)
+
+
+def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
+    values = cfg.plain(cfg.typed(composed("norm=inplace_1", "norm.eps=0.25")))
+    norm = cfg.group_from_plain({"norm": values["norm"], "data": "unheard of"}, "norm", NORMS, "checkpoint a.pt")
+    assert type(norm) is NORMS["inplace_1"] and norm == cfg.typed(composed("norm=inplace_1", "norm.eps=0.25")).norm
+    for wrong in ({}, {"norm": None}, {"norm": {"name": "batch"}}, {"norm": {**values["norm"], "surprise": 1}}):
+        with pytest.raises(ValueError, match="(?s)^checkpoint a.pt: its configuration does not fit .*"):
+            cfg.group_from_plain(wrong, "norm", NORMS, "checkpoint a.pt")
+    with pytest.raises(ValueError, match="^checkpoint a.pt: its .*: norm.eps=nan: expected a number above 0"):
+        cfg.group_from_plain({"norm": {**values["norm"], "eps": math.nan}}, "norm", NORMS, "checkpoint a.pt")
+
+
+def test_a_checkpoint_of_another_task_is_refused_by_file_and_task(tmp_path):
+    """By whatever reads it, before it reads anything else of it."""
+    file = tmp_path / "last.pt"
+    state = {"task": "shapes", "step": 3, "config": {}, "classes": ["disc", "square"], "network": {}}
+    checkpoint.save(file, state)
+    with pytest.raises(ValueError, match=f"^checkpoint {file} is of the task shapes: expected segmentation$"):
+        cfg.of_checkpoint(checkpoint.load(file), SegmentationRun, f"checkpoint {file}")
+    for entry, function, options in (
+        ("eval", evaluate, ()),
+        ("predict", predict, (f"input={runs.REPOSITORY / 'docs'}", f"output={tmp_path / 'out'}")),
+    ):
+        with pytest.raises(ValueError, match=f"^checkpoint {file} is of the task shapes: expected segmentation$"):
+            function(runs.composed(entry, f"checkpoint={file}", "device=cpu", *options))
+    assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_a_segmentation_has_as_many_classes_as_its_labels_and_predictions_can_tell_apart():
+    """uint8, of which 255 is ignored."""
+    config = cfg.typed(composed())
+    state = {"task": "segmentation", "config": cfg.plain(config), "classes": [f"class {i}" for i in range(255)]}
+    assert cfg.of_checkpoint(state, SegmentationRun, "checkpoint a.pt") == config
+    state["classes"].append("one more")
+    expected = "^checkpoint a.pt has 256 classes: expected at most 255 for segmentation$"
+    with pytest.raises(ValueError, match=expected):
+        cfg.of_checkpoint(state, SegmentationRun, "checkpoint a.pt")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +297,7 @@ def test_a_checkpoint_of_another_schema_is_refused():
         ("data", [1], "data.name=None: expected one of camvid"),
         ("body.stem_channels", -1, "body.stem_channels=-1: expected a number above 0"),
         ("body", "resnext", "body.name=None: expected one of resnext"),
-        ("head.pooling_size", [3], r"head.pooling_size=\[3\]: expected \(height, width\)"),
+        ("head.pooling_size", [3], r"head.pooling_size=\[3\]: expected 2 numbers: height, width"),
         ("norm.name", ["std"], r"norm.name=\['std'\]: expected one of std"),
         ("norm.name", None, "norm.name=None: expected one of std"),
         ("norm.eps", math.nan, "norm.eps=nan: expected a number above 0"),
@@ -269,60 +313,19 @@ def test_a_checkpoint_with_a_wrong_value_is_refused_by_file_and_key(key, value, 
     *groups, name = key.split(".")
     functools.reduce(dict.get, groups, values)[name] = value
     with pytest.raises(ValueError, match=f"(?s)^checkpoint a.pt: its configuration does not fit .*{message}"):
-        cfg.from_plain(values, "checkpoint a.pt")
+        from_plain(values, "checkpoint a.pt")
 
 
 def test_keys_that_only_mattered_to_its_training_do_not_keep_a_checkpoint_from_evaluation():
     values = cfg.plain(cfg.typed(composed()))
     values["optim"]["lr"], values["loss"]["fraction"] = 0.0, 3.0
     values["trainer"]["epochs"] = values["trainer"]["steps"] = None
-    assert cfg.from_plain(values).optim.lr == 0
-
-
-def test_a_checkpoint_from_before_there_were_samplers_was_sampled_uniformly():
-    values = cfg.plain(cfg.typed(composed()))
-    del values["sampler"]
-    assert cfg.from_plain(values) == cfg.typed(composed("sampler=uniform"))
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        *(
-            "runs/lr=1,bs=2/last.pt",
-            "a b/c",
-            "Straße/街",
-            "a'b\"c/d",
-            "[x] {y} (z)/:w",
-            "~/a",
-            "${run_dir}/a",
-            "a\\${b}",
-        ),
-        *(
-            "back\\slash\\",
-            "\\\\'\\\"",
-            "null",
-            "12",
-            "1e3",
-            "",
-            " ",
-            "/",
-            "#",
-            "$a/*?!;&|<>`",
-            "a//b",
-            "plain/net-1.pt",
-        ),
-    ],
-)
-def test_an_assignment_that_is_advised_reads_back_to_the_path(path):
-    """Through a shell and Hydra."""
-    (word,) = shlex.split(shlex.quote(cfg.assignment("init.weights", path)))
-    assert cfg.typed(composed(word)).init.weights == path
+    assert from_plain(values).optim.lr == 0
 
 
 def test_what_is_printed_is_what_runs(tmp_path):
     """`--cfg job` prints the composed config; the run keeps it as config.yaml, which reads back to the same."""
     values = composed("norm=inplace_1", "data.crop_size=96")
     OmegaConf.save(values, tmp_path / "config.yaml")
-    again = cfg.from_plain(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"), resolve=True))
+    again = from_plain(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"), resolve=True))
     assert again == cfg.typed(values)

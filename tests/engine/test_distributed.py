@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,10 @@ import torch.distributed as dist
 from engine import build, checkpoint
 from engine import config as cfg
 from engine.distributed import World, node_group
-from engine.learner import renew_statistics
 from engine.loop import train_step
 from engine.stopping import Preempted
 from eval import evaluate
-from models.layers import ABN
+from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
 from tests.runs import SHORT, composed
 from train_seg import train
@@ -49,9 +49,10 @@ def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tup
 
 def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) -> dict:
     world, crops = this_world(), len(order)
-    options = (f"norm={norm}", "norm.sync=true", f"data.crops_per_minibatch={crops}", *overrides)
+    sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
+    options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
     config = cfg.typed(composed("train_seg", *SHORT, *options))
-    learner = build.learner(config, classes=5, total_steps=10, world=world)
+    learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
     for _ in range(3):
@@ -59,17 +60,8 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
         labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
         labels[labels == 5] = 255
         share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
-        loss, norm = train_step(
-            learner,
-            build.loss(config.loss, ignore_index=255),
-            images[share],
-            labels[share],
-            world=world,
-            image_input=build.image_input(config, world.device),
-            autocast=build.autocast("float32", world.device),
-            accumulation_steps=parts,
-            crops_per_minibatch=crops,
-        )
+        minibatch = {"image": images[share], "label": labels[share]}
+        loss, norm = train_step(learner, build.loss(config.loss, ignore_index=255), minibatch, crops, world)
         losses.append(loss)
         norms.append(norm)
     gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
@@ -125,7 +117,7 @@ def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), ABN(4))
     minibatches = [torch.randn(2, 3, 8, 8) for _ in range(6)]
-    renew_statistics(network, minibatches[rank::shares], build.autocast("float32", torch.device("cpu")), this_world())
+    renew_statistics(network, minibatches[rank::shares])
     return {name: tensor for name, tensor in network.state_dict().items() if "running" in name}
 
 
@@ -150,12 +142,12 @@ def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path, norm):
     results = ranks.run(run_in_rank, (f"run_dir={tmp_path}", *options))
     written = json.loads((tmp_path / "results.json").read_text())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.reporting.write_results", lambda path, **results: results)
+        patch.setattr("engine.run.write_results", lambda path, evaluated, *_, **__: evaluated)
         alone = train(composed("train_seg", f"run_dir={tmp_path}", *options, "resume=auto"))
     for result in (*results, written):
-        assert result["images"] == int(alone["images"]) == 7
-        assert result["confusion_matrix"] == alone["confusion"].tolist()
-        assert result["miou"] == alone["scores"]["miou"]
+        assert result["images"] == alone.images == 7
+        assert result["confusion_matrix"] == alone.details["confusion_matrix"]
+        assert result["miou"] == alone.scores["miou"]
 
 
 def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
@@ -187,9 +179,9 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
     """One of the processes is sent SIGTERM in a step."""
-    from engine.run_report import RunReport
+    from engine.metrics_logger import MetricsLogger
 
-    original, counted = RunReport.step, []
+    original, counted = MetricsLogger.step, []
 
     def step(self, *args, **kwargs):
         counted.append(None)
@@ -197,13 +189,13 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: in
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args, **kwargs)
 
-    RunReport.step = step
+    MetricsLogger.step = step
     try:
         train(composed("train_seg", *overrides))
     except Preempted as stopped:
         return str(stopped)
     finally:
-        RunReport.step = original
+        MetricsLogger.step = original
     return "not stopped"
 
 

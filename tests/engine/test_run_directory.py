@@ -9,6 +9,9 @@ import shutil
 import signal
 import sys
 import threading
+from copy import deepcopy
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -16,22 +19,25 @@ import torch
 
 from engine import checkpoint
 from engine import config as cfg
-from engine.run_directory import FREE_ON_RESUME, RunDirectory
+from engine.checkpoint_migrations import SEGMENTATION_ONLY
+from engine.run_directory import RunDirectory
+from engine.schema.segmentation import SegmentationRun
 from tests.runs import composed
 
 
 @pytest.fixture(scope="module")
-def config() -> dict:
-    return cfg.plain(cfg.typed(composed("train_seg")))
+def config() -> SegmentationRun:
+    return cfg.typed(composed("train_seg", "run_dir=unused", "resume=auto"))
 
 
 def run_in(path: Path) -> RunDirectory:
     return RunDirectory(str(path))
 
 
-def state_of(step: int, config: dict) -> dict:
+def state_of(step: int, config: SegmentationRun) -> dict:
     weights = {f"w{i}": torch.full((5000,), 10.0 * step + i) for i in range(2)}
-    return {"step": step, "network": weights, "total_steps": 9, "config": config, "classes": ["road", "sky"]}
+    state = {"task": "segmentation", "step": step, "network": weights, "total_steps": 9}
+    return {**state, "config": cfg.plain(config), "classes": ["road", "sky"]}
 
 
 def damage(path: Path) -> None:
@@ -41,9 +47,9 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
-def resumed(run: RunDirectory, config: dict) -> int | None:
+def resumed(run: RunDirectory, config: SegmentationRun) -> int | None:
     """The step of the checkpoint to resume, None for a run to start; its tensors are exactly those of the step."""
-    state = run.checkpoint_to_resume("auto", config, total_steps=9)
+    state = run.checkpoint_to_resume(config, total_steps=9)
     if state is None:
         return None
     expected = state_of(state["step"], config)["network"]
@@ -104,8 +110,8 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
 ):
     """From the step before (`old`) or the one that was saved (3), and its next save is as any other."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process is not a lost power supply, and this is slow
-    for convert in ("from_plain", "plain"):  # nor is the configuration what is tested, and it is read a hundred times
-        monkeypatch.setattr(f"engine.run_directory.{convert}", lambda values, *_: values)
+    # Nor is the configuration what is tested, and it is read a hundred times.
+    monkeypatch.setattr("engine.run_directory.of_checkpoint", lambda *_: config)
     if not links:
         monkeypatch.setattr(os, "link", no_links)
     start = run_in(tmp_path / "start")
@@ -153,7 +159,7 @@ def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config)
     for step in (1, 2):
         run.save(state_of(step, config))
     for good, step in ((run.last, 2), (run.previous, 1)):
-        with pytest.raises(FloatingPointError) as error, run.in_use():
+        with pytest.raises(FloatingPointError) as error, run.in_use(config):
             raise FloatingPointError("the loss is nan")
         assert f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts" in (
             str(error.value)
@@ -185,55 +191,69 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch, caplog)
     assert not other.is_alive() and other.exitcode == -signal.SIGKILL
 
 
-def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path):
+def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
     file = tmp_path / "file"
     file.touch()
     for path, reason in ((file, "File exists"), (file / "run", "Not a directory")):
         run = RunDirectory(str(path))
         with pytest.raises(OSError, match=f"run_dir={path} cannot be used: .*{reason}. Give another run_dir"):
-            with run.in_use():
+            with run.in_use(config):
                 run.lock()
 
 
 def test_an_interrupt_says_what_there_is_to_continue_from(tmp_path, config):
     run = run_in(tmp_path)
-    with pytest.raises(KeyboardInterrupt, match="there is no checkpoint yet"), run.in_use():
+    with pytest.raises(KeyboardInterrupt, match="there is no checkpoint yet"), run.in_use(config):
         raise KeyboardInterrupt
     run.save(state_of(3, config))
-    with pytest.raises(KeyboardInterrupt, match=f"continues from {run.last}, of step 3"), run.in_use():
+    with pytest.raises(KeyboardInterrupt, match=f"continues from {run.last}, of step 3"), run.in_use(config):
         raise KeyboardInterrupt
+
+
+# Keys that say where and how a run computes, not what.
+FREE_ON_RESUME = {
+    *("run_dir", "resume", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
+    *("data.root", "data.workers", "data.verify", "data.on_error", "data.max_skipped", "data.timeout_seconds"),
+    *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
+    *("trainer.log_every_steps", "trainer.timeout_seconds"),
+}
 
 
 def test_exactly_the_free_keys_may_change(tmp_path):
-    """Every key of a run with every group: those that say where and how it runs, not what it computes."""
+    """Of all keys of a run, with every group."""
     config = cfg.typed(composed("train_seg", f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform"))
     run, keys = RunDirectory(str(tmp_path)), cfg.flat(cfg.plain(config))
-    assert set(FREE_ON_RESUME) <= keys.keys()
-    run.save(state_of(1, cfg.plain(config)))
+    assert FREE_ON_RESUME <= keys.keys()
+    run.save(state_of(1, config))
     for key, value in keys.items():
-        now = cfg.plain(config)
-        group = now
+        now = deepcopy(config)
         *groups, name = key.split(".")
-        for part in groups:
-            group = group[part]
-        group[name] = f"not {value}"
+        setattr(reduce(getattr, groups, now), name, f"not {value}")
         if key in FREE_ON_RESUME:
-            assert run.checkpoint_to_resume("auto", now, total_steps=9)["step"] == 1
+            assert run.checkpoint_to_resume(now, total_steps=9)["step"] == 1
         else:
-            with pytest.raises(ValueError, match=f"another configuration: {re.escape(key)} was "):
-                run.checkpoint_to_resume("auto", now, total_steps=9)
+            expected = f"another configuration: {key} was {value} and is not {value}. Give the same values"
+            with pytest.raises(ValueError, match=re.escape(expected)):
+                run.checkpoint_to_resume(now, total_steps=9)
+
+
+def test_a_run_of_another_task_is_not_continued(tmp_path, config):
+    run = run_in(tmp_path)
+    run.save({**state_of(1, config), "task": "shapes"})
+    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is of the task shapes: expected segmentation$"):
+        run.checkpoint_to_resume(config, total_steps=9)
 
 
 def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config):
     run = run_in(tmp_path)
     for kept in ("there is no earlier checkpoint", f"the last good checkpoint is kept: {run.last}, of step 1"):
-        with pytest.raises(OSError) as error, run.in_use():
+        with pytest.raises(OSError) as error, run.in_use(config):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         message = str(error.value)
         assert message.startswith(f"run_dir={tmp_path} cannot be written to: No space left on device. ")
         assert f"bytes are free there; {kept}. Make room" in message
         run.save(state_of(1, config))
-    with pytest.raises(FileNotFoundError, match="^gone$"), run.in_use():
+    with pytest.raises(FileNotFoundError, match="^gone$"), run.in_use(config):
         raise FileNotFoundError("gone")
 
 
@@ -248,7 +268,7 @@ def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, last):
     )()
     assert resumed(run, config) == 1 and str(run.last) in run.notice
     with pytest.raises(ValueError, match="already holds a run: give resume=auto"):
-        run.checkpoint_to_resume(None, config, total_steps=9)
+        run.checkpoint_to_resume(replace(config, resume=None), total_steps=9)
 
 
 def test_without_a_good_checkpoint_a_run_neither_continues_nor_starts_anew(tmp_path, config):
@@ -274,10 +294,15 @@ def test_a_partial_file_alone_is_a_run_that_did_not_start(tmp_path, config):
     assert [path.name for path in run.last.parent.iterdir()] == ["last.pt"] and resumed(run, config) == 1
 
 
-def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config):
-    older = {key: value for key, value in config.items() if key not in ("init", "sampler")}
-    run_in(tmp_path).save(state_of(1, older))
-    assert run_in(tmp_path).checkpoint_to_resume("auto", config, total_steps=9)["step"] == 1
-    other = {**config, "init": {"weights": "other.pt", "format": None, "part": "network"}}
+@pytest.mark.parametrize("younger", [("init",), ("init", "sampler")])
+def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config, younger):
+    run, state = run_in(tmp_path), state_of(1, config)
+    for key in younger:
+        del state["config"][key]
+    run.save(state)
+    if "sampler" in younger:  # from before there were tasks
+        torch.save({**state, "format": SEGMENTATION_ONLY}, run.last)
+    assert resumed(run, config) == 1
+    other = replace(config, init=replace(config.init, weights="other.pt"))
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
-        run_in(tmp_path).checkpoint_to_resume("auto", other, total_steps=9)
+        run.checkpoint_to_resume(other, total_steps=9)

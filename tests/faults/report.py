@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.environment import environment
+from engine.provenance import provenance
 from scripts.records import as_text
 
 
@@ -48,7 +48,7 @@ class Counts:
 
     def pytest_sessionfinish(self) -> None:
         rows = sorted(self.rows.values(), key=lambda row: (row["into"] == "files", row["fault"], row["how"]))
-        self.out.write_text(as_text({"environment": environment(), "faults": rows}))
+        self.out.write_text(as_text({"environment": provenance(), "faults": rows}))
         self.out.with_suffix(".md").write_text(page(json.loads(self.out.read_text())))
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from engine import checkpoint, reporting
+from engine import checkpoint
+from engine.command_line import train_from_command_line
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
@@ -89,8 +90,7 @@ def _main(output: Path, inject: Callable[[], None] | None, *overrides: str) -> N
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     if inject is not None:
         inject()
-    with reporting.errors_for_users():
-        train(composed("train_seg", *overrides))
+    train_from_command_line(train, composed("train_seg", *overrides))
 
 
 def complete(run_dir: Path, *overrides: str) -> Path:

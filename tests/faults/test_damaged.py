@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from engine import checkpoint
-from engine.run_report import RunReport
+from engine.metrics_logger import MetricsLogger
 from tests.faults.runs import Run, says, survived
 
 
@@ -116,7 +116,7 @@ def test_no_space_left(disk, whole):
 
 def others_fill_the_disk() -> None:
     """In the fourth step, whose record is written before its checkpoint."""
-    original, calls = RunReport.step, []
+    original, calls = MetricsLogger.step, []
 
     def step(self, *args):
         calls.append(None)
@@ -128,7 +128,7 @@ def others_fill_the_disk() -> None:
                     pass
         original(self, *args)
 
-    RunReport.step = step
+    MetricsLogger.step = step
 
 
 @pytest.mark.faults

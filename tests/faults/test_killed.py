@@ -7,7 +7,7 @@ import time
 import pytest
 
 from engine import checkpoint
-from engine.run_report import RunReport
+from engine.metrics_logger import MetricsLogger
 from engine.stopping import EXIT_CODE
 from tests.faults.runs import STEPS, Run, complete, says, survived
 
@@ -24,13 +24,13 @@ def test_killed_at_a_random_moment(tmp_path, whole, seed):
 
 def one_step_in_a_quarter_of_a_second() -> None:
     """At least: so that a run takes longer than those who wait for a moment in it."""
-    original = RunReport.step
+    original = MetricsLogger.step
 
     def step(self, *args):
         time.sleep(0.25)
         original(self, *args)
 
-    RunReport.step = step
+    MetricsLogger.step = step
 
 
 def killed(run: Run) -> None:

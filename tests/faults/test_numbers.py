@@ -57,7 +57,7 @@ def out_of_memory_on_the_cpu() -> None:
     in_step_five("backward", lambda learner, loss: torch.empty(2**60, dtype=torch.uint8))
 
 
-CROPS = "step 5: out of memory with 4 crops of 64x64 pixels at a time.*"
+CROPS = "out of memory in step 5 with 4 crops of 64x64 pixels at a time.*"
 CASES = [
     pytest.param(inject, message, id=inject.__name__, marks=[pytest.mark.fault(what, how), *marks])
     for inject, what, how, message, marks in (
@@ -66,7 +66,8 @@ CASES = [
         (
             inf_gradient,
             *("NaN or infinity", "a gradient is infinite"),
-            *(r"step 5: the gradient is inf; 1 of \d+ are not finite, cls.* first; the largest norm", [LONG]),
+            r"step 5: the gradient is inf; 1 of \d+ are not finite, cls.* first; the gradient with the largest norm is",
+            [LONG],
         ),
         (
             out_of_memory,
@@ -95,12 +96,12 @@ def test_the_message_names_it_and_the_checkpoint_before_it_continues(tmp_path, w
 
 
 def out_of_memory_evaluating() -> None:
-    import engine.inference
+    import engine.segmentation.inference
 
     def predict(*args):
         torch.empty(2**60, dtype=torch.uint8)
 
-    engine.inference._predict = predict
+    engine.segmentation.inference._predict = predict
 
 
 @pytest.mark.faults

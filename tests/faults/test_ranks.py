@@ -164,17 +164,12 @@ def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
 @pytest.mark.fault("a machine is lost", "torchrun --nnodes 1:2, of two agents the second is killed with its rank")
 def test_torchrun_goes_on_with_the_machines_that_are_left(tmp_path):
     elastic = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "faults")
-    elastic += (
-        "--rdzv-endpoint",
-        f"localhost:{free_port()}",
-        "--rdzv-conf",
-        "last_call_timeout=3,keep_alive_interval=1",
-    )
+    elastic += ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf")
     run_dir = tmp_path / "run"
     hosts = []
-    for _ in range(2):
-        hosts.append(torchrun(run_dir, processes=1, options=elastic))
-        time.sleep(0.5)  # the first one keeps the rendezvous
+    for keeps_the_rendezvous in (1, 0):  # or, on a busy machine, the one that is killed would keep it
+        conf = f"last_call_timeout=3,keep_alive_interval=1,is_host={keeps_the_rendezvous}"
+        hosts.append(torchrun(run_dir, processes=1, options=(*elastic, conf)))
     until_step(run_dir, 3, hosts[0])
     rank = children(hosts[1].pid)
     hosts[1].kill()

@@ -13,10 +13,10 @@ belongs to a channel (no other reads it). A pass 2 walks from the end, where pas
 
 Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential are the device's
 fast ones, a few units in the last place.
-
-The file is long because a kernel and how it is launched are read together: activations, tiles and parts, kernels,
-plans (which say how many programs there are), launches.
 """
+
+# Over 250 lines: a kernel and its launch are read together. In order: activations, tiles and parts, kernels, plans (how
+# many programs there are), launches.
 
 import math
 from functools import cache

@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-from engine.memory import saved_for_backward
 from models.blocks import IdentityResidualBlock
 from models.bodies import resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.backends.compiled import compiler_available
 from models.segmentation import SegmentationNetwork
+from scripts.memory_measurement import saved_for_backward
 
 STRATEGIES = {
     "std": ABN,

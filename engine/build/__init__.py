@@ -1,0 +1,15 @@
+"""From configuration keys to objects: with the entries, the only code that knows both."""
+
+from engine.build.data import (
+    dataset,
+    evaluation_loader,
+    labelled_dataset,
+    labelled_splits,
+    loader,
+    official_images,
+    order_of,
+    training_crops,
+    training_loader,
+)
+from engine.build.network import body, forward, norm_act, segmentation_network, trained_forward, views
+from engine.build.training import arithmetic, learner, loss, lr_schedule, optimizer, schedule_of

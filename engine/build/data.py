@@ -1,0 +1,163 @@
+"""Configuration keys -> datasets and the loaders of their minibatches."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, index_classes, synthetic, vistas
+from datasets.camvid import IMAGES as CAMVID_IMAGES
+from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
+from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
+from datasets.loading import TrainingCrops
+from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard
+from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
+from datasets.transforms import ColourJitter, TrainingTransform
+from datasets.vistas import IMAGES as VISTAS_IMAGES
+from datasets.workers import Workers, worker_init
+from engine.console import logger
+from engine.distributed import World
+from engine.schema.data import ClassUniformSampler, CocoStuffData, Data, SegmentationData
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+
+
+def dataset(config: SegmentationData, split: str, strict: bool = True) -> SegmentationDataset:
+    """One split of the dataset, its files paired and counted but not yet read. ValueError for missing files.
+
+    Unless `strict`, images without labels and labels without images are included, with None for the missing file.
+    """
+    make, _ = _source(config)
+    try:
+        return make(config.root, split, strict=strict)
+    except ValueError as error:
+        raise ValueError(f"data.root={config.root}, split {split!r}: {error}") from error
+
+
+def official_images(config: SegmentationData) -> dict[str, int]:
+    """The number of images in each split of the dataset, as its publishers state it."""
+    _, images = _source(config)
+    return images
+
+
+def _source(config: SegmentationData) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
+    """The function that makes a split, and `official_images`."""
+    if isinstance(config, CocoStuffData):
+        make = partial(coco_stuff, lists=config.lists, other_class=config.other_class)
+        return make, COCO_STUFF_IMAGES[config.lists]
+    return {
+        "camvid": (camvid, CAMVID_IMAGES),
+        "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
+        "synthetic": (synthetic, SYNTHETIC_IMAGES),
+        "vistas": (vistas, VISTAS_IMAGES),
+    }[config.name]
+
+
+def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
+    """The training and the validation split. ValueError for missing files, or for a split without labels."""
+    return (
+        labelled_dataset(config, "data.train_split", config.train_split),
+        labelled_dataset(config, "data.val_split", config.val_split),
+    )
+
+
+def labelled_dataset(config: SegmentationData, key: str, split: str) -> SegmentationDataset:
+    """As `dataset`; also ValueError if the labels of the split are withheld. `key` is the config key of `split`."""
+    try:
+        built = dataset(config, split)
+    except ValueError as error:
+        raise ValueError(f"{key}={split}: {error}") from error
+    if not built.has_labels:
+        raise ValueError(
+            f"{key}={split}: {config.name} has no labels in this split; choose one with labels, such as val"
+        )
+    return built
+
+
+def training_loader(
+    config: SegmentationRun,
+    dataset: SegmentationDataset,
+    total_steps: int,
+    world: World,
+    start_step: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> DataLoader:
+    """This process's share of a minibatch of crops for each step from `start_step` to `total_steps`.
+
+    Class-uniform sampling needs the class index, which is made here unless it exists: `progress(done, total)` counts
+    its images.
+
+    Raises:
+        ValueError: the minibatches do not fit the images or the processes, or the class index cannot be made.
+    """
+    data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
+    if isinstance(sampler, ClassUniformSampler):
+        index = index_classes(
+            dataset,
+            sampler.folder,
+            sampler.positions,
+            progress=progress,
+            skip_unreadable=data.on_error == "skip",
+            folder_key="sampler.folder",
+        )
+        absent = index.absent()
+        if absent and world.first:
+            logger.warning(
+                f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
+                f"split and are not drawn: {', '.join(absent)}"
+            )
+        minibatches = ClassUniformMinibatches(index, fraction=sampler.fraction, **order)
+    else:
+        minibatches = ShuffledMinibatches(len(dataset), **order)
+    return loader(training_crops(data, dataset, config.seed), data, world, batch_sampler=minibatches)
+
+
+def order_of(config: TrainingRun, total_steps: int, world: World, start_step: int = 0) -> dict:
+    """Arguments that all samplers of minibatches have in common."""
+    return dict(
+        crops_per_minibatch=config.data.crops_per_minibatch,
+        seed=config.seed,
+        steps=total_steps,
+        start_step=start_step,
+        rank=world.rank,
+        world_size=world.size,
+    )
+
+
+def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
+    """The augmented crops that a sampler chooses from."""
+    jitter = config.colour_jitter
+    transform = TrainingTransform(
+        (config.crop_size, config.crop_size),
+        scale=tuple(config.scale),
+        flip=config.flip,
+        base_size=config.base_size,
+        fill=tuple(255 * value for value in config.mean),
+        ignore_index=dataset.ignore_index,
+        colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
+    )
+    return TrainingCrops(dataset, transform, seed, skip_unreadable=config.on_error == "skip")
+
+
+def evaluation_loader(
+    source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1
+) -> DataLoader:
+    """The items of `source` in order; processes split the first `images` of them without overlap. None takes all."""
+    count = len(source) if images is None else min(images, len(source))
+    return loader(source, config, world, sampler=evaluation_shard(count, world.rank, world.size), batch_size=batch_size)
+
+
+def loader(source: Dataset, config: Data, world: World, **batching) -> DataLoader:
+    """Reads `source` with the configured workers. `batching`: DataLoader's own arguments."""
+    return DataLoader(
+        source,
+        num_workers=config.workers,
+        timeout=config.timeout_seconds if config.workers else 0,
+        worker_init_fn=worker_init,
+        multiprocessing_context=Workers() if config.workers else None,
+        pin_memory=world.device.type == "cuda",
+        # Its own generator: an iterator draws a number when it starts, and evaluating must not change the training.
+        generator=torch.Generator(),
+        **batching,
+    )

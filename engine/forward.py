@@ -1,0 +1,51 @@
+"""uint8 images -> logits: the one way of training, evaluation, prediction and benchmarks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Normalises images on the network's device and calls the network, in the run's precision.
+
+    network: (N, 3, H, W) normalised float32 images -> logits.
+    mean, std: float32 (1, 3, 1, 1), RGB in 0-255, on the network's device.
+    memory_format: of the images that the network gets.
+    autocast: makes a fresh context for each pass.
+    """
+
+    network: nn.Module
+    mean: Tensor
+    std: Tensor
+    memory_format: torch.memory_format
+    autocast: Callable[[], AbstractContextManager]
+
+    def __call__(self, images: Tensor, at: tuple[int, int] | None = None, **options) -> Tensor:
+        """Logits of RGB images (N, 3, H, W) with values 0-255, on any device.
+
+        The images travel in their own dtype, uint8 as a rule. `at`: (H, W) to which they are resized for the network;
+        None keeps their size. `options` are the network's.
+        """
+        inputs = self.normalised(images)
+        if at not in (None, tuple(images.shape[-2:])):
+            inputs = F.interpolate(inputs, at, mode="bilinear").contiguous(memory_format=self.memory_format)
+        with self.autocast():
+            return self.network(inputs, **options)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """(image - mean) / std, float32 on the network's device."""
+        images = images.to(self.device, non_blocking=True)
+        return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mean.device
+
+    def through(self, network: nn.Module) -> "Forward":
+        """The same through another network."""
+        return replace(self, network=network)

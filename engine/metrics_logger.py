@@ -1,0 +1,212 @@
+"""The records of a training run: progress bar, log, metrics.jsonl, TensorBoard, and the summary at its end."""
+
+import json
+import logging
+import math
+import shlex
+import time
+from contextlib import nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import TextColumn
+from torch.utils.tensorboard import SummaryWriter
+
+from engine.console import logger, progress_bar
+from engine.evaluated import Evaluated
+from engine.results import without_nan
+from engine.run_directory import RunDirectory
+from engine.schema.keys import override
+
+
+class MetricsLogger:
+    """Records one training run. A context manager: on exit everything is on disk, whatever ended the run.
+
+    Args:
+        run_dir: where metrics.jsonl and tensorboard/ are kept; None in a process that only counts along.
+        console: where the progress bar is drawn.
+        score: the key, among the scores of an evaluation, that the best checkpoint has most of.
+        total_steps: length of the run.
+        start_step: steps already done. Later records, of a run that was killed after its last checkpoint, are removed.
+        skipped: images skipped up to `start_step`.
+        config_text: config.yaml, shown in TensorBoard.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        console: Console,
+        score: str,
+        total_steps: int,
+        start_step: int,
+        skipped: int = 0,
+        config_text: str = "",
+    ):
+        self.run_dir = run_dir
+        self.score = score
+        self.scores: dict[int, float] = {}  # by step, of all evaluations, also those before the run was resumed
+        if run_dir is not None:
+            self.metrics_file = run_dir / "metrics.jsonl"
+            self._drop_records_beyond(start_step, total_steps)
+            if start_step == 0:  # left by an attempt without a checkpoint
+                for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
+                    events.unlink()
+            self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
+            if start_step == 0:  # a continued run still has it
+                self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
+        self.skipped = skipped
+        self.console = console
+        self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
+        self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
+        self.losses: list[float] = []
+        self.gradient_norms: list[float] = []
+        self.images = 0
+        self.seconds = 0.0
+        self.all_steps, self.all_images, self.all_seconds, self.peak_memory_mib = 0, 0, 0.0, 0.0  # of this process
+        self.step_started = time.perf_counter()
+
+    def __enter__(self) -> "MetricsLogger":
+        self.progress.start()
+        self.step_started = time.perf_counter()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self.progress.stop()
+        if self.skipped and self.run_dir is not None:
+            logger.warning(f"{self.skipped} training images could not be read and were skipped")
+        if self.run_dir is not None:
+            # On a full disk the error that ended the training says more than this one.
+            with suppress(OSError) if exception[0] else nullcontext():
+                self.tensorboard.close()
+
+    @property
+    def best_score(self) -> float:
+        """Of all evaluations; -1 before the first."""
+        return max((score for score in self.scores.values() if not math.isnan(score)), default=-1.0)
+
+    def step(self, loss: float, gradient_norm: float, images: int) -> None:
+        """Count one training step. It took the time since the last call of `step` or `pause_ended`."""
+        now = time.perf_counter()
+        self.losses.append(loss)
+        self.gradient_norms.append(gradient_norm)
+        self.images += images
+        self.seconds += now - self.step_started
+        self.all_steps += 1
+        self.all_images += images
+        self.all_seconds += now - self.step_started
+        self.step_started = now
+        self.progress.update(self.task, advance=1)
+
+    def skips(self, count: int, reasons: list[str]) -> None:
+        """Count unreadable images of all processes; log the `reasons`, which are this process's."""
+        for reason in reasons:
+            logger.warning(f"skipped: {reason}")
+        self.skipped += count
+
+    def pause_ended(self) -> None:
+        """Exclude the time since the last step, of an evaluation say, from the next one."""
+        self.step_started = time.perf_counter()
+
+    def training(
+        self, step: int, epoch: float, lr: float, peak_memory_mib: float, loss_scale: float | None = None
+    ) -> None:
+        """Record the means since the last call; `lr` is the last step's.
+
+        `loss_scale`: of float16. Skipped images are recorded once there are any, counted since the start of the run.
+        """
+        loss = sum(self.losses) / len(self.losses)
+        gradient_norm = sum(self.gradient_norms) / len(self.gradient_norms)
+        speed = self.images / self.seconds
+        self.losses, self.gradient_norms, self.images, self.seconds = [], [], 0, 0.0
+        self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
+        if self.run_dir is None:
+            return
+        values = {
+            "loss": loss,
+            "lr": lr,
+            "gradient_norm": gradient_norm,
+            "images_per_second": speed,
+            "peak_memory_mib": peak_memory_mib,
+        }
+        if loss_scale is not None:
+            values["loss_scale"] = loss_scale
+        if self.skipped:
+            values["skipped_images"] = self.skipped
+        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
+        for name, value in values.items():
+            self.tensorboard.add_scalar(f"train/{name}", value, step)
+        self.tensorboard.flush()  # for those who watch
+        # Short enough for a bar on a terminal of 80 columns.
+        status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
+        self.progress.update(self.task, status=status)
+        # On a terminal the progress bar says the same.
+        logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
+
+    def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
+        """Record an evaluation: scores, curves, pictures and the health of the layers."""
+        self.scores[step] = evaluated.scores[self.score]
+        if self.run_dir is None:
+            return
+        layers = {name: {"layer": layer, "value": value} for name, (layer, value) in evaluated.layers.items()}
+        self._record({"kind": "val", "step": step, "epoch": round(epoch, 4), **evaluated.scores, "layers": layers})
+        for name, value in evaluated.curves.items():
+            self.tensorboard.add_scalar(name, value, step)
+        for name, (layer, value) in evaluated.layers.items():
+            self.tensorboard.add_scalar(f"layers/{name}", value, step)
+            logger.debug(f"step {step}  {name} {value:.3g} in {layer}")
+        for name, pixels in evaluated.pictures.items():
+            self.tensorboard.add_image(name, pixels, step, dataformats="HWC")
+        self.tensorboard.flush()
+        logger.info(f"step {step}  val {evaluated.summary}")
+
+    def figure(self, name: str, figure: Figure, step: int) -> None:
+        """Show a figure in TensorBoard."""
+        if self.run_dir is not None:
+            self.tensorboard.add_figure(name, figure, step)
+
+    def summary(self, directory: RunDirectory, label: str, of: str = "") -> str:
+        """Lines for the end of the run: what it took, what it left, and the commands to go on from there.
+
+        `label`: the name of the score. `of`: says which images were evaluated, if not all.
+        """
+        speed = f", {self.all_images / self.all_seconds:.1f} images/s" if self.all_seconds else ""
+        memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
+        took = f"{self.all_steps} steps in {timedelta(seconds=round(self.all_seconds))}{speed}{memory}"
+        last = max(self.scores)
+        best = next((step for step, score in self.scores.items() if score == self.best_score), None)  # None: all NaN
+        lines = {
+            "run": str(directory.path),
+            "training": f"{took}, {self.skipped} images skipped",
+            "last": f"{directory.last}, step {last}, {label} {100 * self.scores[last]:.2f} %{of}",
+            "best": f"{directory.best}, step {best}, {label} {100 * self.best_score:.2f} %{of}" if best else "none",
+            "evaluate": shlex.join(["python", "eval.py", override("checkpoint", directory.last)]),
+            "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
+        }
+        return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
+
+    def _record(self, record: dict) -> None:
+        with open(self.metrics_file, "a") as file:
+            file.write(json.dumps(without_nan(record)) + "\n")
+
+    def _drop_records_beyond(self, step: int, total_steps: int) -> None:
+        """Keep the records up to the step that the run continues from, but not the final evaluation, made again."""
+        if not self.metrics_file.is_file():
+            return
+        kept = []
+        for number, line in enumerate(self.metrics_file.read_text(errors="replace").splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
+                score = record[self.score] if record["kind"] == "val" else None
+            except (ValueError, KeyError, TypeError):  # the machine stopped while it was written
+                logger.info(f"{self.metrics_file}: line {number} is damaged and dropped")
+                continue
+            if not beyond:
+                kept.append(line + "\n")
+                if record["kind"] == "val":
+                    self.scores[record["step"]] = math.nan if score is None else score
+        partial = self.metrics_file.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        partial.replace(self.metrics_file)

@@ -1,0 +1,49 @@
+"""Writing files into folders that a user named, under names that come from data."""
+
+import errno
+import os
+from pathlib import Path
+
+import cv2
+import numpy as np
+from PIL import Image
+
+
+def writable_folder(key: str, folder: Path) -> Path:
+    """The folder, made if it does not exist. ValueError, naming its key, if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ValueError(
+            f"{key}: {folder} is not a folder to write to ({error.strerror}); give {key}=… another"
+        ) from error
+    return folder
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file `name` of a folder. ValueError if the name, which came with data, leads out of it (.., /, a link)."""
+    path = Path(os.path.realpath(folder / name))
+    folder = Path(os.path.realpath(folder))
+    if folder not in path.parents:
+        raise ValueError(f"the name {name!r} would be written to {path}, outside of {folder}: rename it in the data")
+    return path
+
+
+def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None) -> None:
+    """Write uint8 (H, W) or RGB (H, W, 3) pixels; makes the folder.
+
+    `palette`: uint8 (256, 3) RGB, for a palette PNG whose indices are `pixels` (H, W).
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if palette is not None:
+        indexed = Image.fromarray(pixels)
+        indexed.putpalette(palette.tobytes())  # keeps the pixels; convert("P") would look for similar colours
+        indexed.save(path, "PNG")
+        return
+    if pixels.ndim == 3:
+        pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
+    encoded, data = cv2.imencode(".png", pixels)
+    assert encoded, path
+    path.write_bytes(data.tobytes())

@@ -1,0 +1,45 @@
+"""What a number was measured on: hardware, versions and commit."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_REPOSITORY = Path(__file__).resolve().parent.parent
+_PACKAGES = ("torch", "torchvision", "numpy", "opencv-python-headless", "hydra-core")
+
+
+def provenance() -> dict:
+    """{"hardware": str, "versions": {name: str}, "commit": str or None} of this process."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"hardware": _hardware(), "versions": versions, "commit": _commit()}
+
+
+def _hardware() -> str:
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        cpu = names[0] if names else cpu
+    hardware = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+    if torch.cuda.is_available():
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {hardware}"
+    return hardware
+
+
+def _commit() -> str | None:
+    """The commit of the code, with "-dirty" if tracked files differ from it; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        described = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return described.stdout.strip() or None

@@ -1,0 +1,40 @@
+"""The random number generators of all processes, as a checkpoint keeps them; dropout draws from them."""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from engine.distributed import World
+
+logger = logging.getLogger(__name__)
+
+
+def random_states(world: World) -> dict[str, list[Tensor]]:
+    """The generators' states by device type and rank. Every process calls it."""
+    on_device = torch.cuda.get_rng_state(world.device) if world.device.type == "cuda" else None
+    states = world.gather((torch.get_rng_state(), on_device))
+    return {"cpu": [cpu for cpu, _ in states], "cuda": [cuda for _, cuda in states if cuda is not None]}
+
+
+def restore_random_states(states: dict[str, list[Tensor]], world: World) -> None:
+    """Put them back, in each process.
+
+    With another number of processes or another kind of device the streams cannot go on: there are new ones, the same
+    each time, and a warning is logged.
+    """
+    cpu, cuda = states["cpu"], states["cuda"]
+    before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
+    if before == now:
+        torch.set_rng_state(cpu[world.rank])
+        if cuda:
+            torch.cuda.set_rng_state(cuda[world.rank], world.device)
+        return
+    torch.set_rng_state(cpu[0])
+    torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # of CUDA, too
+    if world.first:
+        logger.warning(
+            f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
+            f"same samples, but dropout draws other numbers than it would have there, and norms that are not "
+            f"synchronised see {before[0] / now[0]:.3g} times as many crops"
+        )

@@ -1,0 +1,193 @@
+"""One training run in one of its processes, from its configuration to its results, whatever its task."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from datasets import worker_failures
+from engine import config as configuration
+from engine.build.initial_weights import initialise
+from engine.build.training import arithmetic, schedule_of
+from engine.console import counted, log_to, logger, make_console
+from engine.dataset import Dataset
+from engine.distributed import World, joined
+from engine.evaluated import Evaluated
+from engine.learner import Learner
+from engine.malloc import keep_freed_memory
+from engine.metrics_logger import MetricsLogger
+from engine.peak_memory import reset_peak_memory
+from engine.random_states import random_states, restore_random_states
+from engine.results import print_results, write_results
+from engine.run_directory import RunDirectory, new_run_path
+from engine.schedule import Schedule
+from engine.schema.data import Data
+from engine.schema.training import TrainingRun
+from engine.stopping import StopRequest
+
+
+@dataclass
+class Run:
+    """What `opened` found out; `learner` and `metrics` exist from `start` on.
+
+    resumed: the checkpoint to continue from, until the learner has it; None in a run that starts.
+    """
+
+    config: TrainingRun
+    world: World
+    stop: StopRequest
+    directory: RunDirectory
+    train_set: Dataset
+    val_set: Dataset
+    schedule: Schedule
+    console: Console
+    resumed: dict | None = None
+    start_step: int = 0
+    learner: Learner = field(init=False)
+    metrics: MetricsLogger = field(init=False)
+
+    def start(self, learner: Learner) -> None:
+        """Take `learner` to the weights that the run starts from or continues with, and start recording."""
+        skipped = 0
+        if self.resumed is not None:
+            learner.load_state_dict(self.resumed)
+            restore_random_states(self.resumed["random"], self.world)
+            skipped = self.resumed["skipped_images"]
+        elif self.config.init.weights is not None:
+            logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
+        self.resumed = None  # it holds as much memory as the network and its momentum
+        logger.info(
+            f"{self.directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, "
+            f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
+            f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
+        )
+        self.learner = learner
+        self.metrics = MetricsLogger(
+            self.directory.path if self.world.first else None,
+            self.console,
+            self.config.score,
+            self.schedule.total_steps,
+            self.start_step,
+            skipped,
+            self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
+        )
+        self.metrics.scores = self.world.gather(self.metrics.scores)[0]
+
+    def save(self, step: int, best: bool = False) -> None:
+        """Write a checkpoint: the state to continue from, and what an evaluation needs. Every process calls it."""
+        if not best and self.schedule.scores(step):  # so that what is scored is what was saved
+            self.learner.prepare_evaluation(self.world)
+        state = {
+            "task": self.config.task,
+            **self.learner.state_dict(step),
+            "random": random_states(self.world),
+            "total_steps": self.schedule.total_steps,
+            "config": configuration.plain(self.config),
+            "classes": list(self.train_set.classes),
+            "skipped_images": self.metrics.skipped,
+        }
+        if self.train_set.palette is not None:
+            state["palette"] = [list(colour) for colour in self.train_set.palette]
+        if self.world.first:
+            self.directory.save(state, best)
+
+    def record(self, step: int, evaluated: Evaluated) -> None:
+        """Record an evaluation, and save its network if it is the best so far. Every process calls it."""
+        reset_peak_memory(self.world.device)  # evaluating may need more than the training
+        if evaluated.scores[self.config.score] > self.metrics.best_score:
+            self.save(step, best=True)  # before the record: a run that is killed in between evaluates again
+        self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
+        if step == self.schedule.total_steps and evaluated.confusion is not None:
+            self.metrics.figure("val/confusion", evaluated.confusion(), step)
+
+    def conclude(self, evaluated: Evaluated) -> dict:
+        """Write the results of the last checkpoint; print them and the summary of the run."""
+        results = write_results(
+            self.directory.results if self.world.first else None,
+            evaluated,
+            self.val_set,
+            checkpoint=self.directory.last,
+            config=configuration.plain(self.config),
+        )
+        images, whole = evaluated.images, len(self.val_set)
+        of = f" on the first {images} of {whole} images" if images < whole else ""
+        print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
+        summary = self.metrics.summary(self.directory, self.config.score_label, of)
+        self.console.print(summary, soft_wrap=True, highlight=False)
+        logger.debug(summary)
+        return results
+
+
+@contextmanager
+def opened(
+    config: TrainingRun,
+    command: str,
+    find: Callable[[Data], tuple[Dataset, Dataset]],
+    verify: Callable[..., None],
+) -> Iterator[Run]:
+    """Join the other processes, find the data and the checkpoint to continue from, open the log, check the data.
+
+    Args:
+        command: how the run was started, kept in config.yaml.
+        find: the training and the validation split.
+        verify: verify(split, progress=function of (done, total)) raises ValueError if files are missing or damaged.
+
+    Raises:
+        ValueError: configuration, data and run directory do not fit each other, or differ between processes.
+        OSError: a checkpoint cannot be written, the data does not come in time, or another process is lost.
+    """
+    data, trainer = config.data, config.trainer
+    with (
+        joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
+        worker_failures(data.workers, data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
+        StopRequest() as stop,
+    ):
+        config.check_shares(world.size)
+        directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
+        with directory.in_use(config):
+            run = _agreed(config, world, stop, directory, *find(data))
+            log_to(run.console, directory.log if world.first else None, world.rank)
+            logger.debug(command)
+            if directory.notice and world.first:
+                logger.warning(directory.notice)
+            if run.resumed is None and world.first:
+                directory.config.write_text(f"# {command}\n{configuration.yaml(config)}")
+            with world.first_goes_ahead() as first:
+                if data.verify and first:
+                    verify_with_progress(run.train_set, run.console, verify, stops=data.on_error == "stop")
+                    verify_with_progress(run.val_set, run.console, verify)
+            arithmetic(trainer)
+            if world.device.type == "cpu":
+                keep_freed_memory()  # a quarter less time per step: docs/results/training_cpu.md
+            yield run
+
+
+def _agreed(config: TrainingRun, world: World, stop: StopRequest, directory: RunDirectory, *splits: Dataset) -> Run:
+    """The run, if all processes have the same configuration, data and checkpoint. Locks its directory."""
+    train_set, val_set = splits
+    schedule = schedule_of(config, images=len(train_set))
+    world.check_equal(configuration.fixed(config), "start all of them with the same keys and values")
+    with world.first_goes_ahead() as first:
+        if first:
+            directory.lock()
+    resumed = directory.checkpoint_to_resume(config, schedule.total_steps)
+    done = f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
+    found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
+    world.check_equal(
+        f"{found}, {done}",
+        "the data must be the same files on every machine, and run_dir a folder that all of them share",
+    )
+    console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
+    return Run(config, world, stop, directory, train_set, val_set, schedule, console, resumed, start_step)
+
+
+def verify_with_progress(dataset: Dataset, console: Console, verify: Callable[..., None], stops: bool = True) -> None:
+    """`verify` with a progress bar. Its ValueError becomes a warning unless it `stops` the run."""
+    try:
+        with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
+            verify(dataset, progress=progress)
+    except ValueError as error:
+        if stops:
+            raise
+        logger.warning(f"unreadable images will be skipped: {error}")

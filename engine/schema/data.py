@@ -1,0 +1,97 @@
+"""Keys of the data: what every dataset has, and the segmentation datasets and samplers."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from datasets.coco_stuff import LISTS
+from engine.schema.keys import key
+
+
+@dataclass
+class Data:
+    name: str = MISSING
+    root: str | None = key(None, free_on_resume=True)  # the dataset's folder; synthetic: null is the cache folder
+    train_split: str = "train"
+    val_split: str = "val"
+    crop_size: int = key(MISSING, above=0)  # pixels, square
+    # The paper's number: global, before it is divided over processes and accumulation steps.
+    crops_per_minibatch: int = key(MISSING, above=0)
+    mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))  # 0 to 1
+    std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
+    workers: int = key(2, least=0, free_on_resume=True)  # processes that read and augment
+    # Check every file before the first step; remembered until the files change.
+    verify: bool = key(True, free_on_resume=True)
+    # An unreadable image stops the training, or is skipped for the next one, at most max_skipped times in a run.
+    on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
+    max_skipped: int = key(100, least=0, free_on_resume=True)
+    # If the workers bring no minibatch in this time, the run stops.
+    timeout_seconds: int = key(300, above=0, free_on_resume=True)
+
+    def check_skipped(self, images: int) -> None:
+        """Raise ValueError if a run has skipped too many images."""
+        if images > self.max_skipped:
+            raise ValueError(
+                f"{images} training images could not be read, more than data.max_skipped={self.max_skipped}: "
+                f"restore them, python -m scripts.verify_data lists them, or raise data.max_skipped"
+            )
+
+
+@dataclass
+class ColourJitter:
+    """Random changes of a crop's colours; none by default, as in the paper's recipe."""
+
+    brightness: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
+    contrast: float = key(0.0, least=0)
+    saturation: float = key(0.0, least=0)
+    hue: float = key(0.0, least=0, most=0.5)  # a shift of at most so many turns of the colour circle, either way
+
+
+@dataclass
+class SegmentationData(Data):
+    # Pixels of the longest side at scale 1, in training and in evaluation; null: the image's own size. IoU is counted
+    # at the label's own size.
+    base_size: int | None = key(None, above=0)
+    scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
+    flip: float = key(0.5, least=0, most=1)
+    colour_jitter: ColourJitter = field(default_factory=ColourJitter)
+
+    def check(self) -> None:
+        if self.scale[0] > self.scale[1]:
+            raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")
+
+
+@dataclass
+class CocoStuffData(SegmentationData):
+    lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
+    other_class: bool = False  # things are a 92nd class "other"; false: they are ignored
+
+
+@dataclass
+class Sampler:
+    """Which image, and which part of it, each training crop is taken from."""
+
+    name: str = MISSING
+
+
+@dataclass
+class UniformSampler(Sampler):
+    name: str = "uniform"  # every image once per epoch
+
+
+@dataclass
+class ClassUniformSampler(Sampler):
+    name: str = "class_uniform"
+    fraction: float = key(1.0, above=0, most=1)  # of an epoch's crops drawn by class, the rest by image
+    folder: str | None = key(None, free_on_resume=True)  # where the class index is kept; null: in the cache folder
+    positions: int = key(32, above=0)  # pixels that the index remembers per image and class
+
+
+SEGMENTATION_DATASETS = {
+    "camvid": SegmentationData,
+    "cityscapes": SegmentationData,
+    "coco_stuff": CocoStuffData,
+    "synthetic": SegmentationData,
+    "vistas": SegmentationData,
+}
+SAMPLERS = {"uniform": UniformSampler, "class_uniform": ClassUniformSampler}

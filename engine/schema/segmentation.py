@@ -1,0 +1,49 @@
+"""Keys of train_seg.py."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from omegaconf import MISSING
+
+from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
+from engine.schema.keys import group, key
+from engine.schema.network import HEADS, Head
+from engine.schema.training import TrainingRun
+
+
+@dataclass
+class Loss:
+    name: str = MISSING
+
+
+@dataclass
+class CrossEntropyLoss(Loss):
+    name: str = "cross_entropy"
+
+
+@dataclass
+class BootstrappedLoss(Loss):
+    name: str = "bootstrapped"
+    fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts: the paper's m
+
+
+LOSSES = {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss}
+
+
+@dataclass
+class SegmentationRun(TrainingRun):
+    """One run of train_seg.py."""
+
+    task: ClassVar[str] = "segmentation"
+    score: ClassVar[str] = "miou"
+    score_label: ClassVar[str] = "mIoU"
+    most_classes: ClassVar[int] = 255  # of uint8 labels and predictions; 255 is ignore_index
+    fewest_at_a_time: ClassVar[tuple[int, str]] = (
+        2,
+        "the pooled branch of the head cannot normalise a single value per channel",
+    )
+
+    data: SegmentationData = group(SEGMENTATION_DATASETS)
+    head: Head = group(HEADS)
+    loss: Loss = group(LOSSES)
+    sampler: Sampler = group(SAMPLERS)

@@ -1,0 +1,164 @@
+"""Keys that every training run has, whatever its task, with their rules and the advice that names them."""
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from omegaconf import MISSING
+
+from engine.schema.data import Data
+from engine.schema.keys import group, key, override
+from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
+
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class Optim:
+    """SGD with the poly schedule."""
+
+    lr: float = key(MISSING, above=0)  # at the first step
+    momentum: float = key(0.9, least=0, most=1)
+    weight_decay: float = key(1e-4, least=0)
+    nesterov: bool = False
+    power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power
+    max_gradient_norm: float | None = key(None, above=0)  # longer gradients are scaled down to it; null: never
+    fused: bool = True  # one pass over each parameter
+
+
+@dataclass
+class Trainer:
+    # Durations are in epochs or steps; if both are given, the shorter one counts.
+    epochs: int | None = key(None, above=0)
+    steps: int | None = key(None, above=0)
+    # The end of the run is always evaluated.
+    evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
+    evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
+    evaluate_images: int | None = key(None, above=0)  # evaluate only the first so many, also at the end; null: all
+    checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
+    log_every_steps: int = key(20, above=0, free_on_resume=True)
+    pictures: int = key(4, least=0, free_on_resume=True)  # validation images shown in TensorBoard
+    device: str = key("auto", one_of=DEVICES, free_on_resume=True)
+    precision: str = key("float32", one_of=PRECISIONS)  # bfloat16, float16: by autocast; float16 scales the loss
+    tf32: bool = False  # float32 products of 10-bit mantissas on CUDA devices
+    channels_last: bool = True
+    compile: bool = False  # the training's forward and backward pass as one graph of torch.compile
+    deterministic: bool = False  # deterministic algorithms only: two runs give equal weights
+    accumulation_steps: int = key(1, above=0)  # micro-batches that a process splits its share of a minibatch into
+    # Decay per step of the exponential moving average of the weights, which is then evaluated; null: no average.
+    ema_decay: float | None = key(None, above=0, most=1)
+    # Before an evaluation the average's norms take statistics from so many minibatches; 0: the trained network's.
+    ema_statistics_minibatches: int = key(0, least=0)
+    profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten of warming up, to RUN_DIR/profile
+    timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # a process stops if it waits longer for another
+
+
+@dataclass
+class Init:
+    """The weights at step 0; random ones without a file."""
+
+    weights: str | None = None  # a checkpoint of this project, or a file of the format below
+    # Of a file that is not ours; standard_bn: a state dict with standard batch normalisation under our names.
+    format: str | None = key(None, one_of=("standard_bn",))
+    part: str = key("network", one_of=("network", "body"))  # body: head and classifier start anew
+
+    def check(self) -> None:
+        for name, value, default in (("format", self.format, None), ("part", self.part, "network")):
+            if value != default and self.weights is None:
+                raise ValueError(f"init.{name}={value} needs init.weights=FILE, the weights to start from")
+
+
+@dataclass
+class TrainingRun:
+    """One training run, from its weights to its results.
+
+    Class attributes, which each task sets:
+        task: its name in checkpoints.
+        score, score_label: the score that best.pt has most of, in metrics.jsonl and in the summary of a run.
+        most_classes: as many as its labels and predictions can tell apart.
+        fewest_at_a_time: images that a micro-batch must have, and why.
+    """
+
+    task: ClassVar[str]
+    score: ClassVar[str]
+    score_label: ClassVar[str]
+    most_classes: ClassVar[int] = 65_535
+    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")
+
+    run_dir: str | None = key(None, free_on_resume=True)  # null: runs/DATASET-NORM/DATE
+    # auto: continue the run in run_dir if there is one, else start it
+    resume: str | None = key(None, free_on_resume=True)
+    seed: int = key(0, least=0)
+    init: Init = field(default_factory=Init)
+    norm: Norm = group(NORMS)
+    body: Body = group(BODIES)
+    data: Data = group({})
+    optim: Optim = field(default_factory=Optim)
+    trainer: Trainer = field(default_factory=Trainer)
+
+    def check(self) -> None:
+        """Rules between groups. Raises ValueError with the key, its value, what is expected and how to get it."""
+        trainer = self.trainer
+        if trainer.epochs is None and trainer.steps is None:
+            raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
+        if trainer.ema_decay == 1:
+            raise ValueError("trainer.ema_decay=1 keeps the weights of the first step; give less, such as 0.999")
+        if trainer.ema_statistics_minibatches and trainer.ema_decay is None:
+            raise ValueError(
+                f"trainer.ema_statistics_minibatches={trainer.ema_statistics_minibatches} is for averaged weights: "
+                f"give trainer.ema_decay as well, such as 0.999"
+            )
+        self.check_precision()
+        self.check_shares(processes=1)
+        if trainer.compile and isinstance(self.norm, PackageNorm):
+            raise ValueError(
+                "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
+            )
+        if self.resume not in (None, "auto"):
+            raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")
+        if self.resume is not None and self.run_dir is None:
+            raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+
+    def check_precision(self) -> None:
+        """Raise ValueError if the norm cannot compute in `trainer.precision`."""
+        if isinstance(self.norm, PackageNorm) and self.trainer.precision != "float32":
+            raise ValueError(
+                f"trainer.precision={self.trainer.precision} with norm=package: the released package computes in "
+                f"float32 only; give trainer.precision=float32 (precision=float32 to eval.py), or norm=inplace"
+            )
+
+    def check_shares(self, processes: int) -> None:
+        """Raise ValueError if some process would have too few images in a micro-batch."""
+        crops, parts = self.data.crops_per_minibatch, self.trainer.accumulation_steps
+        fewest, reason = self.fewest_at_a_time
+        at_a_time = crops // (processes * parts)
+        if at_a_time < fewest:
+            over = f" over {processes} processes" if processes > 1 else ""
+            over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
+            raise ValueError(
+                f"data.crops_per_minibatch={crops}{over} gives {at_a_time} crop(s) at a time, and {reason}: use at "
+                f"least {fewest * processes * parts} crops"
+            )
+
+    def memory_advice(self, processes: int) -> str:
+        """Changes that about halve the memory of a training step, or say that they help."""
+        parts = self.trainer.accumulation_steps
+        fewest, _ = self.fewest_at_a_time
+        ways = []
+        if self.data.crops_per_minibatch // (2 * processes * parts) >= fewest:  # check_shares refuses others
+            ways += [f"trainer.accumulation_steps={2 * parts}", "twice as many processes"]
+        ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
+        if not isinstance(self.norm, InPlaceNorm):
+            ways.append("norm=inplace")
+        if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
+            ways.append("trainer.precision=bfloat16")
+        return f"Each of these takes about half of the memory that grows with the crops: {'; '.join(ways)}"
+
+    def divergence_advice(self, checkpoint: Path | None) -> str:
+        """How to go on from `checkpoint`, the last good one, after the loss or a gradient became infinite or NaN."""
+        if checkpoint is None:
+            return "try a lower optim.lr"
+        start = shlex.quote(override("init.weights", checkpoint))
+        return f"with another run_dir, {start} starts from its weights, for example with a lower optim.lr"

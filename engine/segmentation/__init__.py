@@ -1,0 +1,1 @@
+"""The segmentation task: predictions of whole images, losses, scores and pictures."""

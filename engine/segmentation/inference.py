@@ -1,0 +1,225 @@
+"""Train ids of whole images: seen at once or in overlapping windows, at one scale or several, also mirrored.
+
+Class scores at full resolution would fill gigabytes (20 megapixels, 65 classes: 5 GB). They exist for a few rows of
+pixels at a time, interpolated from logits at the network's resolution (one cell per `output_stride` pixels), of which
+only the rows under one row of windows are kept.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from datasets.transforms import base_scale, scaled
+from engine.forward import Forward
+from engine.out_of_memory import memory_errors
+
+_SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
+
+
+@dataclass(frozen=True)
+class Views:
+    """What the network sees of an image.
+
+    base_size: pixels of the longest side at scale 1; None is the image's own size.
+    window: pixels of the side of square windows, at the resolution that the network sees; a multiple of its output
+        stride. Logits are averaged where windows overlap. None, or an image that fits: all of it at once.
+    overlap: least share of a window's side that the next one covers too, in [0, 1).
+    scales: of the views. The softmax is averaged over the views.
+    flip: every view is also seen mirrored left to right.
+    """
+
+    base_size: int | None = None
+    window: int | None = None
+    overlap: float = 0.25
+    scales: tuple[float, ...] = (1.0,)
+    flip: bool = False
+
+    def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
+        """(H, W) at which the network sees an image of `own_size` at a scale."""
+        return scaled(own_size, scale * base_scale(own_size, self.base_size))
+
+    def at_once(self, size: tuple[int, int]) -> bool:
+        """Whether an image of (H, W) pixels takes a single pass through the network."""
+        return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
+
+    def record(self) -> dict:
+        """The fields for results.json, whose configuration has base_size already."""
+        fields = {**asdict(self), "scales": list(self.scales)}
+        del fields["base_size"]
+        return fields
+
+
+WHOLE_IMAGE = Views()
+
+
+def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory_advice: str = "") -> Tensor:
+    """Predicted train ids, uint8 (N, H, W) on the network's device, of uint8 images (N, 3, H, W).
+
+    Predictions get the size of the images (nearest pixel). With `views.window`, memory beyond images and predictions
+    grows with the width of the images, not with their height.
+
+    Args:
+        forward: through a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
+        memory_advice: end of the message of a MemoryError.
+
+    Raises:
+        MemoryError: the device has not enough memory for these images.
+    """
+    height, width = images.shape[-2:]
+    with memory_errors(lambda: f"while an image of {height}x{width} pixels was evaluated. {memory_advice}"):
+        return _predict(forward, images, views)
+
+
+@torch.inference_mode()
+def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
+    forward.network.eval()
+    own_size = tuple(images.shape[-2:])
+    size = views.size(own_size)
+    if views.at_once(size):
+        predictions = forward(images, at=size).argmax(dim=1).to(torch.uint8)
+    else:
+        predictions = _predict_views(forward, images, size, views)
+    if size == own_size:
+        return predictions
+    return F.interpolate(predictions[:, None], own_size, mode="nearest-exact")[:, 0]
+
+
+def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Tensor:
+    """As `predict`, for the images resized to `size`: uint8 (N, *size)."""
+    images = images.to(forward.device)
+    orientations = [images, images.flip(3)] if views.flip else [images]
+    seen = [
+        _View(forward, pixels, views.size(images.shape[-2:], scale), views, mirrored=bool(mirrored))
+        for scale in views.scales
+        for mirrored, pixels in enumerate(orientations)
+    ]
+    predictions = images.new_empty(len(images), *size)
+    rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * forward.network.classes * size[1]))
+    for top in range(0, size[0], rows_at_once):
+        rows = range(top, min(top + rows_at_once, size[0]))
+        scores = seen[0].logits(rows, size)  # (N, classes, rows, W)
+        if len(seen) > 1:
+            scores = scores.softmax(dim=1)
+            for view in seen[1:]:
+                scores += view.logits(rows, size).softmax(dim=1)  # the sum has the argmax of the mean
+        predictions[:, rows.start : rows.stop] = scores.argmax(dim=1)
+    return predictions
+
+
+class _View:
+    """One view; logits are computed lazily, top to bottom.
+
+    Args:
+        images: uint8 (N, 3, H, W) on the network's device, already mirrored if the view is.
+        size: (height, width) at which the network sees them.
+        mirrored: the logits are mirrored back.
+    """
+
+    def __init__(self, forward: Forward, images: Tensor, size: tuple[int, int], views: Views, mirrored: bool):
+        self.forward, self.images, self.size, self.mirrored = forward, images, size, mirrored
+        self.stride = forward.network.body.output_stride
+        self.cells = tuple(math.ceil(side / self.stride) for side in size)
+        window = math.ceil((views.window or max(size)) / self.stride)
+        self.windows = [windows_along(cells, window, views.overlap) for cells in self.cells]
+        self.blocks = self._finished_rows()
+        self.first = 0  # row of cells that `kept` starts with
+        self.kept = next(self.blocks)
+
+    def logits(self, rows: range, size: tuple[int, int]) -> Tensor:
+        """(N, classes, rows, W): rows of the logits interpolated to `size`. Later calls must ask for later rows."""
+        taps = _taps(self.cells[0], size[0], rows, self.kept)
+        below, above = taps.first, taps.last + 1
+        while self.first + self.kept.shape[2] < above:
+            self.kept = torch.cat([self.kept, next(self.blocks)], dim=2)
+        self.kept, self.first = self.kept[:, :, below - self.first :], below
+        cells = taps.blend(self.kept[:, :, : above - below], dim=2)  # (N, classes, rows, w)
+        cells = cells.flip(3) if self.mirrored else cells
+        return F.interpolate(cells, (len(rows), size[1]), mode="bilinear")
+
+    def _finished_rows(self) -> Iterator[Tensor]:
+        """Blocks of rows of cells, float32 (N, classes, rows, w), from the top, when no further window covers them."""
+        rows, columns = self.windows
+        begun = None  # rows that the next windows cover as well
+        for (top, row_weights), following in zip(rows, [*rows[1:], None], strict=True):
+            shape = (len(self.images), self.forward.network.classes, len(row_weights), self.cells[1])
+            strip = torch.zeros(shape, device=self.images.device)
+            for left, column_weights in columns:
+                logits = self._window(top, left, len(row_weights), len(column_weights))
+                strip[..., left : left + len(column_weights)] += logits * column_weights.to(logits.device)  # in float32
+            strip *= row_weights[:, None].to(strip.device)
+            if begun is not None:
+                strip[:, :, : begun.shape[2]] += begun
+            finished = len(row_weights) if following is None else following[0] - top
+            yield strip[:, :, :finished]
+            begun = strip[:, :, finished:]
+
+    def _window(self, top: int, left: int, height: int, width: int) -> Tensor:
+        """Logits of one window, given in cells: (N, classes, height, width). The end of the image may cut it."""
+        rows = range(top * self.stride, min((top + height) * self.stride, self.size[0]))
+        columns = range(left * self.stride, min((left + width) * self.stride, self.size[1]))
+        region = resized_region(self.images, self.size, rows, columns)
+        return self.forward(region, size=(height, width))  # the network's own resolution: nothing is interpolated
+
+
+def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Tensor]]:
+    """Along one axis: the first cell of each window, and its weights, float32 (window,).
+
+    As few windows as have at least the `overlap`, spread evenly from the first cell to the last. Weights rise and fall
+    linearly where windows overlap, and sum to 1 in every cell.
+    """
+    window = min(window, cells)
+    most_apart = max(1, int(window * (1 - overlap)))
+    steps = math.ceil((cells - window) / most_apart)
+    starts = [(cells - window) * step // max(1, steps) for step in range(steps + 1)]
+    apart = max((after - before for before, after in zip(starts, starts[1:], strict=False)), default=window)
+    rise = torch.arange(1.0, window + 1)
+    weights = torch.minimum(rise, rise.flip(0)).clamp(max=window - apart + 1)
+    total = torch.zeros(cells)
+    for start in starts:
+        total[start : start + window] += weights
+    return [(start, weights / total[start : start + window]) for start in starts]
+
+
+def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: range) -> Tensor:
+    """Part of `F.interpolate(images, size, mode="bilinear")`, float32, computed alone; (N, C, H, W) of any dtype.
+
+    Images that already have that size give their own pixels in their own dtype.
+    """
+    if tuple(images.shape[-2:]) == size:
+        return images[..., rows.start : rows.stop, columns.start : columns.stop]
+    down, across = (_taps(images.shape[dim], size[dim], part, images) for dim, part in ((-2, rows), (-1, columns)))
+    images = images[..., down.first : down.last + 1, across.first : across.last + 1].float()
+    return across.blend(down.blend(images, dim=2), dim=3)
+
+
+@dataclass(frozen=True)
+class _Taps:
+    """For each pixel of a bilinear resize along one axis, the two source pixels that it interpolates.
+
+    first, last: of all source pixels. lower, upper: int64, relative to `first`. share: float32, weight of `upper`.
+    """
+
+    first: int
+    last: int
+    lower: Tensor
+    upper: Tensor
+    share: Tensor
+
+    def blend(self, values: Tensor, dim: int) -> Tensor:
+        """`values`: the source pixels from `first` to `last`, float32 (N, C, H, W)."""
+        share = self.share[:, None] if dim == 2 else self.share
+        return torch.lerp(values.index_select(dim, self.lower), values.index_select(dim, self.upper), share)
+
+
+def _taps(original: int, resized: int, part: range, like: Tensor) -> _Taps:
+    """For the pixels `part` of an axis that F.interpolate resizes from `original` to `resized` pixels."""
+    centres = torch.arange(part.start, part.stop, dtype=torch.float32, device=like.device) + 0.5
+    position = (centres * (original / resized) - 0.5).clamp(0, original - 1)
+    lower = position.floor()
+    upper = (lower + 1).clamp(max=original - 1)
+    first, last = int(lower[0]), int(upper[-1])
+    return _Taps(first, last, lower.long() - first, upper.long() - first, position - lower)

@@ -1,0 +1,88 @@
+"""Pictures of labels, predictions and confusions for people to look at."""
+
+import cv2
+import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+
+from datasets import SegmentationDataset
+
+OVERLAY_OPACITY = 0.6
+
+
+def comparison(
+    image: np.ndarray, label: np.ndarray | None, prediction: np.ndarray, dataset: SegmentationDataset
+) -> np.ndarray:
+    """image | ground truth | prediction side by side; the last two are blended over the image.
+
+    Args:
+        image: uint8 (H, W, 3) RGB.
+        label: train ids, uint8 (H, W), or None. Ignored pixels show the plain image.
+        prediction: train ids, uint8 (H, W).
+
+    Returns:
+        uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3) without a label.
+    """
+    panels = [image]
+    for train_ids in (label, prediction):
+        if train_ids is not None:
+            panels.append(labelled(image, train_ids, dataset))
+    return np.concatenate(panels, axis=1)
+
+
+def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:
+    """Train ids, uint8 (H, W), blended over their image, uint8 (H, W, 3) RGB; ignored pixels show the plain image."""
+    blended = overlay(image, dataset.colour(train_ids))
+    return np.where((train_ids == dataset.ignore_index)[..., None], image, blended)
+
+
+def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
+    """Colours of a prediction blended over its image, all uint8 (H, W, 3) RGB."""
+    return cv2.addWeighted(colours, OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
+
+
+def class_legend(dataset: SegmentationDataset) -> Figure:
+    """The colours of all classes; up to 40 fit the width of a TensorBoard card, which then does not shrink it."""
+    handles = [class_patch(colour, name) for colour, name in zip(dataset.palette, dataset.classes, strict=True)]
+    columns = max(2, -(-len(handles) // 20))
+    rows = -(-len(handles) // columns)
+    figure = Figure(figsize=(1.75 * columns, 0.22 * rows + 0.2))  # inches of 100 pixels
+    figure.legend(handles=handles, loc="center", ncols=columns, frameon=False)
+    return without_math(figure)
+
+
+def class_patch(colour: tuple[int, int, int], label: str) -> Patch:
+    """The entry of a class in a legend."""
+    return Patch(facecolor=np.array(colour) / 255, edgecolor="gray", label=label)
+
+
+def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:
+    """For each label, the percentage of its pixels predicted as each class. `confusion`: int (K, K), rows are labels.
+
+    Rows without pixels stay empty.
+    """
+    pixels = confusion.sum(axis=1, keepdims=True)
+    percent = np.where(pixels > 0, 100 * confusion / np.maximum(pixels, 1), np.nan)
+    side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
+    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # a few percent must be seen
+    for row, column in zip(*np.nonzero(percent >= 0.5), strict=True):
+        colour = "white" if percent[row, column] > 40 else "black"
+        text = f"{percent[row, column]:.0f}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set(xlabel="predicted", ylabel="label")
+    axes.set_title(f"{title}: % of each label's pixels", loc="left")
+    figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)
+    return without_math(figure)
+
+
+def without_math(figure: Figure) -> Figure:
+    """The figure, with every $ in its texts shown as $: class and image names may contain one."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    return figure

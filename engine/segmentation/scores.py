@@ -1,0 +1,198 @@
+"""From predictions to scores: counts that add up over a split, reduced as the papers and the benchmarks do."""
+
+import torch
+from torch import Tensor
+
+from datasets import INSTANCES_PER_CLASS, ClassTable
+
+
+class Counts:
+    """Counts from which all scores of a split are computed, summed over its images; tensors on the CPU.
+
+    `confusion`: int64 (G, G) pixels of the G classes `ClassTable.scored`, rows are labels, columns predictions. Columns
+    of classes that the network does not know stay 0.
+    `instances`: float64 (K, 3) for the K classes `ClassTable.names`: the number of instances and, summed over them, the
+    share of their pixels that is predicted as their class, and as a class of their category.
+
+    Counts of several processes add up: a sum over the processes of each of `tensors()` gives the counts of all images.
+    Pixels are then exactly as in one process, shares up to rounding.
+    """
+
+    def __init__(self, table: ClassTable):
+        self.ignore_index = table.ignore_index
+        self.confusion = torch.zeros(len(table.scored), len(table.scored), dtype=torch.int64)
+        self.instances = torch.zeros(len(table.names), 3, dtype=torch.float64)
+        self.categories = torch.tensor([table.categories.index(category) for category in table.categories])
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.confusion, self.instances
+
+    def add(self, predictions: Tensor, minibatch: dict) -> None:
+        """Count predictions uint8 (N, H, W) of a minibatch of `datasets.WholeImages`, on the predictions' device."""
+        device = predictions.device
+        labels = minibatch["label"].to(device)
+        self.confusion += confusion_matrix(predictions, labels, len(self.confusion), self.ignore_index).cpu()
+        if "instances" in minibatch:
+            for predicted, instances in zip(predictions, minibatch["instances"], strict=True):
+                self.instances += instance_shares(predicted, instances.to(device), self.categories.to(device)).cpu()
+
+
+def confusion_matrix(predictions: Tensor, labels: Tensor, classes: int, ignore_index: int) -> Tensor:
+    """Pixel counts, int64 (classes, classes): rows are labels, columns predictions; ignored labels do not count.
+
+    predictions and labels: the same shape, integer dtypes. Memory and time do not grow with the number of classes, even
+    with deterministic algorithms (with which torchmetrics compares every pixel with every cell of the matrix).
+    """
+    cells = torch.where(labels == ignore_index, classes**2, labels.int() * classes + predictions)
+    return torch.bincount(cells.flatten(), minlength=classes**2 + 1)[:-1].view(classes, classes)
+
+
+def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) -> Tensor:
+    """The instances of one image, float64 (K, 3), as in `Counts`.
+
+    Args:
+        predictions: train ids, integer (H, W).
+        instances: integer (H, W), as `datasets.SegmentationDataset.scored` returns them.
+        categories: of the K classes, int64 (K,): equal numbers are one category.
+    """
+    marked = instances >= 0
+    ids, predicted = instances[marked].long(), predictions[marked].long()
+    truth = ids // INSTANCES_PER_CLASS
+    as_class = ids[predicted == truth]
+    as_category = ids[categories[predicted] == categories[truth]]
+    cells = len(categories) * INSTANCES_PER_CLASS
+    sizes, *hits = (torch.bincount(pixels, minlength=cells).double() for pixels in (ids, as_class, as_category))
+    shares = torch.stack([(sizes > 0).double(), *(hit / sizes.clamp(min=1) for hit in hits)], dim=1)
+    return shares.view(len(categories), INSTANCES_PER_CLASS, 3).sum(dim=1)
+
+
+def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
+    """`segmentation_scores` as the paper counts, and under "official" the scores of the dataset's benchmark.
+
+    The paper's score leaves out pixels of classes that only the benchmark counts. If the network knows such a class,
+    predicting it on a pixel of another class is a false negative of that other class and nothing else.
+
+    `has_instances`: whether all counted images have instances.
+    """
+    scores = segmentation_scores(counts.confusion[: len(table.counted)], table.counted)
+    if table.benchmark == "cityscapes":
+        scores["official"] = cityscapes_scores(counts, table, has_instances)
+    elif table.benchmark == "coco_stuff":
+        scores["official"] = coco_stuff_scores(counts.confusion, table.scored)
+    elif table.benchmark == "vistas":
+        # Without rows and columns of labels that are not evaluated: we neither count nor predict them.
+        scores["official"] = {"miou": scores["miou"]}
+    else:
+        scores["official"] = {}
+    return scores
+
+
+def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
+    """IoU per class and their mean, as the official Cityscapes evaluation reduces them, and the pixel accuracy.
+
+    IoU = TP / (TP + FP + FN) over the whole split, in [0, 1]. A class that occurs neither in labels nor in predictions
+    has no IoU (None) and does not enter the mean.
+
+    Args:
+        confusion: int64 (K, L), rows are labels; L > K if some classes can be predicted but are not scored.
+        classes: K names.
+
+    Returns:
+        {"miou": float, "iou": {name: float or None}, "pixel_accuracy": float}; NaN if no pixel is labelled.
+    """
+    counts = confusion.to("cpu", torch.float64)
+    true_positives = counts.diag()
+    iou = true_positives / _union(counts)  # 0 / 0 = NaN
+    return {
+        "miou": iou.nanmean().item(),
+        "iou": _by_name(classes, iou),
+        "pixel_accuracy": (true_positives.sum() / counts.sum()).item(),
+    }
+
+
+def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
+    """The scores that `evalPixelLevelSemanticLabeling` of the cityscapesscripts reports beside the IoU of classes.
+
+    Within a category, confusing two classes is no error. iIoU = iTP / (iTP + FP + iFN): iTP and iFN are pixels inside
+    instances (not groups), weighted by the average size of the class's instances over the size of this instance, so
+    that all instances of a class weigh the same; FP are pixels, groups included.
+
+    Returns:
+        {"miou", "category_iou": {name: float}, "mean_category_iou", "iiou": {name: float}, "mean_iiou",
+        "category_iiou": {name: float}, "mean_category_iiou"}; None for classes that do not occur, and for every score
+        of instances without `has_instances`.
+    """
+    names = tuple(dict.fromkeys(table.categories))
+    member = torch.tensor([[category == name for category in table.categories] for name in names], dtype=torch.float64)
+    confusion = counts.confusion.double()
+    of_categories = member @ confusion @ member.T
+    category_iou = of_categories.diag() / _union(of_categories)
+
+    # An instance weighs average size / its size: its weighted pixels add up to the average size.
+    sizes = torch.tensor([table.instance_sizes.get(name, 0.0) for name in table.names], dtype=torch.float64)
+    total, as_class, as_category = (sizes[:, None] * counts.instances).T
+    iiou = as_class / (total + _false_positives(confusion))
+    category_iiou = (member @ as_category) / (member @ total + _false_positives(of_categories))
+    if not has_instances:
+        iiou, category_iiou = torch.full_like(iiou, torch.nan), torch.full_like(category_iiou, torch.nan)
+    with_instances = sizes > 0
+    all_with_instances = (member @ (~with_instances).double()) == 0
+    iiou[~with_instances] = torch.nan
+    category_iiou[~all_with_instances] = torch.nan
+    return {
+        "miou": _mean(confusion.diag() / _union(confusion)),
+        "category_iou": _by_name(names, category_iou),
+        "mean_category_iou": _mean(category_iou),
+        "iiou": _by_name(table.names, iiou, with_instances),
+        "mean_iiou": _mean(iiou),
+        "category_iiou": _by_name(names, category_iiou, all_with_instances),
+        "mean_category_iiou": _mean(category_iiou),
+    }
+
+
+def coco_stuff_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
+    """The scores that `COCOStuffeval` of the cocostuffapi reports for its 92 leaf classes: means over labelled classes.
+
+    Args:
+        confusion: int64 (G, G), rows are labels.
+        classes: G names.
+
+    Returns:
+        {"miou", "iou": {name: float or None}, "pixel_accuracy", "mean_accuracy", "frequency_weighted_iou"}.
+    """
+    counts = confusion.double()
+    labelled = counts.sum(dim=1)
+    present = labelled > 0
+    iou = torch.where(present, counts.diag() / _union(counts), torch.nan)
+    return {
+        "miou": _mean(iou),
+        "iou": _by_name(classes, iou),
+        "pixel_accuracy": _value(counts.diag().sum() / labelled.sum()),
+        "mean_accuracy": _mean(counts.diag() / labelled),
+        "frequency_weighted_iou": _value((iou * labelled / labelled.sum())[present].sum()),
+    }
+
+
+def _false_positives(confusion: Tensor) -> Tensor:
+    """(K, L) -> (K,)"""
+    return confusion.sum(dim=0)[: len(confusion)] - confusion.diag()
+
+
+def _union(confusion: Tensor) -> Tensor:
+    """TP + FN + FP, (K, L) -> (K,)"""
+    return confusion.sum(dim=1) + _false_positives(confusion)
+
+
+def _mean(values: Tensor) -> float | None:
+    """Mean of the values that are not NaN; None if all are."""
+    return _value(values.nanmean())
+
+
+def _value(value: Tensor) -> float | None:
+    return None if value.isnan() else value.item()
+
+
+def _by_name(names: tuple[str, ...], values: Tensor, chosen: Tensor | None = None) -> dict[str, float | None]:
+    """{name: value, or None for NaN}, for all entries or the chosen ones."""
+    chosen = [True] * len(names) if chosen is None else chosen.tolist()
+    return {name: _value(value) for name, value, keep in zip(names, values, chosen, strict=True) if keep}

@@ -1,0 +1,211 @@
+"""Fine-tuning: what is loaded is exactly the file's, what is not is said, and what does not fit is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine import build, checkpoint
+from engine import config as cfg
+from engine.build.initial_weights import initialise, initialise_from
+from models.layers import ABN
+from tests.runs import composed
+
+CLASSES = ("road", "sky", "tree")
+
+
+def network(*overrides: str, classes: int = 3, seed: int = 0):
+    """A small network with statistics and scales that no initialisation has."""
+    torch.manual_seed(seed)
+    built = build.segmentation_network(cfg.typed(composed("train_seg", *overrides)), classes)
+    for module in built.modules():
+        if isinstance(module, ABN):
+            for values in (module.weight, module.bias, module.running_mean):
+                nn.init.normal_(values)
+    return built
+
+
+def write(path, trained, *overrides: str, classes=CLASSES, **more) -> None:
+    config = cfg.plain(cfg.typed(composed("train_seg", *overrides)))
+    state = {"task": "segmentation", "step": 5, "config": config, "classes": list(classes)}
+    checkpoint.save(path, {**state, "network": trained.state_dict(), **more})
+
+
+def same(a: dict, b: dict, prefix: str = "") -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a if name.startswith(prefix))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return network("norm=std", seed=1)
+
+
+@pytest.fixture
+def file(tmp_path, trained):
+    write(tmp_path / "last.pt", trained, "norm=std")
+    return tmp_path / "last.pt"
+
+
+@pytest.mark.parametrize("norm", ["std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace"])
+def test_a_checkpoint_means_the_same_in_every_norm(file, trained, norm):
+    tuned = network(f"norm={norm}")
+    report = initialise_from(tuned, file, CLASSES)
+    assert same(tuned.state_dict(), trained.state_dict())
+    assert (report.matched, report.skipped, report.new) == (list(trained.state_dict()), {}, [])
+    images = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(tuned.eval()(images), trained.eval()(images))
+    assert str(report) == f"starts from {file}, step 5: {len(report.matched)} tensors matched, 0 skipped, 0 new"
+
+
+@pytest.mark.parametrize(
+    "classes, reason",
+    [
+        (("road", "sky"), "of 3 classes, and there are 2 here"),
+        (("road", "tree", "sky"), "of other classes, such as sky in the place of tree"),
+    ],
+)
+def test_a_classifier_of_other_classes_starts_anew_and_says_so(file, trained, classes, reason):
+    tuned = network(classes=len(classes))
+    before = tuned.cls.weight.clone(), tuned.cls.bias.clone()
+    report = initialise_from(tuned, file, classes)
+    assert torch.equal(tuned.cls.weight, before[0]) and torch.equal(tuned.cls.bias, before[1])
+    assert same(tuned.body.state_dict(), trained.body.state_dict())
+    assert same(tuned.head.state_dict(), trained.head.state_dict())
+    assert report.skipped == {"cls.weight": reason, "cls.bias": reason} and report.new == ["cls.weight", "cls.bias"]
+    assert f"skipped cls.weight, cls.bias: {reason}" in str(report) and "new cls.weight, cls.bias" in str(report)
+
+
+def test_the_body_alone(file, trained):
+    """Of a whole network, also for another head; of a file with nothing but a body."""
+    tuned = network("head.hidden_channels=24")
+    head = {name: tensor.clone() for name, tensor in tuned.head.state_dict().items()}
+    report = initialise_from(tuned, file, CLASSES, part="body")
+    assert same(tuned.body.state_dict(), trained.body.state_dict()) and same(tuned.head.state_dict(), head)
+    assert set(report.skipped.values()) == {"init.part=body"}
+    assert {name.split(".")[0] for name in report.new} == {"head", "cls"}
+
+    torch.save(trained.body.state_dict() | {"classifier.fc.weight": torch.zeros(7, 4)}, file)
+    tuned = network(seed=2)
+    report = initialise_from(tuned, file, CLASSES, format="standard_bn")
+    assert same(tuned.body.state_dict(), trained.body.state_dict())
+    assert report.skipped == {"body.classifier.fc.weight": "it classifies whole images"}
+    assert {name.split(".")[0] for name in report.new} == {"head", "cls"}
+
+
+@pytest.mark.parametrize("part", ["network", "body"])
+@pytest.mark.parametrize("prefix", ["body.", ""])
+def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, part):
+    """With more classes than a segmentation can have, and keys of its own; its classifier is left out."""
+    config = cfg.plain(cfg.typed(composed("train_seg", "norm=std")))
+    config = {"norm": config["norm"], "body": config["body"], "data": {"name": "shapes", "sides": 3}}
+    body = {f"{prefix}{name}": tensor for name, tensor in trained.body.state_dict().items()}
+    classifier = {f"{prefix}classifier.fc.weight": torch.zeros(1000, 4)}
+    more = {"config": config, "network": body | classifier, "task": "classification"}
+    write(tmp_path / "last.pt", trained, classes=[f"class {i}" for i in range(1000)], **more)
+    tuned = network()
+    before = {name: tensor.clone() for name, tensor in tuned.state_dict().items() if not name.startswith("body.")}
+    report = initialise_from(tuned, tmp_path / "last.pt", CLASSES, part=part)
+    assert same(tuned.body.state_dict(), trained.body.state_dict())
+    assert all(torch.equal(tuned.state_dict()[name], tensor) for name, tensor in before.items())
+    assert report.skipped == {"body.classifier.fc.weight": "it classifies whole images"}
+    assert report.new == list(before) and report.matched == [f"body.{name}" for name in trained.body.state_dict()]
+
+
+def test_the_keys_of_init_are_what_is_loaded(file, trained, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    for part, new in (("body", {"head", "cls"}), ("network", set())):
+        config = cfg.typed(composed("train_seg", 'init.weights="~/last.pt"', f"init.part={part}"))
+        tuned = network()
+        report = initialise(config, tuned, CLASSES)
+        assert same(tuned.body.state_dict(), trained.body.state_dict())
+        assert {name.split(".")[0] for name in report.new} == new
+    config = cfg.typed(composed("train_seg", f"init.weights={file}", "norm=package"))
+    with pytest.raises(ValueError, match="last.pt with norm=package.*give norm=inplace"):
+        initialise(config, network(), CLASSES)
+
+
+def test_averaged_weights_are_preferred(file, trained):
+    averaged = {name: tensor + 1 for name, tensor in trained.state_dict().items()}
+    write(file, trained, ema=averaged)
+    tuned = network()
+    report = initialise_from(tuned, file, CLASSES)
+    assert same(tuned.state_dict(), averaged) and "step 5, averaged weights (EMA)" in str(report)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, wrapped, zipped):
+    """As other programs write them: below "state_dict", from DataParallel, without the counters, in the old format."""
+    tensors = {name: tensor for name, tensor in trained.state_dict().items() if "num_batches" not in name}
+    if wrapped:
+        tensors = {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}
+    torch.save(tensors, tmp_path / "net.pth", _use_new_zipfile_serialization=zipped)
+    tuned = network()
+    report = initialise_from(tuned, tmp_path / "net.pth", CLASSES, format="standard_bn")
+    own = {name: tensor for name, tensor in tuned.state_dict().items() if "num_batches" not in name}
+    assert same(own, {name: trained.state_dict()[name] for name in own})
+    assert all(name.endswith("num_batches_tracked") for name in report.new) and not report.skipped
+    with pytest.raises(ValueError, match="net.pth is not a checkpoint of this project: give init.format=standard_bn"):
+        initialise_from(tuned, tmp_path / "net.pth", CLASSES)
+
+
+def test_the_format_is_never_guessed(file, tmp_path):
+    with pytest.raises(ValueError, match="last.pt is a checkpoint of this project: leave init.format out"):
+        initialise_from(network(), file, CLASSES, format="standard_bn")
+    for content in ([torch.zeros(2)], {"body": {"conv": torch.zeros(2)}}, {"state_dict": [1]}):
+        torch.save(content, tmp_path / "other.pt")
+        with pytest.raises(ValueError, match="other.pt with init.format=standard_bn: expected a state dict"):
+            initialise_from(network(), tmp_path / "other.pt", CLASSES, format="standard_bn")
+    torch.save({"format": "another/7"}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="format 'another/7': expected"):
+        initialise_from(network(), tmp_path / "other.pt", CLASSES)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["body.structure=[1,1,1,2]"], "body.mod5.block2.* is not in the file"),
+        (["body.structure=[1,1,1,1]", "body.base_channels=[64,64,128]"], "x.* in the file and .*x.* in the network"),
+        (["body=wider_resnet38_a2"], "has no place in the network.* and [0-9]+ more"),
+        (["head.hidden_channels=24"], "head.map_convs.0.weight is .* in the file .* or init.part=body"),
+        (["head.dilations=[2,4]"], "head.map_convs.3.weight has no place"),
+        (["norm.learn_scale=false"], "weight has no place in the network.*norm.learn_scale"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
+    tuned = network(*[option for option in overrides if "learn_scale" not in option])
+    if "norm.learn_scale=false" in overrides:
+        tuned = build.segmentation_network(cfg.typed(composed("train_seg", *overrides)), 3)
+    before = {name: tensor.clone() for name, tensor in tuned.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        initialise_from(tuned, file, CLASSES)
+    assert f"init.weights={file} does not fit the network" in str(error.value)
+    assert same(tuned.state_dict(), before)
+
+
+def test_scales_of_the_released_package_become_ours(tmp_path):
+    """|w| + eps; its layers have no counters. Only into itself is it loaded as it is; ours cannot become its own."""
+    options = ("norm=package", "norm.eps=0.25", "norm.activation=leaky_relu")
+    trained = network(seed=1)
+    state = {name: tensor for name, tensor in trained.state_dict().items() if "num_batches" not in name}
+    scales = {f"{name}.weight" for name, module in trained.named_modules() if isinstance(module, ABN)}
+    assert (state["head.red_bn.weight"] < 0).any()
+    write(tmp_path / "last.pt", trained, *options, network=state)
+    tuned = network()
+    report = initialise_from(tuned, tmp_path / "last.pt", CLASSES)
+    for name, tensor in tuned.state_dict().items():
+        if name in state:
+            assert torch.equal(tensor, state[name].abs() + 0.25 if name in scales else state[name]), name
+    assert all(name.endswith("num_batches_tracked") for name in report.new)
+    initialise_from(tuned, tmp_path / "last.pt", CLASSES, package=True)
+    assert torch.equal(tuned.head.red_bn.weight, state["head.red_bn.weight"])
+    write(tmp_path / "ours.pt", trained)
+    with pytest.raises(ValueError, match="ours.pt with norm=package.*give norm=inplace"):
+        initialise_from(tuned, tmp_path / "ours.pt", CLASSES, package=True)
+
+
+@pytest.mark.parametrize("override", ["init.format=standard_bn", "init.part=body"])
+def test_options_of_weights_that_are_not_given(override):
+    with pytest.raises(ValueError, match=f"{override} needs init.weights=FILE"):
+        cfg.typed(composed("train_seg", override))
+    with pytest.raises(ValueError, match="init.format=released: expected one of standard_bn"):
+        cfg.typed(composed("train_seg", "init.weights=a.pt", "init.format=released"))

@@ -1,0 +1,28 @@
+"""Networks of tests, called and trained as runs do it."""
+
+import torch
+from torch import nn
+
+from engine import build
+from engine.forward import Forward
+from engine.learner import Learner
+from engine.schema.data import Data
+from engine.schema.training import Trainer, TrainingRun
+
+
+def forward_of(
+    network: nn.Module, precision: str = "float32", mean: float = 0.5, std: float = 0.25, channels_last: bool = True
+) -> Forward:
+    """Through a network on the CPU; `mean` and `std` (0 to 1) of all three colours."""
+    trainer = Trainer(precision=precision, channels_last=channels_last)
+    config = TrainingRun(data=Data(mean=[mean] * 3, std=[std] * 3), trainer=trainer)
+    return build.forward(config, network, torch.device("cpu"))
+
+
+def learner_of(network: nn.Module, lr: float = 0.1, precision: str = "float32", **options) -> Learner:
+    """`options`: further fields of the Learner."""
+    forward = forward_of(network, precision, channels_last=False)
+    optimizer = torch.optim.SGD(network.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "float16")
+    return Learner(network, forward, optimizer, scheduler, scaler, **options)

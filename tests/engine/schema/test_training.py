@@ -1,0 +1,44 @@
+"""What is advised when memory runs out can be followed."""
+
+import itertools
+import re
+
+from engine.config import typed
+from tests.runs import composed
+
+
+def accepted(config, crops: int, processes: int, parts: int) -> bool:
+    config.data.crops_per_minibatch, config.trainer.accumulation_steps = crops, parts
+    try:
+        config.check_shares(processes)
+    except ValueError:
+        return False
+    return True
+
+
+def test_no_process_is_advised_what_would_be_refused():
+    """For all minibatches of up to 16 crops: exactly what would be accepted is advised."""
+    config = typed(composed("train_seg"))
+    seen = set()
+    for crops, processes, parts in itertools.product(range(2, 17), (1, 2, 3), (1, 2)):
+        if not accepted(config, crops, processes, parts):
+            continue
+        advice = config.memory_advice(processes)
+        more_parts = re.search(r"half .*trainer\.accumulation_steps=(\d+)", advice)
+        assert more_parts is None or int(more_parts[1]) == 2 * parts
+        assert bool(more_parts) == accepted(config, crops, processes, 2 * parts)
+        assert ("twice as many processes" in advice) == accepted(config, crops, 2 * processes, parts)
+        seen.add((crops, processes, parts, bool(more_parts)))
+    assert (7, 2, 1, False) in seen and (8, 2, 1, True) in seen
+
+
+def test_no_change_is_advised_that_the_run_has_already_or_cannot_have():
+    for overrides, advised in (
+        (("norm=inplace",), ["trainer.precision=bfloat16"]),
+        (("norm=std",), ["norm=inplace", "trainer.precision=bfloat16"]),
+        (("norm=inplace_1", "trainer.precision=bfloat16"), []),
+        (("norm=package",), ["norm=inplace"]),  # computes in float32 only
+    ):
+        advice = typed(composed("train_seg", "data.crop_size=96", *overrides)).memory_advice(processes=1)
+        ways = advice.partition(": ")[2].split("; ")
+        assert ways == ["trainer.accumulation_steps=2", "twice as many processes", "data.crop_size=67", *advised]

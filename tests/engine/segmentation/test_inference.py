@@ -1,0 +1,283 @@
+"""Windows and views: when they equal the whole image, what is averaged, and how much memory they take."""
+
+import math
+from collections.abc import Sequence
+
+import cv2
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from datasets.transforms import scaled
+from engine.schema.evaluation import MEMORY_ADVICE
+from engine.segmentation.inference import Views, predict, resized_region, windows_along
+from models.bodies import ResNeXt
+from models.heads import DeepLabV3
+from models.layers import ABN
+from models.segmentation import SegmentationNetwork
+from tests.engine.learners import forward_of
+
+STRIDE, REACH = 4, 7  # of `SmallBody`: a cell sees pixels that are at most so far away
+
+
+class SmallBody(nn.Module):
+    output_stride = STRIDE
+    out_channels = 16
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            *(nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ReLU()),
+            *(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU()),
+            nn.Conv2d(16, 16, 3, padding=1),
+        )
+
+    def forward(self, images):
+        return self.convolutions(images)
+
+
+def without_head(body: nn.Module, classes: int = 5) -> SegmentationNetwork:
+    """What DeepLabV3 pools over a window has no place here: a cell sees a part of the image only."""
+    head = nn.Identity()
+    head.out_channels = body.out_channels
+    network = SegmentationNetwork(body, head, classes)
+    nn.init.normal_(network.cls.weight)  # otherwise one class wins everywhere
+    return network
+
+
+def small_network() -> SegmentationNetwork:
+    torch.manual_seed(0)
+    return without_head(SmallBody())
+
+
+def test_an_image_that_needs_too_much_memory_is_named(monkeypatch):
+    network = small_network()
+    monkeypatch.setattr(network, "forward", lambda *_, **__: torch.empty(2**60, dtype=torch.uint8))
+    for views in ({}, {"window": 16}):
+        with pytest.raises(MemoryError, match="while an image of 32x48 pixels was evaluated.*window.size=1024"):
+            predicted(network, pictures(32, 48), **views)
+
+
+def pictures(height: int, width: int, count: int = 1) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8)
+
+
+def predicted(network, images, base_size: int | None = None, precision: str = "float32", **views) -> torch.Tensor:
+    return predict(forward_of(network, precision), images, Views(base_size, **views), MEMORY_ADVICE)
+
+
+def far_from_windows(size: int, stride: int, window: int, overlap: float, reach: int) -> torch.Tensor:
+    """bool (size,): pixels of an axis to which no border of a window is nearer than `reach`; the image's own may be."""
+    far = torch.ones(size, dtype=torch.bool)
+    for start, weights in windows_along(math.ceil(size / stride), window // stride, overlap):
+        for border in (start * stride, (start + len(weights)) * stride):
+            if 0 < border < size:
+                far[max(0, border - reach) : border + reach] = False
+    return far
+
+
+def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
+    """Resized as in the training, that is as OpenCV resizes; predictions by their nearest pixel."""
+
+    class Brightest(nn.Module):
+        def forward(self, x):
+            self.seen = x
+            return x
+
+    images = torch.randint(0, 256, (1, 3, 36, 60), dtype=torch.uint8)
+    network = Brightest()
+    forward = forward_of(network, mean=0.0, std=1.0)
+    predictions = predict(forward, images, Views(base_size=20))
+    resized = torch.from_numpy(cv2.resize(images[0].permute(1, 2, 0).numpy(), (20, 12))).permute(2, 0, 1)
+    assert (network.seen[0] * 255 - resized).abs().max() <= 1
+    assert predictions.shape == (1, 36, 60) and predictions.dtype == torch.uint8
+    assert torch.equal(predictions, network.seen.argmax(dim=1).repeat_interleave(3, 1).repeat_interleave(3, 2).byte())
+
+    own = predict(forward, images)
+    assert torch.equal(own, images.float().argmax(dim=1).to(torch.uint8))
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 0.5])
+@pytest.mark.parametrize(
+    "size, base_size", [((128, 160), None), ((131, 157), None), ((150, 60), None), ((64, 99), 160)]
+)
+def test_windows_equal_the_whole_image_away_from_their_borders(size, base_size, overlap):
+    """Whatever the size: windows start at whole cells, and are interpolated together."""
+    network, images = small_network(), pictures(*size, count=2)
+    whole = predicted(network, images, base_size)
+    windows = predicted(network, images, base_size, window=64, overlap=overlap)
+    assert windows.shape == whole.shape and windows.dtype == whole.dtype == torch.uint8
+    seen = scaled(size, 1 if base_size is None else base_size / max(size))
+    rows, columns = (far_from_windows(side, STRIDE, 64, overlap, REACH + STRIDE) for side in seen)
+    far = rows[:, None] & columns
+    far = F.interpolate(far[None, None].float(), size, mode="nearest-exact")[0, 0] > 0
+    assert torch.equal(windows[:, far], whole[:, far])
+    assert far.float().mean() > 0.05 and len(whole.unique()) == 5
+    assert (windows != whole).any()  # the borders do show
+
+
+def test_windows_of_a_dilated_body_equal_the_whole_image_away_from_their_borders():
+    """Its cells lie where the whole image's do, though 401 x 387 pixels are no whole number of them."""
+    torch.manual_seed(0)
+    network = without_head(ResNeXt((1, 1, 1, 1), ABN, output_stride=8, groups=1, base_channels=(4, 4, 8)))
+    images = pictures(401, 387)
+    whole, windows = predicted(network, images), predicted(network, images, window=256, overlap=0.4)
+    rows, columns = (far_from_windows(side, 8, 256, 0.4, reach=67 + 8) for side in (401, 387))
+    far = rows[:, None] & columns
+    assert far.float().mean() > 0.02 and len(whole[0][far].unique()) > 2
+    assert torch.equal(windows[0][far], whole[0][far]) and (windows != whole).any()
+
+
+@pytest.mark.parametrize("window", [None, 64, 96])
+@pytest.mark.parametrize("base_size", [None, 64])
+def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
+    """To the bit what the network's own logits give; averaged in float32, those of bfloat16 have fewer ties."""
+    torch.manual_seed(0)
+    network = SegmentationNetwork(SmallBody(), DeepLabV3(16, 8, (2,), ABN, out_channels=8), classes=5)
+    images = pictures(61, 64) if base_size is None else pictures(90, 128)
+    predictions = predicted(network, images, base_size, "bfloat16", window=window)
+    inputs = (images - 127.5) / 63.75
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        inputs = inputs if base_size is None else F.interpolate(inputs, (45, 64), mode="bilinear")
+        expected = network(inputs.contiguous(memory_format=torch.channels_last)).argmax(dim=1).byte()
+    expected = F.interpolate(expected[None], images.shape[-2:], mode="nearest-exact")[0]
+    assert torch.equal(predictions, expected)
+
+
+@given(cells=st.integers(1, 200), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
+@settings(deadline=None)
+def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, overlap):
+    windows = windows_along(cells, window, overlap)
+    total = torch.zeros(cells)
+    for start, weights in windows:
+        assert 0 <= start <= cells - len(weights) and len(weights) == min(window, cells) and (weights > 0).all()
+        total[start : start + len(weights)] += weights
+    torch.testing.assert_close(total, torch.ones(cells), rtol=0, atol=1e-6)
+    starts = [start for start, _ in windows]
+    least = math.floor(min(window, cells) * overlap - 1e-9)
+    apart = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    assert all(0 < step <= max(1, min(window, cells) - least) for step in apart)
+
+
+def test_weights_are_a_linear_cross_fade():
+    (first, before), (second, after) = windows_along(cells=13, window=8, overlap=0.375)
+    assert (first, second) == (0, 5)
+    torch.testing.assert_close(before, torch.tensor([1, 1, 1, 1, 1, 0.75, 0.5, 0.25]))
+    torch.testing.assert_close(after, before.flip(0))
+
+
+@given(
+    height=st.integers(1, 90),
+    width=st.integers(1, 90),
+    window=st.sampled_from([8, 20, 64]),
+    overlap=st.floats(0, 0.9),
+    base_size=st.none() | st.integers(10, 90),
+    scales=st.sampled_from([(1.0,), (0.7, 1.2)]),
+)
+@settings(deadline=None, max_examples=40)
+def test_every_pixel_of_any_size_is_predicted(height, width, window, overlap, base_size, scales):
+    """By a network whose cells do not see each other: only the blending could change what the whole image gives."""
+    body = nn.AvgPool2d(1)
+    body.out_channels, body.output_stride = 3, 1
+    network = without_head(body, classes=3)
+    with torch.no_grad():
+        network.cls.weight.copy_(torch.eye(3)[..., None, None])
+        network.cls.bias.copy_(torch.tensor([0, 0.0371, 0.1137]))  # no ties half way between two pixels
+    images = torch.zeros(1, 3, height, width, dtype=torch.uint8)
+    rows, columns = torch.arange(height)[:, None] * 5, torch.arange(width)
+    images[0].scatter_(0, ((rows + columns) // 40 % 3)[None], 255)  # class by class in oblique stripes
+    predictions = predicted(network, images, base_size, window=window, overlap=overlap, scales=scales)
+    whole = predicted(network, images, base_size, scales=scales)
+    assert predictions.shape == (1, height, width)
+    assert torch.equal(predictions, whole)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("base_size", [None, 128])
+@pytest.mark.parametrize("flip", [False, True])
+def test_views_are_averaged_after_the_softmax(flip, base_size, window):
+    """Scales of the base size, mirrored and mirrored back; within a view, windows see what it sees."""
+    network, images = small_network(), pictures(77, 110)
+    scales = (0.7, 1.0, 1.2) if window is None else (0.3, 0.5)  # of which every one fits the window
+    predictions = predicted(network, images, base_size, scales=scales, flip=flip, window=window)
+
+    normalised = (images / 255 - 0.5) / 0.25
+    factor = 1 if base_size is None else base_size / 110
+    size = scaled((77, 110), factor)
+    probabilities = []
+    with torch.inference_mode():
+        for scale in scales:
+            seen = F.interpolate(normalised, scaled((77, 110), scale * factor), mode="bilinear")
+            probabilities.append(network(seen, size).softmax(1))
+            if flip:
+                probabilities.append(network(seen.flip(3), size).flip(3).softmax(1))
+    expected = torch.stack(probabilities).mean(0).argmax(1)[:, None].float()
+    expected = F.interpolate(expected, (77, 110), mode="nearest-exact")[:, 0].byte()
+    assert (predictions == expected).float().mean() > 0.999  # but for near ties
+    assert (predictions != predicted(network, images, base_size)).float().mean() > 0.01
+
+
+def test_with_flip_a_mirrored_image_has_the_mirrored_prediction():
+    network, images = small_network(), pictures(65, 127)
+    both = predicted(network, images, flip=True)
+    assert torch.equal(predicted(network, images.flip(3), flip=True), both.flip(2))
+    assert not torch.equal(predicted(network, images.flip(3)), predicted(network, images).flip(2))
+
+
+@given(data=st.data())
+@settings(deadline=None)
+def test_a_region_of_a_resized_image_is_that_of_the_whole(data):
+    side = st.integers(1, 40)
+    own, size = (data.draw(side), data.draw(side)), (data.draw(side), data.draw(side))
+    starts = [data.draw(st.integers(0, length - 1)) for length in size]
+    rows, columns = (
+        range(start, data.draw(st.integers(start + 1, length))) for start, length in zip(starts, size, strict=True)
+    )
+    images = pictures(*own)
+    region = resized_region(images, size, rows, columns)
+    whole = F.interpolate(images.float(), size, mode="bilinear")
+    expected = whole[..., rows.start : rows.stop, columns.start : columns.stop]
+    torch.testing.assert_close(region.float(), expected, rtol=0, atol=2e-3)  # of 255
+
+
+def test_bfloat16_is_averaged_in_float32():
+    network, images = small_network(), pictures(128, 160)
+    options = dict(window=64, scales=(0.7, 1.0, 1.2), flip=True)
+    seen = []
+    network.cls.register_forward_hook(lambda module, arguments, logits: seen.append(logits.dtype))
+    half = predicted(network, images, precision="bfloat16", **options)
+    assert set(seen) == {torch.bfloat16}
+    assert (half == predicted(network, images, **options)).float().mean() > 0.97
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest float tensor that any operator returns."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments: Sequence = (), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("views", [{}, {"scales": (0.7, 1.0, 1.2), "flip": True}], ids=["one", "six"])
+@pytest.mark.parametrize("base_size", [None, "own * 0.9"])
+def test_memory_is_bounded_by_the_window(views, base_size, monkeypatch):
+    """Four times the height takes the same: no float tensor is as large as the image."""
+    monkeypatch.setattr("engine.segmentation.inference._SCORES_AT_ONCE", 2**14)
+    network, largest = small_network(), []
+    for height in (400, 1600):
+        with LargestTensor() as tensors:
+            predicted(network, pictures(height, 200), base_size and int(height * 0.9), window=64, **views)
+        largest.append(tensors.bytes)
+    assert largest[0] == largest[1]
+    assert largest[0] < 64 * 64 * 16 * 4 * 2  # the network's own first features, with room for the resize

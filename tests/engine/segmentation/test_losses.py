@@ -1,0 +1,87 @@
+"""Losses against their definitions, pixel by pixel."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
+
+IGNORE = 255
+
+
+def crops(n=3, classes=5, size=(6, 7), ignored=0.3, dtype=torch.float64):
+    torch.manual_seed(0)
+    logits = torch.randn(n, classes, *size, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, classes, (n, *size))
+    labels[torch.rand(n, *size) < ignored] = IGNORE
+    return logits, labels.to(torch.uint8)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 1.0])
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
+def test_bootstrapping_averages_the_hardest_pixels_of_each_crop(fraction, ignored):
+    logits, labels = crops(ignored=ignored)
+    expected = 0
+    for crop, label in zip(logits, labels, strict=True):
+        losses = sorted(
+            (
+                0.0 if label[i, j] == IGNORE else -F.log_softmax(crop[:, i, j], dim=0)[label[i, j].long()].item()
+                for i in range(6)
+                for j in range(7)
+            ),
+            reverse=True,
+        )
+        k = math.ceil(fraction * 42)
+        expected += sum(losses[:k]) / k / len(logits)
+    loss = BootstrappedCrossEntropy(fraction)(logits, labels)
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_bootstrapping_sends_gradients_to_the_hardest_pixels_only():
+    logits, labels = crops()
+    BootstrappedCrossEntropy(0.25)(logits, labels).backward()
+    touched = (logits.grad != 0).any(dim=1)
+    assert touched.flatten(1).sum(dim=1).tolist() == [math.ceil(0.25 * 42)] * 3
+    assert not touched[labels == IGNORE].any()
+
+
+def test_bootstrapping_of_everything_is_the_mean_cross_entropy():
+    logits, labels = crops(ignored=0.0)
+    expected = F.cross_entropy(logits, labels.long())
+    torch.testing.assert_close(BootstrappedCrossEntropy(1.0)(logits, labels), expected)
+    torch.testing.assert_close(CrossEntropy()(logits, labels), expected)
+
+
+def test_cross_entropy_weights_crops_alike():
+    logits, labels = crops(ignored=0.5)
+    labels[0, 1:] = IGNORE
+    per_crop = [
+        F.cross_entropy(x[None], y[None].long(), ignore_index=IGNORE) for x, y in zip(logits, labels, strict=True)
+    ]
+    torch.testing.assert_close(CrossEntropy()(logits, labels), sum(per_crop) / 3)
+
+
+@pytest.mark.parametrize("loss", [BootstrappedCrossEntropy(), CrossEntropy()])
+def test_a_crop_without_labels_gives_zero(loss):
+    logits, labels = crops()
+    labels[:] = IGNORE
+    value = loss(logits, labels)
+    value.backward()
+    assert value.item() == 0 and (logits.grad == 0).all()
+
+
+@pytest.mark.parametrize("loss", [BootstrappedCrossEntropy(), CrossEntropy()])
+def test_half_precision_logits_are_summed_in_float32(loss):
+    logits, labels = crops(n=2, size=(64, 64), dtype=torch.float32)
+    low = logits.detach().bfloat16()
+    assert loss(low, labels).dtype == torch.float32
+    torch.testing.assert_close(loss(low, labels), loss(low.float(), labels), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.5, -1.0])
+def test_fraction_outside_its_range_is_refused(fraction):
+    expected = f"^fraction={fraction}: expected a share of the pixels, above 0 and at most 1$"
+    with pytest.raises(ValueError, match=expected):
+        BootstrappedCrossEntropy(fraction)

@@ -1,0 +1,213 @@
+"""Official scores against the official script, or against a count of pixel by pixel on the ids of the files."""
+
+import math
+from collections import Counter
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from cityscapesscripts.helpers.labels import category2labels
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from datasets import SegmentationDataset, WholeImages, cityscapes, coco_stuff, vistas
+from engine.segmentation.scores import Counts, all_scores, instance_shares
+from tests import trees
+from tests.official import cityscapes_script
+
+
+def random_predictions(dataset: SegmentationDataset) -> list[np.ndarray]:
+    """Train ids, uint8 (H, W), of every image: of the class in two pixels of three, else of any but the first class."""
+    rng = np.random.default_rng(0)
+    predictions = []
+    for sample in dataset:
+        any_class = rng.integers(1, len(dataset.classes), sample.label.shape)
+        right = (rng.random(sample.label.shape) < 2 / 3) & (sample.label != dataset.ignore_index)
+        predictions.append(np.where(right, sample.label, any_class).astype(np.uint8))
+    return predictions
+
+
+def counted(dataset: SegmentationDataset, predictions: list[np.ndarray], images: range | None = None) -> Counts:
+    """Predictions of some images (default: all) as an evaluation counts them."""
+    counts = Counts(dataset.table)
+    images = range(len(dataset)) if images is None else images
+    for index, minibatch in zip(images, DataLoader(WholeImages(dataset), sampler=images, batch_size=1), strict=True):
+        counts.add(torch.from_numpy(predictions[index])[None], minibatch)
+    return counts
+
+
+def scored(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> dict:
+    return all_scores(counted(dataset, predictions), dataset.table, dataset.has_instances)
+
+
+def pixel_pairs(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> Counter:
+    """How often (value in the label file, value in the prediction file) occurs."""
+    pairs = Counter()
+    for entry, predicted in zip(dataset.files, predictions, strict=True):
+        raw = np.asarray(Image.open(entry.label))  # of a palette the indices
+        pairs.update(zip(raw.flatten().tolist(), dataset.encode_prediction(predicted).flatten().tolist(), strict=True))
+    return pairs
+
+
+def close(ours: float | None, theirs: float) -> bool:
+    return ours is None if math.isnan(theirs) else abs(ours - theirs) < 1e-12
+
+
+def test_cityscapes_is_the_official_script(tmp_path, monkeypatch):
+    """IoU and iIoU of every class and category and their means, to 1e-12, groups and ignored instances included."""
+    dataset = cityscapes(trees.cityscapes(tmp_path / "data"), "train")
+    predictions = random_predictions(dataset)
+    for entry, predicted in zip(dataset.files, predictions, strict=True):
+        trees.write(tmp_path / "predictions" / f"{entry.name}.png", dataset.encode_prediction(predicted))
+    official = cityscapes_script(dataset, tmp_path / "predictions", monkeypatch)
+    scores = scored(dataset, predictions)
+    ours = scores["official"]
+    assert len(ours["iiou"]) == 8 and set(ours["category_iiou"]) == {"human", "vehicle"}
+    assert all(0 < value < 1 for value in ours["iiou"].values())
+    assert ours["iiou"]["car"] != scores["iou"]["car"]
+    for name in dataset.classes:
+        assert close(scores["iou"][name], official["classScores"][name])
+        assert close(ours["iiou"].get(name), official["classInstScores"][name])
+    assert set(ours["category_iou"]) == set(category2labels) - {"void"}
+    for name in category2labels:
+        assert close(ours["category_iou"].get(name), official["categoryScores"][name])
+        assert close(ours["category_iiou"].get(name), official["categoryInstScores"][name])
+    assert close(ours["miou"], official["averageScoreClasses"]) and ours["miou"] == scores["miou"]
+    assert close(ours["mean_iiou"], official["averageScoreInstClasses"])
+    assert close(ours["mean_category_iou"], official["averageScoreCategories"])
+    assert close(ours["mean_category_iiou"], official["averageScoreInstCategories"])
+
+
+def test_without_a_file_of_instances_only_their_scores_are_missing(tmp_path):
+    root = trees.cityscapes(tmp_path / "data")
+    dataset = cityscapes(root, "train")
+    predictions = random_predictions(dataset)
+    with_instances = scored(dataset, predictions)
+    dataset.files[0].instances.unlink()
+    scores = scored(cityscapes(root, "train"), predictions)
+    official = scores["official"]
+    assert official["mean_iiou"] is None and set(official["iiou"].values()) == {None}
+    assert official["mean_category_iiou"] is None and official["category_iiou"] == {"human": None, "vehicle": None}
+    assert {key: value for key, value in with_instances["official"].items() if "iiou" not in key} == {
+        key: value for key, value in official.items() if "iiou" not in key
+    }
+    assert scores["iou"] == with_instances["iou"]
+
+
+def test_shares_of_instances_by_hand():
+    """Two of class 1 and one of class 2; classes 0 and 1 are one category."""
+    instances = torch.tensor([[1000, 1000, 1001, 1001], [1001, 1001, 2000, -1]], dtype=torch.int32)
+    predictions = torch.tensor([[1, 0, 1, 1], [1, 2, 2, 1]], dtype=torch.uint8)
+    shares = instance_shares(predictions, instances, torch.tensor([0, 0, 1]))
+    assert shares.tolist() == [[0, 0, 0], [2, 1 / 2 + 3 / 4, 1 + 3 / 4], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("other_class", [False, True])
+@pytest.mark.parametrize("archive", ["pixel maps", "stuffthingmaps"])
+def test_coco_stuff_by_its_definition(tmp_path, archive, other_class):
+    """The paper: 91 classes on their own pixels. The challenge: `other` is a class of the labels, trained or not."""
+    root = trees.coco_stuff(tmp_path, pixel_maps=archive == "pixel maps", stuffthingmaps=archive != "pixel maps")
+    dataset = coco_stuff(root, "val", other_class=other_class)
+    predictions = random_predictions(dataset)
+    pairs = Counter()
+    for (raw, predicted), count in pixel_pairs(dataset, predictions).items():
+        truth = (raw + 1) % 256 if archive == "stuffthingmaps" else raw
+        pairs[183 if 0 < truth < 92 else truth, predicted] += count
+    names = dict(zip((*range(92, 183), 183), dataset.table.scored, strict=True))
+
+    def ious(rows) -> dict[str, float]:
+        """Of the classes with labels; pixels of other labels do not exist."""
+        seen = {pair: count for pair, count in pairs.items() if pair[0] in rows}
+        result = {}
+        for row in rows:
+            both = sum(count for (truth, predicted), count in seen.items() if truth == predicted == row)
+            either = sum(count for (truth, predicted), count in seen.items() if row in (truth, predicted))
+            if any(truth == row for truth, _ in seen):
+                result[names[row]] = both / either
+        return result
+
+    scores = scored(dataset, predictions)
+    paper, official = ious(range(92, 183)), ious(range(92, 184))
+    assert list(scores["iou"]) == list(names.values())[:91] and len(official) == 92
+    assert scores["iou"] == pytest.approx(paper, abs=1e-12)
+    assert scores["miou"] == pytest.approx(np.mean(list(paper.values())), abs=1e-12)
+    assert scores["official"]["iou"] == pytest.approx(official, abs=1e-12)
+    assert scores["official"]["miou"] == pytest.approx(np.mean(list(official.values())), abs=1e-12)
+    assert (scores["official"]["iou"]["other"] == 0) == (not other_class)
+
+    valid = {pair: count for pair, count in pairs.items() if pair[0] in names}
+    total = sum(valid.values())
+    frequency = {row: sum(count for (truth, _), count in valid.items() if truth == row) for row in names}
+    accuracy = {row: valid.get((row, row), 0) / frequency[row] for row in names}
+    expected = {
+        "pixel_accuracy": sum(valid.get((row, row), 0) for row in names) / total,
+        "mean_accuracy": np.mean(list(accuracy.values())),
+        "frequency_weighted_iou": sum(official[name] * frequency[row] / total for row, name in names.items()),
+    }
+    assert {key: scores["official"][key] for key in expected} == pytest.approx(expected, abs=1e-12)
+    stuff = {pair: count for pair, count in valid.items() if pair[0] != 183}
+    right = sum(count for (truth, predicted), count in stuff.items() if truth == predicted)
+    assert scores["pixel_accuracy"] == pytest.approx(right / sum(stuff.values()), abs=1e-12)
+
+
+def test_coco_stuff_by_hand_when_other_is_trained_and_when_a_class_has_no_label(tmp_path):
+    """Labels: two pixels of banner (train id 0), one of other (91). Blanket (1) is only predicted."""
+    dataset = coco_stuff(trees.coco_stuff(tmp_path), "val", other_class=True)
+    counts = Counts(dataset.table)
+    labels, predictions = torch.tensor([[[0, 0, 91, 255]]]), torch.tensor([[[0, 91, 1, 1]]])
+    counts.add(predictions.byte(), {"label": labels.byte()})
+    scores = all_scores(counts, dataset.table, has_instances=False)
+    # The paper: "other" on a banner is a pixel of banner missed, and no class's false alarm; a thing does not count.
+    assert scores["iou"]["banner"] == 1 / 2 and scores["iou"]["blanket"] is None and scores["miou"] == 1 / 2
+    assert "other" not in scores["iou"] and scores["pixel_accuracy"] == 1 / 2
+    # Officially the thing is a pixel, and blanket, predicted on it, has no label and so no IoU.
+    official = scores["official"]
+    assert official["iou"]["banner"] == 1 / 2 and official["iou"]["other"] == 0 and official["iou"]["blanket"] is None
+    assert official["miou"] == 1 / 4 and official["pixel_accuracy"] == 1 / 3 and official["mean_accuracy"] == 1 / 4
+    assert official["frequency_weighted_iou"] == pytest.approx(1 / 2 * 2 / 3)
+
+
+def test_vistas_is_the_full_matrix_without_the_rows_and_columns_of_void(tmp_path):
+    dataset = vistas(trees.vistas(tmp_path), "val")
+    predictions = random_predictions(dataset)
+    matrix = np.zeros((66, 66), int)
+    for (truth, predicted), count in pixel_pairs(dataset, predictions).items():
+        matrix[truth, predicted] += count
+    assert matrix[65].sum() > 0  # void in the labels
+    evaluated = matrix[:65, :65]
+    iou = [evaluated[i, i] / (evaluated[i].sum() + evaluated[:, i].sum() - evaluated[i, i]) for i in range(65)]
+    scores = scored(dataset, predictions)
+    assert list(scores["iou"].values()) == pytest.approx(iou, abs=1e-12)
+    assert scores["official"] == {"miou": pytest.approx(np.mean(iou), abs=1e-12)}
+
+
+def test_counts_of_several_processes_add_up(tmp_path):
+    dataset = cityscapes(trees.cityscapes(tmp_path / "data"), "train")
+    predictions = random_predictions(dataset)
+    whole = counted(dataset, predictions)
+    parts = [counted(dataset, predictions, range(rank, len(dataset), 3)) for rank in range(3)]
+    for part in parts[1:]:
+        for tensor, other in zip(parts[0].tensors(), part.tensors(), strict=True):
+            tensor += other  # what all_reduce does
+    assert torch.equal(parts[0].confusion, whole.confusion)
+    torch.testing.assert_close(parts[0].instances, whole.instances, rtol=1e-14, atol=0)
+    ours, theirs = (all_scores(counts, dataset.table, has_instances=True) for counts in (parts[0], whole))
+    assert ours["official"]["mean_iiou"] == pytest.approx(theirs["official"]["mean_iiou"], abs=1e-14)
+    assert ours["miou"] == theirs["miou"]
+
+
+@pytest.mark.parametrize(
+    "pixels, message",
+    [
+        (np.zeros((24, 41), np.uint16), "41x24.*40x24"),
+        (np.zeros((24, 40), np.uint8), "1 channel.s. of uint8; expected instances with one 16-bit value"),
+        (np.full((24, 40), 34_000, np.uint16), "contains the value 34000; expected 1000 . id . number"),
+    ],
+)
+def test_bad_files_of_instances_are_named(tmp_path, pixels, message):
+    dataset = cityscapes(trees.cityscapes(tmp_path), "val")
+    cv2.imwrite(str(dataset.files[0].instances), pixels)
+    with pytest.raises(ValueError, match=f"(?s)instanceIds.png.*{message}"):
+        dataset.scored(0)
+    dataset[0]  # training does not need it

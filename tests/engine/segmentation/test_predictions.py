@@ -1,0 +1,39 @@
+"""Predictions stay in the folder that they were asked for, whatever the images are called."""
+
+import pytest
+import torch
+
+from datasets import ClassTable, SegmentationDataset
+from engine.segmentation.predictions import PredictionWriter
+
+TABLE = ClassTable(("road", "sky"), ((1, 2, 3), (4, 5, 6)), (0, 1), {0: 0, 1: 1})
+
+
+def written(tmp_path, name: str) -> list[str]:
+    """The files below `tmp_path` after the prediction and overlay of an image of this name."""
+    dataset = SegmentationDataset("streets", "val", [(name, tmp_path / "image.png", None)], TABLE)
+    writer = PredictionWriter(dataset, tmp_path / "out" / "predictions", tmp_path / "out" / "overlays", None)
+    image = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
+    writer({"name": [name], "index": torch.tensor([0]), "image": image}, torch.zeros(1, 2, 2, dtype=torch.uint8))
+    return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", ["a", "city/a", "..a", "city/../a", "a b\\..\\c"])
+def test_names_within_the_folder_are_written(tmp_path, name):
+    file = f"{name}.png".replace("city/../", "")
+    assert written(tmp_path, name) == [f"out/overlays/{file}", f"out/predictions/{file}"]
+
+
+@pytest.mark.parametrize("name", ["../a", "../../a", "city/../../a", "../predictions_of_others/a", "{tmp}/a", "a\0"])
+def test_names_that_leave_the_folder_are_refused(tmp_path, name):
+    with pytest.raises(ValueError):
+        written(tmp_path, name.format(tmp=tmp_path))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_the_message_names_the_image_and_both_places(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"name '\.\./a\.png' would be written to .*/a\.png, outside of .*/predictions"
+    ):
+        written(tmp_path, "../a")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,52 @@
+"""Scores against a count by hand; the comparison with the official Cityscapes script is in tests/test_eval.py."""
+
+import math
+
+import torch
+
+from engine.segmentation.scores import confusion_matrix, segmentation_scores
+from scripts.memory_measurement import peak_bytes
+
+
+def test_confusion_matrix_counts_labelled_pixels():
+    labels = torch.tensor([[0, 0, 1], [2, 255, 255]], dtype=torch.uint8)
+    predictions = torch.tensor([[0, 1, 1], [0, 0, 2]], dtype=torch.uint8)
+    counts = confusion_matrix(predictions, labels, classes=4, ignore_index=255)
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == [[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_memory_of_counting_does_not_depend_on_the_classes():
+    """Also where algorithms must be deterministic, as in the evaluations of a run with trainer.deterministic=true."""
+    labels = torch.randint(0, 65, (1, 256, 512), dtype=torch.uint8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        peak = peak_bytes(lambda: confusion_matrix(labels.flip(1), labels, classes=65, ignore_index=255), "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert peak <= 16 * labels.numel() + 65**2 * 32
+
+
+def test_scores_by_hand():
+    counts = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    scores = segmentation_scores(counts, ("a", "b", "c", "d"))
+    # a: 1 / (1 + 1 + 1); b: 1 / (1 + 0 + 1); c: 0 / 1; d does not occur.
+    assert scores["iou"] == {"a": 1 / 3, "b": 1 / 2, "c": 0.0, "d": None}
+    assert scores["miou"] == (1 / 3 + 1 / 2 + 0) / 3
+    assert scores["pixel_accuracy"] == 2 / 4
+
+
+def test_a_class_that_is_only_predicted_counts_as_zero():
+    scores = segmentation_scores(torch.tensor([[1, 1], [0, 0]]), ("a", "b"))
+    assert scores["iou"] == {"a": 0.5, "b": 0.0} and scores["miou"] == 0.25
+
+
+def test_counts_beyond_float32_are_exact():
+    big = 2**31 + 1
+    scores = segmentation_scores(torch.tensor([[big, 1], [0, 1]]), ("a", "b"))
+    assert scores["iou"]["a"] == big / (big + 1)
+
+
+def test_nothing_labelled_is_not_a_score():
+    scores = segmentation_scores(torch.zeros(2, 2, dtype=torch.int64), ("a", "b"))
+    assert math.isnan(scores["miou"]) and scores["iou"] == {"a": None, "b": None}

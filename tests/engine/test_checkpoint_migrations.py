@@ -1,0 +1,168 @@
+"""Checkpoints of every earlier version load, evaluate and continue; malformed ones are refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from engine import checkpoint
+from engine import config as cfg
+from engine.checkpoint_migrations import FORMAT, SEGMENTATION_ONLY, migrated
+from engine.distributed import World
+from engine.random_states import restore_random_states
+from engine.schema.segmentation import SegmentationRun
+from eval import evaluate
+from tests.runs import composed
+from train_seg import train
+
+OLD_CHECKPOINTS = Path(__file__).parent / "old_checkpoints"  # by the commit that wrote them
+SCORES = {"b0b34fd": (0.02154218330902728, 0.2150651737555832)}  # mIoU and pixel accuracy, as that commit evaluates
+
+
+def old_state(**more) -> dict:
+    """Of the format before there were tasks, with all that an evaluation needs."""
+    config = cfg.plain(cfg.typed(composed("train_seg")))
+    network = {"w": torch.arange(3.0)}
+    state = {"format": SEGMENTATION_ONLY, "step": 3, "config": config, "classes": ["road", "sky"], "network": network}
+    return {**state, **more}
+
+
+def loaded(tmp_path: Path, state: dict) -> dict:
+    """The state, written and read."""
+    torch.save(state, tmp_path / "last.pt")
+    return checkpoint.load(tmp_path / "last.pt")
+
+
+def test_a_checkpoint_from_before_there_were_tasks_is_of_a_segmentation(tmp_path):
+    before = old_state(palette=[[0, 0, 0], [1, 2, 3]], total_steps=9)
+    state = loaded(tmp_path, before)
+    assert (state["format"], state["task"]) == (FORMAT, "segmentation")
+    assert cfg.of_checkpoint(state, SegmentationRun, "last.pt") == cfg.typed(composed("train_seg"))
+    assert torch.equal(state["network"]["w"], before["network"]["w"])
+    same = ("step", "config", "classes", "palette", "total_steps")
+    assert {key: state[key] for key in same} == {key: before[key] for key in same}
+    assert state.keys() == before.keys() | {"task", "skipped_images"}
+
+
+def test_a_checkpoint_from_before_there_were_samplers_was_sampled_uniformly(tmp_path):
+    before = old_state()
+    del before["config"]["sampler"]
+    config = cfg.of_checkpoint(loaded(tmp_path, before), SegmentationRun, "last.pt")
+    assert config == cfg.typed(composed("train_seg", "sampler=uniform"))
+    by_class = cfg.typed(composed("train_seg", "sampler=class_uniform"))
+    config = cfg.of_checkpoint(loaded(tmp_path, old_state(config=cfg.plain(by_class))), SegmentationRun, "last.pt")
+    assert config == by_class
+
+
+def test_a_checkpoint_from_before_there_were_ranks_continues_its_random_numbers(tmp_path, caplog):
+    """One process, with the states of all its devices; it computed on the first."""
+    torch.manual_seed(5)
+    devices = [torch.arange(16, dtype=torch.uint8) + i for i in range(2)]
+    random = {"cpu": torch.get_rng_state(), "cuda": []}
+    expected = torch.rand(3)
+    state = loaded(tmp_path, old_state(random=random))
+    torch.manual_seed(123)
+    restore_random_states(state["random"], World())
+    assert torch.equal(torch.rand(3), expected) and not caplog.records
+    of_devices = loaded(tmp_path, old_state(random={**random, "cuda": devices}))["random"]["cuda"]
+    assert len(of_devices) == 1 and torch.equal(of_devices[0], devices[0])
+
+
+def test_a_checkpoint_with_ranks_keeps_the_random_numbers_of_each(tmp_path):
+    random = {"cpu": [torch.tensor([rank], dtype=torch.uint8) for rank in range(3)], "cuda": []}
+    state = loaded(tmp_path, old_state(random=random))
+    assert [int(cpu) for cpu in state["random"]["cpu"]] == [0, 1, 2] and state["random"]["cuda"] == []
+
+
+def test_a_checkpoint_from_before_images_were_skipped_has_skipped_none(tmp_path):
+    assert loaded(tmp_path, old_state())["skipped_images"] == 0
+    assert loaded(tmp_path, old_state(skipped_images=4))["skipped_images"] == 4
+
+
+def test_neither_the_present_format_nor_the_given_state_is_changed():
+    present = {"format": FORMAT, "step": 1}
+    assert migrated(present) is present and present == {"format": FORMAT, "step": 1}
+    before = old_state(random={"cpu": torch.zeros(3), "cuda": []})
+    del before["config"]["sampler"]
+    keys, config_keys = set(before), set(before["config"])
+    migrated(before)
+    assert (set(before), set(before["config"])) == (keys, config_keys) and before["format"] == SEGMENTATION_ONLY
+    assert isinstance(before["random"]["cpu"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        *(("config", value) for value in (None, "norm: std", [1], 5, torch.zeros(2))),
+        *(("classes", value) for value in (None, 5, [1], [])),
+        *(("network", value) for value in (None, [1], {"w": 1})),
+        *(("step", value) for value in (None, -1, torch.zeros(2))),
+        *(("format", value) for value in (None, 7, ["inplace-abn/2"], torch.zeros(2), "inplace-abn-segmentation/0")),
+    ],
+)
+def test_malformed_content_is_refused_by_file_and_key(tmp_path, key, value):
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path / 'last.pt'} has .*{key}.*: expected "):
+        loaded(tmp_path, old_state(**{key: value}))
+    without = old_state()
+    del without[key]
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path / 'last.pt'} has .*{key}.*: expected "):
+        loaded(tmp_path, without)
+
+
+@pytest.mark.parametrize(
+    "random",
+    [
+        *(None, 5, torch.zeros(2), [1], {}, {"cpu": 5}, {"cuda": 5}, {"cpu": torch.zeros(2)}),
+        *({"cpu": torch.zeros(2), "cuda": cuda} for cuda in (None, 5, "cuda", {"a": 1}, torch.tensor(1))),
+    ],
+    ids=str,
+)
+def test_malformed_random_states_do_not_keep_a_checkpoint_from_evaluation(tmp_path, random):
+    """They only matter to a run that continues."""
+    assert loaded(tmp_path, old_state(random=random))["step"] == 3
+
+
+@pytest.mark.parametrize("content", [5, None, [1], "text", torch.zeros(2)])
+def test_a_file_of_anything_else_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "last.pt")
+    with pytest.raises(ValueError, match=f"^checkpoint {tmp_path / 'last.pt'} has format '{type(content).__name__}'"):
+        checkpoint.load(tmp_path / "last.pt")
+
+
+def with_the_keys_of(file: Path, run_dir: Path) -> DictConfig:
+    """What the command line of the file's run composes today."""
+    state = checkpoint.read(file)
+    config = OmegaConf.merge(composed("train_seg"), state["config"])
+    return OmegaConf.merge(config, {"run_dir": str(run_dir), "resume": "auto"})
+
+
+@pytest.mark.parametrize("commit", SCORES)
+def test_an_old_checkpoint_evaluates_as_it_did(tmp_path, commit):
+    options = ("workers=0", "device=cpu", f"results={tmp_path / 'results.json'}")
+    results = evaluate(composed("eval", f"checkpoint={OLD_CHECKPOINTS / f'{commit}.pt'}", *options))
+    found = (results["miou"], results["pixel_accuracy"])
+    assert results["images"] == 40 and found == pytest.approx(SCORES[commit], abs=1e-3)  # other processors round
+
+
+@pytest.mark.parametrize("commit", SCORES)
+def test_the_run_of_an_old_checkpoint_continues_to_its_end(tmp_path, commit):
+    file = OLD_CHECKPOINTS / f"{commit}.pt"
+    before = checkpoint.read(file)
+    last = tmp_path / "checkpoints" / "last.pt"
+    last.parent.mkdir()
+    shutil.copy(file, last)
+    train(with_the_keys_of(file, tmp_path))
+    state, records = checkpoint.load(last), (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, records) if record["kind"] == "train"]
+    assert steps == list(range(before["step"] + 1, before["total_steps"] + 1)) and len(steps) > 1
+    assert (state["format"], state["task"], state["step"]) == (FORMAT, "segmentation", before["total_steps"])
+    assert state["ema_updates"] == before["ema_updates"] + len(steps)
+    for name, weights in before["network"].items():
+        if name.endswith(".weight"):
+            assert not torch.equal(state["network"][name], weights), name
+    # It is the old run that continues: its momentum and learning rate, not new ones.
+    assert state["scheduler"]["last_epoch"] == before["scheduler"]["last_epoch"] + len(steps)
+    assert json.loads((tmp_path / "results.json").read_text())["checkpoint"] == str(last)

@@ -1,0 +1,101 @@
+"""Images reach the network in one way: normalised, resized if asked, in the run's precision and memory format."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine import build
+from engine.config import typed
+from tests.engine.learners import forward_of
+from tests.runs import composed
+
+CPU = torch.device("cpu")
+
+
+class Recorder(nn.Conv2d):
+    """Remembers what it was called with."""
+
+    def forward(self, x, **options):
+        self.seen, self.options = x, options
+        return super().forward(x)
+
+
+def network() -> Recorder:
+    torch.manual_seed(0)
+    return Recorder(3, 5, 3, padding=1)
+
+
+def images(*size: int, count: int = 2) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randint(0, 256, (count, 3, *size), dtype=torch.uint8)
+
+
+def test_images_are_normalised_in_the_memory_format_of_the_network():
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    for channels_last, memory_format in ((True, torch.channels_last), (False, torch.contiguous_format)):
+        config = typed(composed("train_seg", f"trainer.channels_last={channels_last}"))
+        forward = build.forward(config, network(), CPU)
+        inputs = forward.normalised(images(4, 5))
+        expected = (images(4, 5) / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
+        torch.testing.assert_close(inputs, expected, rtol=0, atol=1e-5)
+        assert inputs.is_contiguous(memory_format=memory_format) and inputs.dtype == torch.float32
+        assert forward.network.weight.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels_last):
+    net, pixels = network(), images(13, 17)
+    overrides = (f"trainer.precision={precision}", f"trainer.channels_last={channels_last}")
+    config = typed(composed("train_seg", *overrides, "data.mean=[0.1,0.2,0.4]", "data.std=[0.25,0.5,1]"))
+    logits = build.forward(config, net, CPU)(pixels)
+
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in ([0.1, 0.2, 0.4], [0.25, 0.5, 1.0]))
+    inputs = (pixels - mean) / std
+    inputs = inputs.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    low = precision != "float32"
+    with torch.autocast("cpu", getattr(torch, precision) if low else torch.bfloat16, enabled=low):
+        expected = net(inputs)
+    assert logits.dtype == expected.dtype == getattr(torch, precision)
+    assert torch.equal(logits, expected) and logits.stride() == expected.stride()
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_images_are_resized_only_if_that_changes_their_size():
+    """Bilinearly, after they are normalised."""
+    net = network()
+    forward, pixels = forward_of(net), images(12, 20)
+    at_own_size = forward(pixels, at=(12, 20))
+    assert torch.equal(at_own_size, forward(pixels)) and torch.equal(net.seen, forward.normalised(pixels))
+    for size in ((6, 10), (24, 20), (7, 33)):
+        logits = forward(pixels, at=size)
+        assert torch.equal(net.seen, F.interpolate(forward.normalised(pixels), size, mode="bilinear"))
+        assert net.seen.is_contiguous(memory_format=torch.channels_last) and logits.shape == (2, 5, *size)
+
+
+def test_options_reach_the_network():
+    net = network()
+    forward_of(net)(images(8, 8), at=(4, 4), size=(2, 3), hidden=True)
+    assert net.options == {"size": (2, 3), "hidden": True}
+
+
+def test_through_another_network_everything_else_stays():
+    first, second = network(), network()
+    nn.init.ones_(second.weight)
+    forward = forward_of(first, "bfloat16", mean=0.25, std=0.125)
+    other = forward.through(second)
+    assert (other.network, forward.network) == (second, first)
+    assert (other.mean, other.std, other.memory_format) == (forward.mean, forward.std, torch.channels_last)
+    assert other.autocast is forward.autocast and other.device == forward.device == CPU
+    assert torch.equal(other(images(8, 8)), forward_of(second, "bfloat16", mean=0.25, std=0.125)(images(8, 8)))
+    assert not torch.equal(other(images(8, 8)), forward(images(8, 8)))
+
+
+def test_gradients_pass_and_images_of_floats_are_accepted():
+    """Also what benchmarks draw: the images keep their own dtype until they are normalised."""
+    net = network()
+    forward = forward_of(net)
+    assert torch.equal(forward(images(8, 8).float()), forward(images(8, 8)))
+    forward(images(8, 8)).square().mean().backward()
+    assert net.weight.grad.abs().sum() > 0

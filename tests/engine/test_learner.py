@@ -1,0 +1,111 @@
+"""What changes while a network learns: it survives a checkpoint, its numbers are checked, its statistics renewed."""
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from engine import checkpoint
+from engine.distributed import World
+from engine.learner import Learner
+from models.layers import InPlaceABN, renew_statistics
+from tests.engine.learners import forward_of, learner_of
+
+
+def small_learner(precision: str = "float32", averaged: bool = False) -> Learner:
+    """After two steps."""
+    network = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=precision == "float16")
+    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else None
+    learner = Learner(network, forward_of(network, precision), optimizer, scheduler, scaler, average=average)
+    for _ in range(2):
+        learner.backward(network(torch.randn(3, 2)).square().mean())
+        learner.gradient_norm()
+        learner.step()
+    return learner
+
+
+def test_scaler_and_averaged_weights_continue(tmp_path):
+    assert not {"scaler", "ema"} & small_learner().state_dict(2).keys()
+    learner = small_learner("float16", averaged=True)
+    learner.scaler.update(32.0)
+    state = learner.state_dict(2)
+    assert state["step"] == 2 and state["ema"].keys() == state["network"].keys()
+    checkpoint.save(tmp_path / "last.pt", state)
+
+    again = small_learner("float16", averaged=True)
+    again.load_state_dict(checkpoint.read(tmp_path / "last.pt"))
+    assert again.scaler.get_scale() == again.loss_scale == 32.0
+    for before, after in ((learner.network, again.network), (learner.average, again.average)):
+        assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    for one in (learner, again):
+        with torch.no_grad():
+            [parameter.add_(1) for parameter in one.network.parameters()]
+        one.average.update_parameters(one.network)
+    assert torch.equal(learner.average.module.weight, again.average.module.weight)
+    assert not torch.equal(learner.average.module.weight, learner.network.weight)
+
+
+def test_momentum_and_learning_rate_continue(tmp_path):
+    learner = small_learner()
+    checkpoint.save(tmp_path / "last.pt", learner.state_dict(2))
+    again = small_learner()
+    again.load_state_dict(checkpoint.read(tmp_path / "last.pt"))
+    for one in (learner, again):
+        one.optimizer.zero_grad()
+        one.backward(one.network(torch.ones(3, 2)).square().mean())
+        one.step()
+    assert torch.equal(learner.network.weight, again.network.weight)
+    assert learner.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 0.1 * 0.8
+
+
+def test_a_broken_network_has_no_state():
+    learner = small_learner()
+    with torch.no_grad():
+        learner.network.bias[1] = torch.inf
+    with pytest.raises(FloatingPointError, match="^after step 7, 1 weights and statistics are not finite, bias among"):
+        learner.state_dict(7)
+
+
+def test_a_gradient_whose_norm_alone_overflows_is_named():
+    learner = learner_of(nn.Linear(2, 1))
+    for parameter in learner.network.parameters():
+        parameter.grad = torch.full_like(parameter, 1e25)
+    expected = r"the gradient is inf; all are finite; the gradient with the largest norm is weight \(1.41e\+25\)"
+    with pytest.raises(FloatingPointError, match=expected):
+        learner.check(1.0, learner.gradient_norm().item())
+
+
+@pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
+def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
+    """What PyTorch's update_bn gives, without the dropout that it leaves on."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
+    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    renew_statistics(network, minibatches)
+    with torch.no_grad():
+        outputs = [network[0](images).transpose(0, 1).flatten(1) for images in minibatches]
+    torch.testing.assert_close(network[2].running_mean, sum(y.mean(dim=1) for y in outputs) / 3)
+    torch.testing.assert_close(network[2].running_var, sum(y.var(dim=1) for y in outputs) / 3)
+    assert network[2].momentum == 0.1 and not network.training
+
+
+def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
+    """From the given minibatches, as the network sees them; without any it keeps those of the trained network."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), InPlaceABN(4))
+    minibatches = [{"image": torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)} for _ in range(3)]
+    learner = learner_of(network, average=AveragedModel(network), statistics_minibatches=minibatches)
+    with torch.no_grad():
+        learner.average.module[0].weight.mul_(2)
+        outputs = [learner.average.module[0](learner.forward.normalised(m["image"])) for m in minibatches]
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    learner.prepare_evaluation(World())
+    means = [y.transpose(0, 1).flatten(1).mean(dim=1) for y in outputs]
+    torch.testing.assert_close(learner.average.module[2].running_mean, sum(means) / 3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+    learner.statistics_minibatches = ()
+    renewed = learner.average.module[2].running_mean.clone()
+    learner.prepare_evaluation(World())
+    assert torch.equal(learner.average.module[2].running_mean, renewed)

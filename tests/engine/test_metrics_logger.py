@@ -1,0 +1,242 @@
+"""Records of a run: what people watch, speeds without pauses, no record twice, none lost."""
+
+import json
+import math
+import shlex
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from engine import checkpoint
+from engine.evaluated import Evaluated
+from engine.metrics_logger import MetricsLogger
+from engine.run_directory import RunDirectory
+from engine.schema.data import Data
+from tests.runs import SHORT, composed
+from train_seg import train
+
+SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
+
+
+def logger(run_dir, start_step=0, total_steps=10, skipped=0) -> MetricsLogger:
+    if run_dir is not None and (run_dir / "tensorboard").exists():
+        # Files that one process starts in the same second may be read in the wrong order.
+        time.sleep(1 - time.time() % 1)
+    return MetricsLogger(run_dir, Console(quiet=True), "miou", total_steps, start_step, skipped)
+
+
+def evaluated(**scores) -> Evaluated:
+    return Evaluated({**SCORES, **scores}, summary="mIoU 0.5", images=2)
+
+
+def records(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(run_dir) -> EventAccumulator:
+    return EventAccumulator(str(run_dir / "tensorboard")).Reload()
+
+
+def trained(run_dir, *overrides: str) -> dict:
+    return train(composed("train_seg", f"run_dir={run_dir}", *SHORT, "trainer.steps=4", *overrides), "python a b=c")
+
+
+EVALUATED = ("trainer.evaluate_every_steps=2", "trainer.log_every_steps=2", "trainer.pictures=2")
+
+
+def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
+    results = trained(tmp_path, *EVALUATED, "trainer.checkpoint_every_steps=2")
+    events = events_of(tmp_path)
+    names = events.Tags()["scalars"]
+    for name in ("loss", "lr", "gradient_norm", "images_per_second", "peak_memory_mib"):
+        assert [event.step for event in events.Scalars(f"train/{name}")] == [2, 4]
+    found = {f"val_iou/{name}" for name, iou in results["iou"].items() if iou is not None}
+    assert found and found == {name for name in names if name.startswith("val_iou/")}
+    assert events.Scalars("val/miou")[-1].value == pytest.approx(results["miou"])
+
+    # The layers: at every evaluation, and with the names of the layers in metrics.jsonl.
+    weights = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["network"]
+    gammas = {name: weights[name.replace("running_mean", "weight")] for name in weights if "running_mean" in name}
+    smallest, name = min((gamma.abs().min().item(), name) for name, gamma in gammas.items())
+    record = records(tmp_path)[-1]["layers"]
+    assert record["smallest_gamma"] == {"layer": name.removesuffix(".running_mean"), "value": smallest}
+    assert f"{record['largest_reconstruction_error']['layer']}.running_mean" in weights
+    assert 0 < record["largest_reconstruction_error"]["value"] < 1e-4
+    for name in ("smallest_gamma", "largest_reconstruction_error"):
+        scalars = events.Scalars(f"layers/{name}")
+        assert [event.step for event in scalars] == [2, 4]
+        assert scalars[-1].value == pytest.approx(record[name]["value"])
+
+    text = events.Tensors("config/text_summary")
+    assert len(text) == 1
+    config = (tmp_path / "config.yaml").read_text()
+    assert config.startswith("# python a b=c\n")
+    assert text[0].tensor_proto.string_val[0].decode() == f"```yaml\n{config}\n```"
+
+    pictures = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
+    assert pictures.pop("image_label_prediction/legend") == [0] and pictures.pop("val/confusion") == [4]
+    assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
+
+    output = capsys.readouterr().out
+    assert "4 steps in 0:00:" in output and "0 images skipped" in output
+    for line in (
+        f"python eval.py checkpoint={tmp_path}/checkpoints/last.pt",
+        f"tensorboard --logdir {tmp_path}/tensorboard",
+        f"last.pt, step 4, mIoU {100 * results['miou']:.2f} %",
+    ):
+        assert line in output
+
+
+def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
+    """Looked at after every step, or never; in bfloat16, with dropout and an average of the weights."""
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4", "norm=inplace_1")
+    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    options = (*body, channels, "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
+    trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
+    monkeypatch.setattr("engine.segmentation.evaluation.layer_health", lambda *_, **__: {})
+    trained(tmp_path / "not", *options, "trainer.pictures=0")
+    watched, not_watched = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("watched", "not"))
+    for part in ("network", "ema"):
+        assert watched[part].keys() == not_watched[part].keys()
+        assert all(torch.equal(watched[part][name], tensor) for name, tensor in not_watched[part].items())
+    for before, after in zip(not_watched["random"]["cpu"], watched["random"]["cpu"], strict=True):
+        assert torch.equal(before, after)
+
+
+def test_standard_norms_have_no_reconstruction(tmp_path):
+    trained(tmp_path, "norm=std", "trainer.pictures=0")
+    events = events_of(tmp_path)
+    assert {name for name in events.Tags()["scalars"] if name.startswith("layers/")} == {"layers/smallest_gamma"}
+    assert events.Tags()["images"] == ["val/confusion"]
+    assert list(records(tmp_path)[-1]["layers"]) == ["smallest_gamma"]
+
+
+def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path):
+    for start_step, before in ((0, 0), (2, 3)):
+        with logger(tmp_path, start_step, skipped=before) as running:
+            for step in (start_step + 1, start_step + 2):
+                running.step(loss=1.0, gradient_norm=1.0, images=1)
+                running.skips(3 if step == start_step + 2 else 0, [])
+                running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
+            running.evaluation(start_step + 2, 0.0, evaluated())
+            assert f"{before + 3} images skipped" in running.summary(RunDirectory(str(tmp_path)), "mIoU")
+    train_records = [record for record in records(tmp_path) if record["kind"] == "train"]
+    assert [record.get("skipped_images") for record in train_records] == [None, 3, 3, 6]
+    assert [record["loss_scale"] for record in train_records] == [2.0, 4.0, 8.0, 16.0]
+    assert [event.value for event in events_of(tmp_path).Scalars("train/skipped_images")] == [3, 3, 6]
+
+
+def test_the_bound_of_skipped_images_is_of_the_whole_run():
+    data = Data(max_skipped=4)
+    with logger(None, start_step=2, skipped=3) as running:
+        running.skips(1, [])
+        data.check_skipped(running.skipped)
+        running.skips(1, [])
+        with pytest.raises(ValueError, match="5 training images could not be read, more than data.max_skipped=4"):
+            data.check_skipped(running.skipped)
+
+
+def test_the_summary_says_what_is_there(tmp_path):
+    directory = RunDirectory(str(tmp_path))
+    with logger(tmp_path) as running:
+        running.evaluation(5, 0.0, evaluated(miou=math.nan))
+        assert "best      none" in running.summary(directory, "mIoU")
+        for step, miou in ((6, 0.25), (7, 0.75), (8, 0.75), (10, 0.5)):
+            running.evaluation(step, 0.0, evaluated(miou=miou))
+    lines = running.summary(directory, "mIoU").splitlines()
+    assert lines[1] == "training  0 steps in 0:00:00, 0 images skipped"  # it was resumed at its end
+    assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
+    assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
+
+
+def test_the_command_that_evaluates_survives_any_folder(tmp_path):
+    directory = RunDirectory(str(tmp_path / "lr=1,bs=2 [a'b]"))
+    with logger(None) as running:
+        running.evaluation(10, 0.0, evaluated())
+        (line,) = (line for line in running.summary(directory, "mIoU").splitlines() if line.startswith("evaluate"))
+    *command, argument = shlex.split(line.removeprefix("evaluate"))
+    assert command == ["python", "eval.py"] and composed("eval", argument).checkpoint == str(directory.last)
+
+
+def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
+    clock = iter([0.0, 0.0, 2.0, 100.0, 102.0])  # made, entered, step, end of the pause, step
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with logger(tmp_path) as running:
+        running.step(loss=1.0, gradient_norm=2.0, images=8)
+        running.pause_ended()
+        running.step(loss=3.0, gradient_norm=5.0, images=8)
+        running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
+    assert records(tmp_path) == [
+        {
+            **{"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "lr": 0.1},
+            **{"gradient_norm": 3.5, "images_per_second": 4.0, "peak_memory_mib": 64.0},
+        }
+    ]
+
+
+def write_run(run_dir, start_step, steps, total_steps=10):
+    with logger(run_dir, start_step, total_steps) as running:
+        for step in steps:
+            running.step(loss=float(step), gradient_norm=1.0, images=1)
+            running.training(step, 0.0, 0.1, 1.0)
+        picture = {"image_label_prediction/a": np.zeros((4, 12, 3), np.uint8)}
+        running.evaluation(steps[-1], 0.0, replace(evaluated(), pictures=picture))
+
+
+def test_a_resumed_run_has_every_record_once(tmp_path):
+    write_run(tmp_path, 0, [1, 2, 3, 4])
+    (tmp_path / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # the machine stopped here
+    write_run(tmp_path, 2, [3, 4, 5])
+    assert [(r["kind"], r["step"]) for r in records(tmp_path)] == [("train", s) for s in (1, 2, 3, 4, 5)] + [("val", 5)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+    assert len(events.Tensors("config/text_summary")) == 1
+
+
+def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
+    """By the name of the task's own score; a score that was not a number is none of the best."""
+    scores = {2: 0.25, 4: 0.75, 6: math.nan, 8: 0.5}
+    for start_step in (0, 6):
+        if start_step:
+            time.sleep(1 - time.time() % 1)
+        with MetricsLogger(tmp_path, Console(quiet=True), "top1", 10, start_step) as running:
+            assert list(running.scores) == [step for step in scores if step <= start_step]
+            for step, score in scores.items():
+                if step > start_step:
+                    running.evaluation(step, 0.0, Evaluated({"top1": score, "miou": 1.0}, summary="", images=2))
+            assert running.best_score == 0.75 and list(running.scores) == list(scores)
+            assert math.isnan(running.scores[6])
+
+
+def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
+    with logger(tmp_path) as running:
+        shown = {"curves": {"val/a": 0.5, "b": 2.0}, "layers": {"smallest_gamma": ("body.bn", 0.25)}}
+        picture = np.full((4, 12, 3), 7, np.uint8)
+        running.evaluation(3, 0.5, replace(evaluated(), **shown, pictures={"seen/c": picture}))
+    events = events_of(tmp_path)
+    found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)], "layers/smallest_gamma": [(3, 0.25)]}
+    assert events.Tags()["images"] == ["seen/c"]
+    layers = {"smallest_gamma": {"layer": "body.bn", "value": 0.25}}
+    assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES, "layers": layers}]
+
+
+def test_a_run_that_starts_again_leaves_nothing_of_the_first_attempt(tmp_path):
+    write_run(tmp_path, 0, [1, 2])
+    write_run(tmp_path, 0, [1])
+    assert [r["step"] for r in records(tmp_path)] == [1, 1]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1]
+
+
+def test_a_finished_run_has_one_final_evaluation_however_often_it_is_resumed(tmp_path):
+    write_run(tmp_path, 0, [9, 10])
+    for _ in range(2):
+        with logger(tmp_path, start_step=10) as running:
+            running.evaluation(10, 0.0, evaluated())
+    assert [(r["kind"], r["step"]) for r in records(tmp_path)] == [("train", 9), ("train", 10), ("val", 10)]

@@ -1,0 +1,24 @@
+"""Failed allocations are recognised, and become a MemoryError that says where; other errors stay as they are."""
+
+import pytest
+import torch
+
+from engine.out_of_memory import is_out_of_memory, memory_errors
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        torch.AcceleratorError("CUDA error: out of memory"),  # of the driver: the device was full before
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=lambda error: str(error)[:30],
+)
+def test_every_kind_of_a_failed_allocation_is_known(error):
+    assert is_out_of_memory(error) and not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(MemoryError, match="^out of memory in step 3$"), memory_errors(lambda: "in step 3"):
+        raise error
+    with pytest.raises(RuntimeError, match="^another one$"), memory_errors(lambda: "in step 3"):
+        raise RuntimeError("another one")

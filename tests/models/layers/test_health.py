@@ -1,0 +1,145 @@
+"""The health of the layers is exact, names the right layer, and leaves the training as it was."""
+
+import math
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.layers import ABN, InPlaceABN, layer_health
+from models.layers.health import reconstruction_error
+from tests.ranks import Ranks
+
+BFLOAT16 = partial(torch.autocast, "cpu", torch.bfloat16)
+
+
+def network(norm_act=InPlaceABN) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [nn.Conv2d(3, 4, 3), norm_act(4), nn.Conv2d(4, 4, 3), nn.Dropout2d(0.5), norm_act(4), nn.Conv2d(4, 2, 1)]
+    made = nn.Sequential(*blocks)
+    for layer in (made[1], made[4]):
+        nn.init.normal_(layer.weight)
+        nn.init.normal_(layer.bias)
+    nn.init.normal_(made[1].weight, std=0.01)  # the layer that rounding hurts most
+    return made
+
+
+def under(autocast, net: nn.Module):
+    """A forward pass of the network in the context that `autocast` makes."""
+
+    def forward(inputs: Tensor) -> Tensor:
+        with autocast():
+            return net(inputs)
+
+    return forward
+
+
+def images(size: int = 16) -> Tensor:
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def independent_error(layer: InPlaceABN, x: Tensor) -> float:
+    """From what the layer itself returns in training, with the definition of x_hat and the inverse of leaky ReLU."""
+    z = layer.train()(x).float()
+    y = torch.where(z >= 0, z, z * 100)
+    gamma, beta = (vector.view(1, -1, 1, 1) for vector in (layer.weight, layer.bias))
+    x = x.double()
+    var, mean = torch.var_mean(x, dim=(0, 2, 3), correction=0, keepdim=True)
+    return ((y - beta) / gamma - (x - mean) / (var + layer.eps).sqrt()).abs().max().item()
+
+
+@pytest.mark.parametrize(
+    "autocast, least, most", [(nullcontext, 1e-6, 1e-3), (BFLOAT16, 0.1, 100.0)], ids=["float32", "bfloat16"]
+)
+def test_the_error_is_that_of_what_the_layers_return_in_training(autocast, least, most):
+    net, seen = network(), {}
+    hooks = [net[i].register_forward_pre_hook(lambda layer, args: seen.update({layer: args[0]})) for i in (1, 4)]
+    name, error = layer_health(net, images(), under(autocast, net))["largest_reconstruction_error"]
+    for hook in hooks:
+        hook.remove()
+    errors = [independent_error(net[i], seen[net[i]]) for i in (1, 4)]
+    assert name == "1" and errors[0] > 3 * errors[1] and least < errors[0] < most
+    assert error == pytest.approx(errors[0], rel=0.05)
+
+
+@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_layers_are_recovered_to_rounding(activation, memory_format):
+    layer = InPlaceABN(4, activation=activation, activation_param=0.5)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64).to(memory_format=memory_format)
+    before = x.clone()
+    assert 0 < reconstruction_error(layer.double(), x) < 1e-13
+    assert torch.equal(x, before) and not layer.running_mean.any() and not layer.num_batches_tracked
+
+
+def test_a_scale_that_loses_its_input_is_found_and_named():
+    """beta = 1 needs 24 bits; a gamma of 1e-6 leaves x_hat four of them."""
+    net = network()
+    nn.init.ones_(net[1].weight)
+    nn.init.ones_(net[4].bias)
+    net[4].gamma_floor = 1e-7
+    with torch.no_grad():
+        net[4].weight[2] = -1e-6
+    health = layer_health(net, images())
+    assert health["smallest_gamma"] == ("4", pytest.approx(1e-6))
+    name, error = health["largest_reconstruction_error"]
+    assert name == "4" and 0.01 < error < 0.2  # half a unit in the last place of 1, or of 1 - 1e-6, over 1e-6
+
+
+def test_gamma_is_the_one_of_training():
+    net = nn.Sequential(InPlaceABN(2, gamma_floor=0.25), ABN(2), InPlaceABN(2, learn_scale=False))
+    with torch.no_grad():
+        net[0].weight.copy_(torch.tensor([-1e-9, 3.0]))  # below the floor
+        net[1].weight.copy_(torch.tensor([-0.5, 3.0]))
+    x = torch.randn(2, 2, 4, 4)
+    assert layer_health(net, x)["smallest_gamma"] == ("0", 0.25)
+    with torch.no_grad():
+        net[1].weight[1] = 0.125  # has no floor
+    assert layer_health(net, x)["smallest_gamma"] == ("1", 0.125)
+    assert set(layer_health(net[2:], x)) == {"largest_reconstruction_error"}
+
+
+def test_standard_layers_have_nothing_to_recover():
+    net = network(ABN)
+    net.forward = None  # is not called
+    assert set(layer_health(net, images())) == {"smallest_gamma"}
+
+
+def test_nan_is_more_extreme_than_any_number():
+    net = network()
+    with torch.no_grad():
+        net[4].weight[0] = math.nan
+    for name, value in layer_health(net, images()).values():
+        assert name == "4" and math.isnan(value)
+
+
+def test_nothing_that_a_training_depends_on_changes():
+    net = network()
+    net(images()).sum().backward()
+    net[1].eval()  # a mode of its own
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    gradients = [p.grad.clone() for p in net.parameters()]
+    modes = [module.training for module in net.modules()]
+    random = torch.get_rng_state()
+    layer_health(net, images(), under(BFLOAT16, net))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(net.parameters(), gradients, strict=True))
+    assert [module.training for module in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not any(module._forward_pre_hooks for module in net.modules())
+
+
+def test_synchronised_layers_exchange_nothing(tmp_path):
+    """The first process alone looks; it would wait for ever in a collective that the other does not join."""
+    ranks = Ranks(2, tmp_path)
+    try:
+        assert ranks.run(looked_at_by_the_first) == [True, False]
+    finally:
+        ranks.stop()
+
+
+def looked_at_by_the_first(rank: int) -> bool:
+    net = network(partial(InPlaceABN, sync=True))
+    return rank == 0 and set(layer_health(net, images())) > {"smallest_gamma"}

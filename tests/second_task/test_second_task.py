@@ -1,0 +1,113 @@
+"""A task that the engine does not know: trained, evaluated, stopped, resumed to the bit, on two processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+import train_seg
+from engine import checkpoint
+from engine import config as configuration
+from engine.schema.segmentation import SegmentationRun
+from eval import evaluate
+from tests.faults.runs import free_port, steps_of
+from tests.runs import REPOSITORY, SHORT, composed
+from tests.second_task.shapes import ShapesRun
+from tests.second_task.train_shapes import train
+
+ENTRY = "tests.second_task.train_shapes"
+STEPS = 36
+
+
+def shapes_config(*overrides: str):
+    with initialize_config_dir(str(Path(__file__).parent / "configs"), version_base="1.3"):
+        return compose("train_shapes", list(overrides))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The directory of a run without interruption, in one process."""
+    run_dir = tmp_path_factory.mktemp("shapes") / "run"
+    train(shapes_config(f"run_dir={run_dir}"))
+    return run_dir
+
+
+def command(run_dir: Path, processes: int) -> list[str]:
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "-m"]
+    module = [*launcher, ENTRY] if processes > 1 else [ENTRY]
+    return [sys.executable, "-m", *module, f"run_dir={run_dir}", "resume=auto", "norm.sync=true"]
+
+
+def run(run_dir: Path, processes: int, stop_at: int | None = None) -> int:
+    """Train to the end, or until SIGTERM once the step `stop_at` is recorded; the exit status."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(command(run_dir, processes), cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
+    while stop_at is not None and started.poll() is None and stop_at not in steps_of(run_dir):
+        time.sleep(0.01)
+    if stop_at is not None:
+        started.send_signal(signal.SIGTERM)
+    return started.wait(120)
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    states = [checkpoint.load(path / "checkpoints" / "last.pt") for path in (one, other)]
+    assert [state["step"] for state in states] == [STEPS, STEPS]
+    for part in ("network", "ema"):
+        assert all(torch.equal(states[0][part][name], states[1][part][name]) for name in states[0][part])
+    assert steps_of(one) == steps_of(other) == list(range(1, STEPS + 1))
+
+
+def test_it_learns_and_leaves_a_run_directory(whole):
+    results = json.loads((whole / "results.json").read_text())
+    assert results["top1"] == 1 and results["images"] == 9 and results["dataset"] == "shapes"
+    assert {"best.pt", "last.pt"} <= {path.name for path in (whole / "checkpoints").iterdir()}
+    assert "val top-1 1.0000" in (whole / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path, whole, processes):
+    stopped = tmp_path / "stopped"
+    status = run(stopped, processes, stop_at=5)
+    assert status == (75 if processes == 1 else 1)  # torchrun does not pass on the status of its processes
+    assert 5 <= checkpoint.load(stopped / "checkpoints" / "last.pt")["step"] < STEPS
+    assert run(stopped, processes) == 0
+    if processes > 1:
+        whole = tmp_path / "whole"
+        assert run(whole, processes) == 0
+    assert_equal_runs(stopped, whole)
+
+
+def test_its_checkpoint_says_its_task_and_no_other_task_takes_it(tmp_path, whole):
+    last = whole / "checkpoints" / "last.pt"
+    state = checkpoint.load(last)
+    assert state["task"] == "shapes" and "palette" not in state
+    config = configuration.of_checkpoint(state, ShapesRun, "it")
+    assert configuration.plain(config) == state["config"]
+    refusal = "is of the task shapes: expected segmentation"
+    with pytest.raises(ValueError, match=refusal):
+        configuration.of_checkpoint(state, SegmentationRun, "it")
+    with pytest.raises(ValueError, match=f"^checkpoint {last} {refusal}"):
+        evaluate(composed("eval", f"checkpoint={last}"))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "last.pt").write_bytes(last.read_bytes())
+    with pytest.raises(ValueError, match=f"run_dir={tmp_path / 'run'} {refusal}"):
+        train_seg.train(composed("train_seg", *SHORT, "trainer.steps=2", f"run_dir={tmp_path / 'run'}", "resume=auto"))
+
+
+def test_the_entries_share_no_code():
+    """What two entries would both write belongs to the engine."""
+    files = [REPOSITORY / "train_seg.py", REPOSITORY / "eval.py", Path(__file__).with_name("train_shapes.py")]
+    windows = []
+    for file in files:
+        lines = [line.strip() for line in file.read_text().splitlines() if line.strip()]
+        windows.append({tuple(lines[start : start + 6]) for start in range(len(lines) - 5)})
+    assert not windows[0] & windows[1] and not windows[0] & windows[2] and not windows[1] & windows[2]
+    limits = {"train_seg.py": 90, "train_shapes.py": 60}
+    assert all(len(file.read_text().splitlines()) <= limits.get(file.name, 250) for file in files)

@@ -1,0 +1,43 @@
+"""Train a classifier of drawn shapes: `python -m tests.second_task.train_shapes [key=value …]`."""
+
+from functools import partial
+
+import hydra
+from omegaconf import DictConfig
+from torch import nn
+
+from datasets import ShuffledMinibatches
+from engine import build, loop
+from engine import config as configuration
+from engine.command_line import train_from_command_line
+from engine.run import opened
+from tests.second_task.shapes import ShapesRun, evaluation_of, shapes, verify
+
+configuration.register("shapes_run", ShapesRun)
+
+
+def train(values: DictConfig, command: str = "train_shapes.train") -> dict:
+    """Train as configured, evaluate the last checkpoint, and leave a run directory; errors as of `train_seg.train`."""
+    config = configuration.typed(values)
+    with opened(config, command, shapes, verify) as run:
+        world, total_steps = run.world, run.schedule.total_steps
+        run.start(build.learner(config, partial(classifier, config, len(run.train_set.classes)), total_steps, world))
+        order = build.order_of(config, total_steps, world, run.start_step)
+        sampler = ShuffledMinibatches(len(run.train_set), **order)
+        minibatches = build.loader(run.train_set, config.data, world, batch_sampler=sampler)
+        images = build.evaluation_loader(run.val_set, config.data, world, config.trainer.evaluate_images, batch_size=4)
+        return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
+
+
+def classifier(config: ShapesRun, classes: int, group) -> nn.Module:
+    body = build.body(config.body, build.norm_act(config.norm, group), classes)
+    return nn.Sequential(nn.Dropout(0.1), body)  # random numbers that a resumed run must continue
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train_shapes")
+def main(values: DictConfig) -> None:
+    train_from_command_line(train, values)
+
+
+if __name__ == "__main__":
+    main()
