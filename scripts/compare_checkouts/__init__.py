@@ -1,0 +1,1 @@
+"""The same short commands in two checkouts of this project: which of their results differ, to the bit."""

@@ -1,0 +1,122 @@
+"""Run the same short commands in two checkouts of this project, and list which of their results differ, to the bit:
+
+    python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md [only=[NAME,...]] [work=DIR] [jobs=2]
+
+Run it before and after a restructuring, to prove that trainings, evaluations and predictions are what they were.
+Everything runs on the CPU: some four minutes per checkout on two cores. `camvid` is the folder of that dataset, `only`
+chooses scenarios, `jobs` of them run at a time. With `work`, results are kept there, and the next comparison on the
+same machine uses those of a checkout without uncommitted changes again. Exit status 1: something differs.
+
+Not compared: times, memory, hardware and versions, the console, log.txt, the order of keys.
+"""
+
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import hydra
+from omegaconf import MISSING, DictConfig, OmegaConf
+
+from engine import config as configuration
+from engine.command_line import errors_for_users
+
+from .checkout import CommandFailed, Side
+from .scenarios import SCENARIOS
+from .values import COLUMNS, compare_folders
+
+SHOWN = 5  # differences per scenario and column
+
+Compared = dict[str, tuple[int, list[str]]]  # of `compare_folders`, for one scenario
+
+
+@dataclass
+class CheckoutComparison:
+    old: str = MISSING  # a checkout of this project
+    new: str = MISSING  # another one
+    camvid: str = MISSING  # folder of the dataset
+    out: str = MISSING  # Markdown file
+    only: list[str] = field(default_factory=list)  # names of scenarios; empty: all
+    work: str | None = None  # where results are kept; null: a temporary folder
+    jobs: int = 2  # scenarios at a time
+
+
+def compare_scenario(scenario: str, old: Side, new: Side) -> Compared:
+    """Run a scenario in both checkouts and compare what it left; a command that fails counts as one difference."""
+    folders = []
+    for side in (old, new):
+        try:
+            folders.append(side.results(scenario, old))
+        except CommandFailed as failed:
+            return {column: (0, []) for column in COLUMNS} | {"files": (1, [f"{side.name} failed: {failed}"])}
+    return compare_folders(*folders)
+
+
+def page(compared: dict[str, Compared], old: str, new: str) -> str:
+    """The report in Markdown; its last line is the total."""
+    lines = [f"# {old} and {new}", "", "| | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    for scenario, columns in compared.items():
+        lines.append(f"| {scenario} | " + " | ".join(_cell(*columns[column]) for column in COLUMNS) + " |")
+    for scenario, columns in compared.items():
+        for column, (_, different) in columns.items():
+            if different:
+                lines += ["", f"{scenario}, {column}, old → new:", *(f"- {line}" for line in different[:SHOWN])]
+            if len(different) > SHOWN:
+                lines.append(f"- and {len(different) - SHOWN} more")
+    count, different = total(compared)
+    end = f"{different:,} of {count:,} values differ." if different else f"All {count:,} values are equal to the bit."
+    return "\n".join([*lines, "", end]) + "\n"
+
+
+def _cell(count: int, different: list[str]) -> str:
+    if different:
+        return f"**{len(different)} of {count} differ**: {different[0].partition(': ')[0]}"
+    return f"{count} equal" if count else "–"
+
+
+def total(compared: dict[str, Compared]) -> tuple[int, int]:
+    """Values compared, and those that differ."""
+    cells = [cell for columns in compared.values() for cell in columns.values()]
+    return sum(count for count, _ in cells), sum(len(different) for _, different in cells)
+
+
+def compare(values: DictConfig) -> bool:
+    """Compare as configured; write and print the report. Returns whether everything is equal."""
+    config = OmegaConf.to_object(values)
+    if unknown := set(config.only) - SCENARIOS.keys():
+        raise ValueError(f"only={sorted(unknown)[0]}: expected some of {', '.join(SCENARIOS)}")
+    camvid = Path(config.camvid).expanduser().resolve()
+    if not camvid.is_dir():
+        raise ValueError(f"camvid={camvid} is not a folder: expected that of the dataset, see docs/data.md")
+    keep = tempfile.TemporaryDirectory() if config.work is None else nullcontext(config.work)
+    with keep as work, ThreadPoolExecutor(config.jobs) as pool:
+        old, new = (
+            Side(name, getattr(config, name), camvid, Path(work).expanduser().resolve()) for name in ("old", "new")
+        )
+        chosen, compared = config.only or list(SCENARIOS), {}
+        results = pool.map(partial(compare_scenario, old=old, new=new), chosen)
+        for scenario, columns in zip(chosen, results, strict=True):
+            compared[scenario] = columns
+            print("{}: {:,} values, {:,} differ".format(scenario, *total({scenario: columns})), flush=True)
+    report = page(compared, old.version, new.version)
+    out = Path(config.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(report)
+    print(report, end="")
+    return total(compared)[1] == 0
+
+
+configuration.register("checkout_comparison", CheckoutComparison)
+
+
+@hydra.main(version_base="1.3", config_path="../../configs", config_name="compare_checkouts")
+def main(values: DictConfig) -> None:
+    with errors_for_users():
+        sys.exit(not compare(values))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Everything that trainings, evaluations and predictions left in a folder, as plain values that can be compared.
+
+Imports nothing of this project: it reads what any version of it wrote.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+
+# The column for the values of a checkpoint whose names start like this.
+PARTS = {
+    "network.": "weights",
+    "ema.": "averages",
+    "optimizer.state.": "momenta",
+    "random.": "random states",
+    "config.": "configuration",
+}
+COLUMNS = (*PARTS.values(), "rest of checkpoints", "metrics.jsonl", "results.json", "tensorboard", "files")
+IGNORED_METRICS = ("images_per_second", "peak_memory_mib")
+
+logging.getLogger("tensorboard").setLevel(logging.ERROR)  # else it tells of every run that was continued
+
+
+def contents(folder: Path) -> dict[str, dict[str, object]]:
+    """{column: {name: value}} of all files below a folder.
+
+    Tensors, pictures and files of other kinds are hashes. Left out: `IGNORED_METRICS`, the environment in results.json,
+    what log.txt holds, and the text in TensorBoard, which repeats config.yaml.
+    """
+    found = {column: {} for column in COLUMNS}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.name == "tensorboard":
+            found["tensorboard"].update(leaves(_tensorboard(path), name))
+        if path.is_dir() or path.parent.name == "tensorboard":  # event files are named after time and machine
+            continue
+        found["files"][name] = "present"
+        if path.suffix == ".pt":
+            for key, value in leaves(torch.load(path, map_location="cpu", weights_only=True)):
+                column = next((PARTS[part] for part in PARTS if key.startswith(part)), "rest of checkpoints")
+                found[column][f"{name} {key}"] = value
+        elif path.name == "metrics.jsonl":
+            for number, line in enumerate(path.read_text().splitlines(), start=1):
+                record = {key: value for key, value in json.loads(line).items() if key not in IGNORED_METRICS}
+                found["metrics.jsonl"].update(leaves(record, f"{name} line {number}"))
+        elif path.name.startswith("results") and path.suffix == ".json":
+            results = json.loads(path.read_text())
+            results.pop("environment", None)
+            found["configuration"].update(leaves(results.pop("config", None), f"{name} config"))
+            found["results.json"].update(leaves(results, name))
+        elif path.name == "config.yaml":
+            command, text = path.read_text().split("\n", 1)
+            found["configuration"].update(leaves({"command": command, **yaml.safe_load(text)}, name))
+        elif path.name != "log.txt":
+            found["files"][name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return found
+
+
+def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """(name with dots, value) of everything in nested containers; a tensor's value is its dtype, shape and hash."""
+    if isinstance(value, (dict, list, tuple)) and value:
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(entry, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Tensor):
+        flat = value.contiguous().reshape(-1).view(torch.uint8)
+        yield name, f"{value.dtype} {list(value.shape)} {hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]}"
+    else:
+        yield name, value
+
+
+def _tensorboard(folder: Path) -> dict[str, list]:
+    """{tag: [(step, value)]} of scalars and pictures."""
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
+    tags = events.Tags()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
+    for tag in tags["images"]:
+        found[tag] = [(e.step, hashlib.sha256(e.encoded_image_string).hexdigest()[:16]) for e in events.Images(tag)]
+    found.update({tag: "text" for tag in tags["tensors"]})
+    return {tag: value for tag, value in found.items() if not tag.endswith(IGNORED_METRICS)}
+
+
+def compare_folders(old: Path, new: Path) -> dict[str, tuple[int, list[str]]]:
+    """{column: (number of names in either folder, a line for each whose values differ)}.
+
+    Where a text names `old`'s or `new`'s parent, it counts as the same folder.
+    """
+    before, after = contents(old), contents(new)
+    compared = {}
+    for column in COLUMNS:
+        names = {**before[column], **after[column]}
+        lines = []
+        for name in names:
+            texts = [_text(values[column], name, (old.parent, new.parent)) for values in (before, after)]
+            if texts[0] != texts[1]:
+                lines.append(f"{name}: {texts[0]} → {texts[1]}")
+        compared[column] = (len(names), lines)
+    return compared
+
+
+def _text(values: dict[str, object], name: str, folders: tuple[Path, Path]) -> str:
+    """Equal texts mean equal bits: 1 is not 1.0, 0.0 is not -0.0, and NaN is NaN."""
+    if name not in values:
+        return "missing"
+    text = repr(values[name])
+    for folder in folders:
+        text = text.replace(str(folder), "DIR")
+    return text

@@ -1,0 +1,262 @@
+"""Two checkouts compared: every bit that differs is named, and what may differ is not. No training runs here."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+from torch.utils.tensorboard import SummaryWriter
+
+from scripts.compare_checkouts.__main__ import CheckoutComparison, compare
+from scripts.compare_checkouts.scenarios import SCENARIOS
+from scripts.compare_checkouts.values import compare_folders
+from tests.runs import composed
+
+RESULTS = {"miou": 0.25, "confusion_matrix": [[1, 2], [3, 4]], "environment": {"commit": "old"}}
+RECORDS = (
+    {"kind": "train", "step": 1, "loss": 0.5, "images_per_second": 90.1, "peak_memory_mib": 700},
+    {"kind": "val", "step": 1, "miou": 0.25},
+)
+
+
+def state(run_dir: Path) -> dict:
+    return {
+        "step": 1,
+        "network": {"conv.weight": torch.arange(6.0).view(2, 3), "bn.steps": torch.tensor(3)},
+        "ema": {"conv.weight": torch.full((2, 3), 0.1, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"momentum_buffer": torch.zeros(2, 3)}}, "param_groups": [{"lr": 0.1}]},
+        "random": {"cpu": [torch.get_rng_state()], "cuda": []},
+        "config": {"run_dir": str(run_dir), "optim": {"lr": 0.1}},
+    }
+
+
+@pytest.fixture
+def folders(tmp_path) -> tuple[Path, Path]:
+    """The results of two equal runs, of two checkouts at different places."""
+    both = tmp_path / "old-1" / "scenario", tmp_path / "new-2" / "scenario"
+    for folder in both:
+        run = folder / "run"
+        (run / "checkpoints").mkdir(parents=True)
+        values = state(run)
+        torch.save(values, run / "checkpoints" / "last.pt")
+        results = {**RESULTS, "checkpoint": str(run / "checkpoints" / "last.pt"), "config": values["config"]}
+        (run / "results.json").write_text(json.dumps(results))
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+        (run / "config.yaml").write_text(f"# python train_seg.py run_dir={run}\n{yaml.dump(values['config'])}")
+        (run / "log.txt").write_text("12:00 started")
+        (folder / "prediction.png").write_bytes(b"pixels")
+    return both
+
+
+def different(folders: tuple[Path, Path]) -> dict[str, list[str]]:
+    return {column: lines for column, (_, lines) in compare_folders(*folders).items() if lines}
+
+
+def edit(file: Path, change) -> None:
+    """Apply `change` to what a checkpoint or a JSON file holds."""
+    values = torch.load(file) if file.suffix == ".pt" else json.loads(file.read_text())
+    change(values)
+    torch.save(values, file) if file.suffix == ".pt" else file.write_text(json.dumps(values))
+
+
+def test_equal_results_are_equal_wherever_they_are(folders):
+    assert different(folders) == {}
+    counts = {column: count for column, (count, _) in compare_folders(*folders).items()}
+    assert counts["weights"] == 2 and counts["averages"] == counts["momenta"] == 1 and counts["files"] == 6
+    assert counts["random states"] == 2  # that there is none of CUDA is compared, too
+
+
+@pytest.mark.parametrize(
+    "part, name, column",
+    [("network", "conv.weight", "weights"), ("network", "bn.steps", "weights"), ("ema", "conv.weight", "averages")],
+)
+def test_one_bit_of_a_tensor_is_named(folders, part, name, column):
+    def flip_lowest_bit(values):
+        values[part][name].reshape(-1).view(torch.uint8)[0] ^= 1
+
+    edit(folders[1] / "run" / "checkpoints" / "last.pt", flip_lowest_bit)
+    (lines,) = different(folders).values()
+    assert list(different(folders)) == [column]
+    assert len(lines) == 1 and lines[0].startswith(f"run/checkpoints/last.pt {part}.{name}: ")
+
+
+def test_equal_numbers_of_other_bits_differ(folders):
+    """-0.0 is not 0.0, and a tensor of another dtype or shape is another one."""
+    file = folders[1] / "run" / "checkpoints" / "last.pt"
+    edit(file, lambda values: values["optimizer"]["state"][0]["momentum_buffer"].neg_())
+    assert list(different(folders)) == ["momenta"]
+    edit(file, lambda values: values["optimizer"]["state"].update({0: {"momentum_buffer": torch.zeros(3, 2)}}))
+    assert "[2, 3]" in different(folders)["momenta"][0] and "[3, 2]" in different(folders)["momenta"][0]
+    edit(file, lambda values: values.update(step=1.0))
+    assert different(folders)["rest of checkpoints"] == ["run/checkpoints/last.pt step: 1 → 1.0"]
+
+
+def test_random_states_of_every_process_are_compared(folders):
+    edit(folders[1] / "run" / "checkpoints" / "last.pt", lambda values: values["random"]["cpu"].append(torch.zeros(1)))
+    (line,) = different(folders)["random states"]
+    assert line.startswith("run/checkpoints/last.pt random.cpu.1: missing → ")
+
+
+def test_scores_are_compared_and_the_machine_is_not(folders):
+    file = folders[1] / "run" / "results.json"
+    edit(file, lambda results: results["environment"].update(commit="new", hardware="another"))
+    edit(file, lambda results: results.update(miou=results.pop("miou")))  # another order
+    assert different(folders) == {}
+    edit(file, lambda results: results.update(miou=float(np.nextafter(0.25, 1))))
+    edit(file, lambda results: results["confusion_matrix"][1].__setitem__(0, 5))
+    assert different(folders)["results.json"] == [
+        "run/results.json.miou: 0.25 → 0.25000000000000006",
+        "run/results.json.confusion_matrix.1.0: 3 → 5",
+    ]
+
+
+def test_metrics_are_compared_without_times_and_memory(folders):
+    file = folders[1] / "run" / "metrics.jsonl"
+    text = file.read_text().replace("90.1", "3.0").replace("700", "800")
+    file.write_text(text)
+    assert different(folders) == {}
+    file.write_text(text.replace("0.5", "0.6"))
+    assert different(folders) == {"metrics.jsonl": ["run/metrics.jsonl line 1.loss: 0.5 → 0.6"]}
+    file.write_text(text.splitlines()[0])
+    assert "run/metrics.jsonl line 2.miou: 0.25 → missing" in different(folders)["metrics.jsonl"]
+
+
+def test_keys_of_the_configuration_are_named_wherever_they_stand(folders):
+    run = folders[1] / "run"
+    edit(run / "checkpoints" / "last.pt", lambda values: values["config"]["optim"].update(lr=0.2))
+    edit(run / "results.json", lambda results: results["config"].update(seed=0))
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("lr: 0.1", "rate: 0.1"))
+    assert different(folders) == {
+        "configuration": [
+            "run/checkpoints/last.pt config.optim.lr: 0.1 → 0.2",
+            "run/config.yaml.optim.lr: 0.1 → missing",
+            "run/config.yaml.optim.rate: missing → 0.1",
+            "run/results.json config.seed: missing → 0",
+        ]
+    }
+
+
+def test_files_are_compared_and_the_log_is_not(folders):
+    (folders[1] / "run" / "log.txt").write_text("13:00 started")
+    assert different(folders) == {}
+    (folders[1] / "prediction.png").write_bytes(b"others")
+    (folders[1] / "run" / "checkpoints" / "best.pt.partial").write_bytes(b"")
+    (folders[0] / "run" / "results_confusion.png").write_bytes(b"pixels")
+    lines = different(folders)["files"]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "prediction.png",
+        "run/results_confusion.png",
+        "run/checkpoints/best.pt.partial",
+    ]
+    assert lines[1].endswith("→ missing") and "missing →" in lines[2]
+    (folders[1] / "run" / "results.json").unlink()
+    assert "run/results.json: 'present' → missing" in different(folders)["files"]
+
+
+def test_curves_and_pictures_in_tensorboard_are_compared(folders):
+    def write(folder: Path, loss: float, speed: float, colour: int) -> None:
+        with SummaryWriter(folder / "run" / "tensorboard") as writer:
+            writer.add_scalar("train/loss", loss, 1)
+            writer.add_scalar("train/images_per_second", speed, 1)
+            writer.add_image("picture", np.full((2, 2, 3), colour, np.uint8), 1, dataformats="HWC")
+
+    write(folders[0], 0.5, 90, 7)
+    write(folders[1], 0.5, 80, 7)
+    assert different(folders) == {}
+    write(folders[1], 0.6, 80, 8)
+    names = {line.partition(": ")[0] for line in different(folders)["tensorboard"]}
+    assert names == {f"run/tensorboard.{tag}.1.{part}" for tag in ("train/loss", "picture") for part in (0, 1)}
+
+
+FAKE_TRAINING = """
+import json, sys
+from pathlib import Path
+
+folder = Path(next(word.partition("=")[2] for word in sys.argv if word.startswith("run_dir=")))
+folder.mkdir()
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": LOSS}))
+with open(Path(__file__).with_name("times_run"), "a") as file:
+    file.write("+")
+"""
+
+
+@pytest.fixture
+def checkouts(tmp_path, monkeypatch) -> CheckoutComparison:
+    """Two clean git checkouts whose training writes a loss and nothing else, and a comparison of them."""
+    for variable in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):  # set where git itself runs the tests
+        monkeypatch.delenv(variable, raising=False)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_seg.py").write_text(FAKE_TRAINING.replace("LOSS", "0.5"))
+        git = ["git", "-C", str(tmp_path / name), "-c", "user.name=test", "-c", "user.email=test"]
+        for words in (["init", "-q"], ["add", "train_seg.py"], ["commit", "-q", "-m", name]):
+            subprocess.run([*git, *words], check=True)
+    return CheckoutComparison(
+        old=str(tmp_path / "old"),
+        new=str(tmp_path / "new"),
+        camvid=str(tmp_path),
+        out=str(tmp_path / "page.md"),
+        only=["float32"],
+        work=str(tmp_path / "work"),
+    )
+
+
+def compared(comparison: CheckoutComparison) -> tuple[bool, str]:
+    return compare(OmegaConf.structured(comparison)), Path(comparison.out).read_text()
+
+
+def test_the_page_names_what_differs(checkouts):
+    equal, page = compared(checkouts)
+    assert equal and page.endswith("All 3 values are equal to the bit.\n")
+    (Path(checkouts.new) / "train_seg.py").write_text(FAKE_TRAINING.replace("LOSS", "0.6"))
+    equal, page = compared(checkouts)
+    assert not equal and page.endswith("1 of 3 values differ.\n") and "with uncommitted changes" in page
+    assert "**1 of 2 differ**: run/metrics.jsonl line 1.loss |" in page
+    assert "- run/metrics.jsonl line 1.loss: 0.5 → 0.6\n" in page
+
+
+def test_results_of_a_clean_checkout_are_used_again(checkouts):
+    def times_run() -> list[int]:
+        return [len((Path(folder) / "times_run").read_text()) for folder in (checkouts.old, checkouts.new)]
+
+    compared(checkouts)
+    assert times_run() == [1, 1]
+    compared(checkouts)
+    assert times_run() == [1, 1]
+    (Path(checkouts.new) / "train_seg.py").write_text(FAKE_TRAINING.replace("LOSS", "0.5 "))
+    compared(checkouts)
+    compared(checkouts)
+    assert times_run() == [1, 3]
+
+
+def test_a_command_that_fails_in_both_is_no_equality(checkouts):
+    for folder in (checkouts.old, checkouts.new):
+        (Path(folder) / "train_seg.py").write_text("raise SystemExit(3)")
+    equal, page = compared(checkouts)
+    assert not equal and "old failed: exit status 3, not 0" in page
+
+
+def test_a_run_that_ends_before_it_is_stopped_fails(checkouts):
+    checkouts.only = ["stopped"]
+    equal, page = compared(checkouts)
+    assert not equal and "old failed: exit status 0, not 75" in page
+
+
+def test_unknown_scenarios_and_folders_are_refused(checkouts, tmp_path):
+    checkouts.only = ["everything"]
+    with pytest.raises(ValueError, match="only=everything: expected some of float32, "):
+        compared(checkouts)
+    checkouts.only, checkouts.new = [], str(tmp_path)
+    with pytest.raises(ValueError, match="holds no train_seg.py"):
+        compared(checkouts)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_name_keys_that_exist(scenario):
+    for command in SCENARIOS[scenario]:
+        words = command.line.removeprefix("-m scripts.").format(here="DIR", camvid="DIR").split()
+        composed(words[0].removesuffix(".py"), *words[1:])
