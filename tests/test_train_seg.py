@@ -233,7 +233,7 @@ def test_bad_files_stop_a_run_before_its_first_step(tmp_path):
     "overrides, message",
     [
         (["experiment=camvid/resnext_small", "data.root=missing"], "missing"),
-        (["experiment=camvid/resnext_small"], "data.root=None, split 'train': no folder is given.*layout"),
+        (["experiment=camvid/resnext_small"], "data.train_split=train: data.root=None: no folder is given.*layout"),
         (["trainer.steps=0"], "trainer.steps=0"),
         (["optim.lr=abc"], "optim.lr"),
     ],

@@ -32,7 +32,7 @@ def dataset(config: SegmentationData, split: str, strict: bool = True) -> Segmen
     try:
         return make(config.root, split, strict=strict)
     except ValueError as error:
-        raise ValueError(f"data.root={config.root}, split {split!r}: {error}") from error
+        raise ValueError(f"data.root={config.root}: {error}") from error
 
 
 def official_images(config: SegmentationData) -> dict[str, int]:

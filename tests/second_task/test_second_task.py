@@ -15,14 +15,16 @@ from hydra import compose, initialize_config_dir
 import train_seg
 from engine import checkpoint
 from engine import config as configuration
+from engine.metrics_logger import MetricsLogger
 from engine.schema.segmentation import SegmentationRun
+from engine.stopping import Preempted
 from eval import evaluate
-from tests.faults.runs import free_port, steps_of
+from tests.faults.runs import steps_of
+from tests.ranks import Ranks
 from tests.runs import REPOSITORY, SHORT, composed
 from tests.second_task.shapes import ShapesRun
 from tests.second_task.train_shapes import train
 
-ENTRY = "tests.second_task.train_shapes"
 STEPS = 36
 
 
@@ -39,21 +41,38 @@ def whole(tmp_path_factory) -> Path:
     return run_dir
 
 
-def command(run_dir: Path, processes: int) -> list[str]:
-    launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()), "-m"]
-    module = [*launcher, ENTRY] if processes > 1 else [ENTRY]
-    return [sys.executable, "-m", *module, f"run_dir={run_dir}", "resume=auto", "norm.sync=true"]
-
-
-def run(run_dir: Path, processes: int, stop_at: int | None = None) -> int:
-    """Train to the end, or until SIGTERM once the step `stop_at` is recorded; the exit status."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = subprocess.Popen(command(run_dir, processes), cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
-    while stop_at is not None and started.poll() is None and stop_at not in steps_of(run_dir):
-        time.sleep(0.01)
+def run(run_dir: Path, stop_at: int | None = None) -> int:
+    """Train by the command line to the end, or until SIGTERM once the step `stop_at` is recorded; the exit status."""
+    started = subprocess.Popen(
+        [sys.executable, "-m", "tests.second_task.train_shapes", f"run_dir={run_dir}", "resume=auto"],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
     if stop_at is not None:
+        while started.poll() is None and stop_at not in steps_of(run_dir):
+            time.sleep(0.01)
         started.send_signal(signal.SIGTERM)
     return started.wait(120)
+
+
+def trained_by_a_rank(rank: int, run_dir: str, stop_at: int | None = None) -> str:
+    """Train in a process of several, of which the second gets SIGTERM after the step `stop_at`; how it ended."""
+
+    def step(logger: MetricsLogger, *arguments) -> None:
+        original(logger, *arguments)
+        if rank == 1 and logger.all_steps == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    original = MetricsLogger.step
+    try:
+        MetricsLogger.step = step
+        train(shapes_config(f"run_dir={run_dir}", "resume=auto", "norm.sync=true"))
+        return "finished"
+    except Preempted as preempted:
+        return str(preempted)
+    finally:
+        MetricsLogger.step = original
 
 
 def assert_equal_runs(one: Path, other: Path) -> None:
@@ -71,16 +90,23 @@ def test_it_learns_and_leaves_a_run_directory(whole):
     assert "val top-1 1.0000" in (whole / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path, whole, processes):
+def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path, whole):
     stopped = tmp_path / "stopped"
-    status = run(stopped, processes, stop_at=5)
-    assert status == (75 if processes == 1 else 1)  # torchrun does not pass on the status of its processes
+    assert run(stopped, stop_at=5) == 75
     assert 5 <= checkpoint.load(stopped / "checkpoints" / "last.pt")["step"] < STEPS
-    assert run(stopped, processes) == 0
-    if processes > 1:
-        whole = tmp_path / "whole"
-        assert run(whole, processes) == 0
+    assert run(stopped) == 0
+    assert_equal_runs(stopped, whole)
+
+
+def test_two_processes_stop_and_resume_together_with_the_same_bits(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    ranks = Ranks(2, tmp_path)
+    try:
+        assert ranks.run(trained_by_a_rank, str(whole)) == ["finished"] * 2
+        assert ranks.run(trained_by_a_rank, str(stopped), 5) == [f"stopped after step 6 of {STEPS}"] * 2
+        assert ranks.run(trained_by_a_rank, str(stopped)) == ["finished"] * 2
+    finally:
+        ranks.stop()
     assert_equal_runs(stopped, whole)
 
 
