@@ -89,8 +89,10 @@ class Learner:
         """Change the weights, then the learning rate and the averaged weights."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        with warnings.catch_warnings():
-            if self.scaler.is_enabled():  # float16 may skip the very first optimiser steps
+        # float16 may skip the very first optimiser steps. Not in other precisions: the context makes Python forget
+        # which warnings it has shown already.
+        with warnings.catch_warnings() if self.scaler.is_enabled() else nullcontext():
+            if self.scaler.is_enabled():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         if self.average is not None:

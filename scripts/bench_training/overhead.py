@@ -45,7 +45,7 @@ class Overhead(Training):
         self.run.metrics = MetricsLogger(Path(self.folder.name), terminal, self.config.score, NEVER, start_step=0)
 
     def rounds(self, count: int) -> dict[str, list[float]]:
-        """{"bare": [milliseconds per step in each round], "real": […]}, after one round to warm up."""
+        """{"bare": [milliseconds per step in each round], "real": […]}, after one round to warm up. Call it once."""
         times: dict[str, list[float]] = {"bare": [], "real": []}
         train(self.run, self._timed_minibatches(count, times), self.loss, _nothing)
         return {name: values[1:] for name, values in times.items()}
@@ -57,7 +57,9 @@ class Overhead(Training):
                 times["bare"].append(self.bare())
             started_s = time.perf_counter()
             yield from itertools.islice(itertools.cycle(self.in_memory), self.steps)
-            times["real"].append(self._ms_per_step(started_s))  # the loop asks for a minibatch when a step has ended
+            # The loop asks for a minibatch when a step has ended, on CUDA one step earlier: there, the last step of a
+            # round counts in the next one, and each round still has as many.
+            times["real"].append(self._ms_per_step(started_s))
             if not number % 2:
                 times["bare"].append(self.bare())
 
