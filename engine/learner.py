@@ -89,8 +89,7 @@ class Learner:
         """Change the weights, then the learning rate and the averaged weights."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # float16 may skip the very first optimiser steps. Not in other precisions: the context makes Python forget
-        # which warnings it has shown already.
+        # float16 may skip the very first optimiser steps. (The context makes Python repeat warnings: not elsewhere.)
         with warnings.catch_warnings() if self.scaler.is_enabled() else nullcontext():
             if self.scaler.is_enabled():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")

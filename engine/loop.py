@@ -63,14 +63,11 @@ def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[
 @contextmanager
 def _errors_of(step: int, minibatch: dict, run: Run) -> Iterator[None]:
     """Wraps a step: its errors name the step, the images, and what would need less memory."""
-    crops, height, width = -(-len(minibatch["image"]) // run.learner.accumulation_steps), *minibatch["image"].shape[2:]
+    images, parts = minibatch["image"], run.learner.accumulation_steps
+    crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
+    advice = run.config.memory_advice(run.world.size)
     try:
-        with memory_errors(
-            lambda: (
-                f"in step {step} with {crops} crops of {height}x{width} pixels at a time on this device. "
-                f"{run.config.memory_advice(run.world.size)}"
-            )
-        ):
+        with memory_errors(f"in step {step} with {crops} on this device {advice}"):
             yield
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error

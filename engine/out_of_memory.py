@@ -1,6 +1,6 @@
 """Allocation failures, and the errors that say what to change."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,11 +13,11 @@ def is_out_of_memory(error: RuntimeError | ValueError | TypeError) -> bool:
 
 
 @contextmanager
-def memory_errors(describe: Callable[[], str]) -> Iterator[None]:
-    """Turns an allocation failure into a MemoryError with the message `describe()`."""
+def memory_errors(where: str) -> Iterator[None]:
+    """Turns an allocation failure into a MemoryError that says `where` it happened."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryError(f"out of memory {describe()}") from error
+        raise MemoryError(f"out of memory {where}") from error

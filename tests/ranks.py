@@ -23,7 +23,7 @@ class Ranks:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, function: Callable, *args, timeout: float = 60.0) -> list:
+    def run(self, function: Callable, *args, timeout: float = 180.0) -> list:
         """function(rank, *args) in every process: its results, or the exceptions it raised.
 
         `function` is found by its name, so it stands at the top of a module. A process that gives no answer in time

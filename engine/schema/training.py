@@ -131,21 +131,25 @@ class TrainingRun:
 
     def check_shares(self, processes: int) -> None:
         """Raise ValueError if some process would have too few images in a micro-batch."""
-        crops, parts = self.data.crops_per_minibatch, self.trainer.accumulation_steps
         fewest, reason = self.fewest_at_a_time
-        at_a_time = crops // (processes * parts)
+        parts = processes * self.trainer.accumulation_steps
+        at_a_time = self.data.crops_per_minibatch // parts
         if at_a_time < fewest:
-            over = f" over {processes} processes" if processes > 1 else ""
-            over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
             raise ValueError(
-                f"data.crops_per_minibatch={crops}{over} gives {at_a_time} crop(s) at a time, and {reason}: use at "
-                f"least {fewest * processes * parts} crops"
+                f"{self.division(processes)} gives {at_a_time} crop(s) at a time, and {reason}: use at least "
+                f"{fewest * parts} crops"
             )
 
-    def memory_advice(self, processes: int) -> str:
-        """Changes that about halve the memory of a training step, or say that they help."""
+    def division(self, processes: int) -> str:
+        """How a minibatch is divided into micro-batches, in keys."""
         parts = self.trainer.accumulation_steps
-        fewest, _ = self.fewest_at_a_time
+        over = f" over {processes} processes" if processes > 1 else ""
+        over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
+        return f"data.crops_per_minibatch={self.data.crops_per_minibatch}{over}"
+
+    def memory_advice(self, processes: int) -> str:
+        """Changes that take about half of the memory of a training step."""
+        parts, (fewest, _) = self.trainer.accumulation_steps, self.fewest_at_a_time
         ways = []
         if self.data.crops_per_minibatch // (2 * processes * parts) >= fewest:  # check_shares refuses others
             ways += [f"trainer.accumulation_steps={2 * parts}", "twice as many processes"]
@@ -154,7 +158,7 @@ class TrainingRun:
             ways.append("norm=inplace")
         if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
             ways.append("trainer.precision=bfloat16")
-        return f"Each of these takes about half of the memory that grows with the crops: {'; '.join(ways)}"
+        return f"({self.division(processes)}). Each of these takes about half of the memory of crops: {'; '.join(ways)}"
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
         """How to go on from `checkpoint`, the last good one, after the loss or a gradient became infinite or NaN."""

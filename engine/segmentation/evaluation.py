@@ -56,7 +56,6 @@ def evaluate_split(
         world.sum_(tensor)
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
     confusion = counts.confusion[:trained, :trained]
-    title = f"{dataset.name} {dataset.split}"
     ious = {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
     return Evaluated(
         scores=scores,
@@ -65,7 +64,7 @@ def evaluate_split(
         details={"confusion_matrix": confusion.tolist(), "views": views.record()},
         curves={"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"], **ious},
         table=partial(iou_table, scores),
-        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
+        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, f"{dataset.name} {dataset.split}"),
     )
 
 

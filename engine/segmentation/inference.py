@@ -70,7 +70,7 @@ def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory
         MemoryError: the device has not enough memory for these images.
     """
     height, width = images.shape[-2:]
-    with memory_errors(lambda: f"while an image of {height}x{width} pixels was evaluated. {memory_advice}"):
+    with memory_errors(f"while an image of {height}x{width} pixels was evaluated. {memory_advice}"):
         return _predict(forward, images, views)
 
 

@@ -8,7 +8,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from engine import checkpoint
 from engine.distributed import World
 from engine.learner import Learner
-from models.layers import InPlaceABN, renew_statistics
+from models.layers import InPlaceABN
 from tests.engine.learners import forward_of, learner_of
 
 
@@ -76,19 +76,6 @@ def test_a_gradient_whose_norm_alone_overflows_is_named():
     expected = r"the gradient is inf; all are finite; the gradient with the largest norm is weight \(1.41e\+25\)"
     with pytest.raises(FloatingPointError, match=expected):
         learner.check(1.0, learner.gradient_norm().item())
-
-
-@pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
-def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
-    """What PyTorch's update_bn gives, without the dropout that it leaves on."""
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
-    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
-    renew_statistics(network, minibatches)
-    with torch.no_grad():
-        outputs = [network[0](images).transpose(0, 1).flatten(1) for images in minibatches]
-    torch.testing.assert_close(network[2].running_mean, sum(y.mean(dim=1) for y in outputs) / 3)
-    torch.testing.assert_close(network[2].running_var, sum(y.var(dim=1) for y in outputs) / 3)
-    assert network[2].momentum == 0.1 and not network.training
 
 
 def test_before_an_evaluation_the_average_gets_statistics_of_its_own():

@@ -1,0 +1,20 @@
+"""Running statistics computed anew. Several processes: tests/engine/test_distributed.py."""
+
+import pytest
+import torch
+from torch import nn
+
+from models.layers import InPlaceABN, renew_statistics
+
+
+@pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
+def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
+    """What PyTorch's update_bn gives, without the dropout that it leaves on."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
+    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    renew_statistics(network, minibatches)
+    with torch.no_grad():
+        outputs = [network[0](images).transpose(0, 1).flatten(1) for images in minibatches]
+    torch.testing.assert_close(network[2].running_mean, sum(y.mean(dim=1) for y in outputs) / 3)
+    torch.testing.assert_close(network[2].running_var, sum(y.var(dim=1) for y in outputs) / 3)
+    assert network[2].momentum == 0.1 and not network.training
