@@ -88,13 +88,9 @@ def score(
         print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
-    written = {
-        "results": results_file if results else None,
-        "predictions": options.predictions,
-        "overlays": options.overlays,
-    }
-    for what, where in written.items():
-        if where is not None:
+    written = (results and results_file, options.predictions, options.overlays)
+    for what, where in zip(("results", "predictions", "overlays"), written, strict=True):
+        if where:
             console.print(f"{what}: {where}", soft_wrap=True)
     return results
 

@@ -13,7 +13,6 @@ from engine import build, loop
 from engine import config as configuration
 from engine.command_line import train_from_command_line
 from engine.console import counted
-from engine.profiling import profiled
 from engine.run import opened
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.evaluation import evaluation_of
@@ -47,16 +46,13 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         train_set, total_steps, world = run.train_set, run.schedule.total_steps, run.world
         make = partial(build.segmentation_network, config, len(train_set.classes))
         run.start(build.learner(config, make, total_steps, world))
-        if run.start_step == 0 and trainer.pictures:
+        if run.start_step == 0 and trainer.pictures and world.first:
             run.metrics.figure("image_label_prediction/legend", class_legend(run.val_set), step=0)
 
         with counted(run.console, "indexing the classes") as progress:
             minibatches = build.training_loader(config, train_set, total_steps, world, run.start_step, progress)
-        if trainer.ema_statistics_minibatches:
-            steps = trainer.ema_statistics_minibatches
-            run.learner.statistics_minibatches = build.training_loader(config, train_set, steps, world)
-        if trainer.profile and world.first:
-            minibatches = profiled(minibatches, trainer.profile, run.directory.path / "profile")
+        steps = trainer.ema_statistics_minibatches
+        run.learner.statistics_minibatches = build.training_loader(config, train_set, steps, world)
         loss = build.loss(config.loss, train_set.ignore_index)
         images = build.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
         return run.conclude(loop.train(run, minibatches, loss, evaluation_of(run, images)))

@@ -80,7 +80,7 @@ def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: 
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:
-    """The message of an error, and those of the errors that led to it."""
+    """Messages of an error and of its causes."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__

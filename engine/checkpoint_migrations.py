@@ -1,4 +1,5 @@
-"""Checkpoints of earlier versions in the present format; what each version changed is written here and only here."""
+"""Checkpoints of earlier versions in the present format. (Keys younger than a checkpoint get their defaults in
+`config.from_plain`; scripts.predict takes colours, which the oldest ones lack, from the data.)"""
 
 from torch import Tensor
 

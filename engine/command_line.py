@@ -16,7 +16,7 @@ from engine.stopping import EXIT_CODE, Preempted
 
 
 def train_from_command_line(train: Callable[[DictConfig, str], object], values: DictConfig) -> None:
-    """Call `train(values, command)` with the command line of this process; errors as of `errors_for_users`."""
+    """Call `train(values, command)` with the command line of this process; errors: see `errors_for_users`."""
     train = record(train) if launched() else train  # torchrun prints the error that `record` leaves it
     with errors_for_users():
         train(values, command=shlex.join(["python", *sys.argv]))

@@ -13,7 +13,7 @@ from engine.schema.keys import alternative, check_values, groups_of
 from engine.schema.training import TrainingRun
 
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
-Run = TypeVar("Run", bound=TrainingRun)
+Schema = TypeVar("Schema", bound=TrainingRun)
 
 
 def register(name: str, schema: type) -> None:
@@ -42,7 +42,7 @@ def typed(values: DictConfig):
     return config
 
 
-def of_checkpoint(state: dict, schema: type[Run], source: str) -> Run:
+def of_checkpoint(state: dict, schema: type[Schema], source: str) -> Schema:
     """The configuration in a checkpoint of the schema's task.
 
     Raises:
@@ -57,7 +57,7 @@ def of_checkpoint(state: dict, schema: type[Run], source: str) -> Run:
     return from_plain(state["config"], schema, source)
 
 
-def from_plain(values: dict, schema: type[Run], source: str = "the checkpoint") -> Run:
+def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
     """The inverse of `plain`. Keys that are missing, because they are younger than a checkpoint, get their defaults.
 
     Only groups that an evaluation needs are checked; a training that continues compares all keys with the command's.
@@ -70,14 +70,14 @@ def from_plain(values: dict, schema: type[Run], source: str = "the checkpoint") 
         for name, alternatives in groups_of(schema).items():
             merged[name] = _selected(values, name, alternatives)
         config = OmegaConf.to_object(OmegaConf.merge(merged, values))
-        for name in NEEDED_TO_EVALUATE:
-            if hasattr(config, name):
-                check_values(getattr(config, name), f"{name}.")
+        for entry in fields(config):
+            if entry.name in NEEDED_TO_EVALUATE:
+                check_values(getattr(config, entry.name), f"{entry.name}.")
         return config
 
 
 def group_from_plain(values: dict, group: str, alternatives: dict[str, type], source: str):
-    """One group of the configuration in a checkpoint of any task. ValueError as of `from_plain`."""
+    """One group of the configuration in a checkpoint of any task. ValueError: see `from_plain`."""
     with _misfits_of(source):
         config = OmegaConf.to_object(OmegaConf.merge(_selected(values, group, alternatives), values[group]))
         check_values(config, f"{group}.")

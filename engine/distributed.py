@@ -140,7 +140,7 @@ def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None
 
 
 def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.device:
-    """The device of a process: `name` is "auto", "cpu" or "cuda". ValueError as of `joined`, naming `key`."""
+    """The device of a process: `name` is "auto", "cpu" or "cuda". ValueError: see `joined`; names `key`."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

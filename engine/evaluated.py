@@ -18,7 +18,7 @@ class Evaluated:
     images: how many were evaluated, by all processes.
     details: for results.json alone.
     curves: values for TensorBoard, by name.
-    table: the scores for people; drawn when a run or evaluation ends, as is `confusion`, for TensorBoard and a PNG.
+    table, confusion: the scores for the console, and a figure for TensorBoard and a PNG; both are made only at the end.
     pictures: uint8 (H, W, 3) by name, for TensorBoard.
     layers: of `layer_health`, in the first process alone.
     """

@@ -11,6 +11,7 @@ from engine.evaluated import Evaluated
 from engine.learner import Learner
 from engine.out_of_memory import memory_errors
 from engine.peak_memory import peak_memory_mib
+from engine.profiling import profiled
 from engine.run import Run
 from engine.stopping import Preempted
 
@@ -18,7 +19,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the mean over the
 
 
 def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[[], Evaluated]) -> Evaluated:
-    """Train `run.learner` to the end of `minibatches`, one optimiser step each; evaluate it on the way and at the end.
+    """Train `run.learner` to the end of `minibatches`, one optimiser step each; evaluate when scheduled and at the end.
 
     `minibatches` holds this process's share of each: "image" uint8 (N, 3, H, W), "label", and lists of N "name" and
     "skipped" (lines about unreadable images). All processes take the same steps, also if one is asked to stop.
@@ -30,7 +31,9 @@ def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[
         ValueError: too many images could not be read.
     """
     learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
-    whole = run.config.data.crops_per_minibatch
+    minibatch_size = run.config.data.crops_per_minibatch
+    if run.config.trainer.profile and world.first:
+        minibatches = profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
     with metrics:
         if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped in it
             run.record(run.start_step, evaluate())
@@ -38,12 +41,13 @@ def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
         for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
+            assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
             with _errors_of(step, minibatch, run):
-                loss_value, gradient_norm = train_step(learner, loss, minibatch, whole, world)
+                loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
             asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()
-            metrics.step(loss_value, gradient_norm, whole)
+            metrics.step(loss_value, gradient_norm, minibatch_size)
             metrics.skips(skips, skipped)
             run.config.data.check_skipped(metrics.skipped)
             if schedule.logs(step):
@@ -73,12 +77,12 @@ def _errors_of(step: int, minibatch: dict, run: Run) -> Iterator[None]:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error
 
 
-def train_step(learner: Learner, loss: Loss, minibatch: dict, whole: int, world: World) -> tuple[float, float]:
-    """One optimiser step on this process's share of a minibatch of `whole` images.
+def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> tuple[float, float]:
+    """One optimiser step on this process's share of a minibatch of `minibatch_size` images.
 
     Every image of the whole minibatch has the same weight, however many of them a process or a micro-batch has: the
-    processes' gradients are averaged, so the mean loss of a micro-batch is weighted by its images over those of an
-    average process.
+    processes' gradients are averaged, so the mean loss of a micro-batch is weighted by its number of images, divided by
+    the average number per process.
 
     Returns:
         The mean loss of the whole minibatch, and the norm of the gradient before clipping.
@@ -94,7 +98,7 @@ def train_step(learner: Learner, loss: Loss, minibatch: dict, whole: int, world:
         with learner.accumulating(more_follow=number < learner.accumulation_steps):
             logits = learner.forward(image_part)
             part_loss = loss(logits, label_part.to(logits.device, non_blocking=True))
-            part_loss = part_loss * (len(image_part) * world.size / whole)
+            part_loss = part_loss * (len(image_part) * world.size / minibatch_size)
             learner.backward(part_loss)
         total_loss += part_loss.detach()
     mean_loss = world.sum_(total_loss) / world.size

@@ -5,6 +5,7 @@ import logging
 import math
 import shlex
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +19,6 @@ from engine.console import logger, progress_bar
 from engine.evaluated import Evaluated
 from engine.results import without_nan
 from engine.run_directory import RunDirectory
-from engine.schema.keys import override
 
 
 class MetricsLogger:
@@ -27,7 +27,7 @@ class MetricsLogger:
     Args:
         run_dir: where metrics.jsonl and tensorboard/ are kept; None in a process that only counts along.
         console: where the progress bar is drawn.
-        score: the key, among the scores of an evaluation, that the best checkpoint has most of.
+        score: name of the score that selects best.pt.
         total_steps: length of the run.
         start_step: steps already done. Later records, of a run that was killed after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
@@ -60,10 +60,8 @@ class MetricsLogger:
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
-        self.losses: list[float] = []
-        self.gradient_norms: list[float] = []
-        self.images = 0
-        self.seconds = 0.0
+        self.losses_and_norms: list[tuple[float, float]] = []  # since the last record, as are images and seconds
+        self.images, self.seconds = 0, 0.0
         self.all_steps, self.all_images, self.all_seconds, self.peak_memory_mib = 0, 0, 0.0, 0.0  # of this process
         self.step_started = time.perf_counter()
 
@@ -83,14 +81,13 @@ class MetricsLogger:
 
     @property
     def best_score(self) -> float:
-        """Of all evaluations; -1 before the first."""
-        return max((score for score in self.scores.values() if not math.isnan(score)), default=-1.0)
+        """Of all evaluations; minus infinity before the first."""
+        return max((score for score in self.scores.values() if not math.isnan(score)), default=-math.inf)
 
     def step(self, loss: float, gradient_norm: float, images: int) -> None:
         """Count one training step. It took the time since the last call of `step` or `pause_ended`."""
         now = time.perf_counter()
-        self.losses.append(loss)
-        self.gradient_norms.append(gradient_norm)
+        self.losses_and_norms.append((loss, gradient_norm))
         self.images += images
         self.seconds += now - self.step_started
         self.all_steps += 1
@@ -116,10 +113,9 @@ class MetricsLogger:
 
         `loss_scale`: of float16. Skipped images are recorded once there are any, counted since the start of the run.
         """
-        loss = sum(self.losses) / len(self.losses)
-        gradient_norm = sum(self.gradient_norms) / len(self.gradient_norms)
+        loss, gradient_norm = (sum(column) / len(column) for column in zip(*self.losses_and_norms, strict=True))
         speed = self.images / self.seconds
-        self.losses, self.gradient_norms, self.images, self.seconds = [], [], 0, 0.0
+        self.losses_and_norms, self.images, self.seconds = [], 0, 0.0
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return
@@ -166,10 +162,10 @@ class MetricsLogger:
         if self.run_dir is not None:
             self.tensorboard.add_figure(name, figure, step)
 
-    def summary(self, directory: RunDirectory, label: str, of: str = "") -> str:
+    def summary(self, directory: RunDirectory, score_text: Callable[[float], str], evaluate: str | None) -> str:
         """Lines for the end of the run: what it took, what it left, and the commands to go on from there.
 
-        `label`: the name of the score. `of`: says which images were evaluated, if not all.
+        `score_text` gives a score for people; `evaluate` is the command that evaluates the last checkpoint, if any.
         """
         speed = f", {self.all_images / self.all_seconds:.1f} images/s" if self.all_seconds else ""
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
@@ -179,12 +175,12 @@ class MetricsLogger:
         lines = {
             "run": str(directory.path),
             "training": f"{took}, {self.skipped} images skipped",
-            "last": f"{directory.last}, step {last}, {label} {100 * self.scores[last]:.2f} %{of}",
-            "best": f"{directory.best}, step {best}, {label} {100 * self.best_score:.2f} %{of}" if best else "none",
-            "evaluate": shlex.join(["python", "eval.py", override("checkpoint", directory.last)]),
+            "last": f"{directory.last}, step {last}, {score_text(self.scores[last])}",
+            "best": f"{directory.best}, step {best}, {score_text(self.best_score)}" if best else "none",
+            "evaluate": evaluate,
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }
-        return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
+        return "\n".join(f"{name:<9} {line}" for name, line in lines.items() if line)
 
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a") as file:

@@ -1,13 +1,10 @@
 """The random number generators of all processes, as a checkpoint keeps them; dropout draws from them."""
 
-import logging
-
 import torch
 from torch import Tensor
 
+from engine.console import logger
 from engine.distributed import World
-
-logger = logging.getLogger(__name__)
 
 
 def random_states(world: World) -> dict[str, list[Tensor]]:
@@ -18,10 +15,10 @@ def random_states(world: World) -> dict[str, list[Tensor]]:
 
 
 def restore_random_states(states: dict[str, list[Tensor]], world: World) -> None:
-    """Put them back, in each process.
+    """Restore the states, in each process.
 
-    With another number of processes or another kind of device the streams cannot go on: there are new ones, the same
-    each time, and a warning is logged.
+    With another number of processes or another kind of device the streams cannot continue: new ones are seeded,
+    reproducibly, and a warning is logged.
     """
     cpu, cuda = states["cpu"], states["cuda"]
     before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)

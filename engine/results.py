@@ -14,8 +14,8 @@ from engine.provenance import provenance
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:
     """Return the results of one evaluation, and write them to `path` if given.
 
-    The file is replaced at once: a full disk or a kill leaves the old results or the complete new ones. The picture of
-    the confusion matrix is written beside it as NAME_confusion.png.
+    The file is replaced at once: a full disk or a kill leaves the old results or the complete new ones. If there is a
+    picture of a confusion matrix, it is written beside the file as NAME_confusion.png.
     """
     results = {
         "dataset": dataset.name,
@@ -38,7 +38,7 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
 
 
 def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
-    """The table of the scores under its title, or their one line."""
+    """Print the title, then the table of the scores or, without one, the summary."""
     console.print(title, soft_wrap=True, highlight=False)
     console.print(evaluated.summary if evaluated.table is None else evaluated.table())
 
@@ -47,6 +47,8 @@ def without_nan(value):
     """The value with null for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -29,9 +29,9 @@ from engine.stopping import StopRequest
 
 @dataclass
 class Run:
-    """What `opened` found out; `learner` and `metrics` exist from `start` on.
+    """A training run in one of its processes, made by `opened`; `learner` and `metrics` exist from `start` on.
 
-    resumed: the checkpoint to continue from, until the learner has it; None in a run that starts.
+    resumed: the checkpoint to continue from, after `start_step` steps, until the learner has it; None in a new run.
     """
 
     config: TrainingRun
@@ -48,7 +48,7 @@ class Run:
     metrics: MetricsLogger = field(init=False)
 
     def start(self, learner: Learner) -> None:
-        """Take `learner` to the weights that the run starts from or continues with, and start recording."""
+        """Give `learner` the weights that the run starts or continues with. ValueError: see `initialise_from`."""
         skipped = 0
         if self.resumed is not None:
             learner.load_state_dict(self.resumed)
@@ -75,7 +75,10 @@ class Run:
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
 
     def save(self, step: int, best: bool = False) -> None:
-        """Write a checkpoint: the state to continue from, and what an evaluation needs. Every process calls it."""
+        """Write the last checkpoint or the `best`; every process calls it.
+
+        Raises OSError if it cannot be written, and FloatingPointError if a weight is not finite.
+        """
         if not best and self.schedule.scores(step):  # so that what is scored is what was saved
             self.learner.prepare_evaluation(self.world)
         state = {
@@ -113,7 +116,8 @@ class Run:
         images, whole = evaluated.images, len(self.val_set)
         of = f" on the first {images} of {whole} images" if images < whole else ""
         print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
-        summary = self.metrics.summary(self.directory, self.config.score_label, of)
+        evaluate = self.config.evaluation_command(self.directory.last)
+        summary = self.metrics.summary(self.directory, lambda score: self.config.score_text(score) + of, evaluate)
         self.console.print(summary, soft_wrap=True, highlight=False)
         logger.debug(summary)
         return results
@@ -146,7 +150,7 @@ def opened(
         config.check_shares(world.size)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
         with directory.in_use(config):
-            run = _agreed(config, world, stop, directory, *find(data))
+            run = _agree(config, world, stop, directory, *find(data))
             log_to(run.console, directory.log if world.first else None, world.rank)
             logger.debug(command)
             if directory.notice and world.first:
@@ -163,9 +167,13 @@ def opened(
             yield run
 
 
-def _agreed(config: TrainingRun, world: World, stop: StopRequest, directory: RunDirectory, *splits: Dataset) -> Run:
+def _agree(
+    config: TrainingRun, world: World, stop: StopRequest, directory: RunDirectory, train_set: Dataset, val_set: Dataset
+) -> Run:
     """The run, if all processes have the same configuration, data and checkpoint. Locks its directory."""
-    train_set, val_set = splits
+    if not 1 <= len(train_set.classes) <= config.most_classes:
+        count = len(train_set.classes)
+        raise ValueError(f"{train_set.name} has {count} classes: expected 1 to {config.most_classes} for {config.task}")
     schedule = schedule_of(config, images=len(train_set))
     world.check_equal(configuration.fixed(config), "start all of them with the same keys and values")
     with world.first_goes_ahead() as first:

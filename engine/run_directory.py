@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -13,12 +12,11 @@ from typing import TextIO
 
 from engine import checkpoint
 from engine.config import fixed, of_checkpoint
+from engine.console import logger
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # for another process to end: a requeued job may start before the old one is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-logger = logging.getLogger(__name__)
 
 
 def new_run_path(dataset: str, norm: str) -> str:
@@ -80,7 +78,7 @@ class RunDirectory:
 
     @contextmanager
     def in_use(self, config: TrainingRun) -> Iterator[None]:
-        """Wraps a run: unless a key is wrong, errors say what survived, and `config` how to go on."""
+        """Wraps a run: unless a key is wrong, errors say what survived; `config` words the advice."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -95,7 +93,7 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 if error.filename is None or not Path(error.filename).is_relative_to(self.path):
-                    raise  # of a checkpoint, which has said everything
+                    raise  # checkpoint.save's message is complete
                 raise OSError(
                     f"run_dir={self.path} cannot be used: {error.filename}: {error.strerror}. Give another run_dir, or "
                     f"make this one a folder to write to"

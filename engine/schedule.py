@@ -18,7 +18,7 @@ class Schedule:
         return self.evaluate_every is not None and step % self.evaluate_every == 0 and 0 < step < self.total_steps
 
     def scores(self, step: int) -> bool:
-        """Whether the network of this step is evaluated, on the way or at the end."""
+        """Whether the network of this step is evaluated, as scheduled or at the end."""
         return self.evaluates(step) or step == self.total_steps
 
     def checkpoints(self, step: int) -> bool:

@@ -42,6 +42,7 @@ class ClassShares:
     epochs: int = key(5, above=0)
     seed: int = key(0, least=0)
     fraction: float = key(1.0, above=0, most=1)  # sampler.fraction
+    folder: str | None = None  # where the class index is kept, sampler.folder of a training; null: the cache folder
 
 
 def compare(values: DictConfig) -> dict:
@@ -50,7 +51,7 @@ def compare(values: DictConfig) -> dict:
     data, console = config.data, make_console()
     dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
     with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
-        index = index_classes(dataset, progress=progress)
+        index = index_classes(dataset, config.folder, progress=progress)
     steps = config.epochs * minibatches_per_epoch(
         len(dataset), data.crops_per_minibatch, key="data.crops_per_minibatch"
     )

@@ -35,6 +35,8 @@ class Run:
                 raise ValueError(f"runs: {folder} has no {name}: expected the directory of a run that has ended")
         self.name = folder.resolve().name
         self.results = json.loads((folder / "results.json").read_text())
+        if "miou" not in self.results:
+            raise ValueError(f"runs: {folder} has no miou in its results.json: expected a run of train_seg.py")
         header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)

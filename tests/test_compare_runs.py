@@ -43,6 +43,15 @@ def test_a_folder_without_results_is_named(tmp_path):
         compare(values)
 
 
+def test_a_run_of_another_task_is_named(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps({"dataset": "shapes", "top1": 1.0}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "val", "step": 1, "top1": 1.0}) + "\n")
+    (tmp_path / "config.yaml").write_text("# python train_shapes.py\ndata:\n  name: shapes\n")
+    values = OmegaConf.structured(Comparison(runs=[str(tmp_path)], out=str(tmp_path / "report")))
+    with pytest.raises(ValueError, match=f"^runs: {tmp_path} has no miou .*: expected a run of train_seg.py$"):
+        compare(values)
+
+
 def test_a_run_that_was_cut_off_is_refused(tmp_path):
     train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *SHORT, "trainer.steps=2"))
     metrics = tmp_path / "run" / "metrics.jsonl"

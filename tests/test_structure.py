@@ -29,7 +29,6 @@ KNOWS_SCHEMA = {
     "engine/config.py": {"keys.alternative", "keys.check_values", "keys.groups_of", "training.TrainingRun"},
     "engine/run.py": {"data.Data", "training.TrainingRun"},
     "engine/run_directory.py": {"training.TrainingRun"},
-    "engine/metrics_logger.py": {"keys.override"},
     "engine/segmentation/evaluation.py": {"evaluation.MEMORY_ADVICE"},
 }
 
@@ -148,12 +147,25 @@ def test_code_is_short_or_says_why_it_is_not(path):
             assert lines <= MOST_LINES_OF_A_FUNCTION or node.lineno in reasons, f"{node.name}: {lines} lines"
 
 
+def windows(source: str) -> set[tuple[str, ...]]:
+    """All runs of MOST_EQUAL_LINES + 1 lines, without indentation; blank lines and imports are left out."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    left_out = {number for node in imports for number in range(node.lineno, node.end_lineno + 1)}
+    numbered = [(number, line.strip()) for number, line in enumerate(source.splitlines(), start=1)]
+    lines = [line for number, line in numbered if line and number not in left_out]
+    return {tuple(lines[start : start + MOST_EQUAL_LINES + 1]) for start in range(len(lines) - MOST_EQUAL_LINES)}
+
+
+def test_copied_functions_are_found_and_equal_imports_are_no_copy():
+    """Or the next test could not fail."""
+    one, other = ((REPOSITORY / name).read_text() for name in ("train_seg.py", "eval.py"))
+    for kinds, found in (((ast.Import, ast.ImportFrom), False), (ast.FunctionDef, True)):
+        copied = [ast.get_source_segment(one, node) for node in ast.parse(one).body if isinstance(node, kinds)]
+        assert len("\n".join(copied).splitlines()) > MOST_EQUAL_LINES
+        assert bool(windows(one) & windows("\n".join([*copied, other]))) == found
+
+
 @pytest.mark.parametrize("one, other", list(itertools.combinations(ENTRIES, 2)), ids=name_of)
 def test_entries_share_no_code(one, other):
     """What two tasks have in common stands in the engine, once."""
-    runs = []
-    for path in (one, other):
-        lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-        starts = range(len(lines) - MOST_EQUAL_LINES)
-        runs.append({tuple(lines[start : start + MOST_EQUAL_LINES + 1]) for start in starts})
-    assert runs[0] and not runs[0] & runs[1]
+    assert not windows(one.read_text()) & windows(other.read_text())

@@ -56,10 +56,8 @@ def _source(config: SegmentationData) -> tuple[Callable[..., SegmentationDataset
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
     """The training and the validation split. ValueError for missing files, or for a split without labels."""
-    return (
-        labelled_dataset(config, "data.train_split", config.train_split),
-        labelled_dataset(config, "data.val_split", config.val_split),
-    )
+    train_set = labelled_dataset(config, "data.train_split", config.train_split)
+    return train_set, labelled_dataset(config, "data.val_split", config.val_split)
 
 
 def labelled_dataset(config: SegmentationData, key: str, split: str) -> SegmentationDataset:

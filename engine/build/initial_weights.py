@@ -15,19 +15,12 @@ SHOWN_NAMES = 4  # tensors listed with one reason
 
 
 class Initialised(NamedTuple):
-    """The report of `initialise_from`.
+    """The report of `initialise_from`."""
 
-    Attributes:
-        source: file, step, and which weights.
-        matched: names of the network's tensors that were loaded.
-        skipped: name of a tensor in the file -> why it was not used.
-        new: names of the network's tensors that keep their random initialisation.
-    """
-
-    source: str
-    matched: list[str]
-    skipped: dict[str, str]
-    new: list[str]
+    source: str  # file, step, and which weights
+    matched: list[str]  # names of the network's tensors that were loaded
+    skipped: dict[str, str]  # name of a tensor in the file -> why it was not used
+    new: list[str]  # names of the network's tensors that keep their random initialisation
 
     def __str__(self) -> str:
         lines = [
@@ -50,7 +43,7 @@ class _Weights(NamedTuple):
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Initialised:
-    """Load the weights of `config.init`. ValueError as of `initialise_from`."""
+    """Load the weights of `config.init`. ValueError: see `initialise_from`."""
     path = Path(config.init.weights).expanduser()
     package = isinstance(config.norm, PackageNorm)
     return initialise_from(network, path, classes, format=config.init.format, part=config.init.part, package=package)

@@ -1,6 +1,6 @@
 """Configuration keys -> norms, bodies and networks, and how images pass through them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def views(options: TrainedNetwork, base_size: int | None = None) -> Views:
 
 
 def trained_forward(
-    config: SegmentationRun, state: dict, path: Path, classes: tuple[str, ...], averaged: bool, device: torch.device
+    config: SegmentationRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
 ) -> Forward:
     """Through the network of a checkpoint, in eval mode, as an evaluation uses it.
 
@@ -118,7 +118,7 @@ def trained_forward(
         classes: that the network must have been trained on. `averaged` takes the averaged weights if there are any.
 
     Raises:
-        ValueError: as of `checkpoint.load_network`.
+        ValueError: see `checkpoint.load_network`.
     """
     make = partial(segmentation_network, config, len(state["classes"]))
     return forward(config, checkpoint.load_network(make, state, classes, path, averaged).eval(), device)

@@ -35,13 +35,13 @@ def learner(
 ) -> Learner:
     """The network as `config.seed` initialises it, on its device, with everything that changes it.
 
-    From here on each process draws its own random numbers (dropout); the first draws those of a single process.
+    From here on each process draws its own random numbers (dropout); rank 0 draws those of a run in one process.
 
     Args:
         make: the network on the CPU, from the process group of synchronised norms (None is all processes).
 
     Raises:
-        ValueError: it is to be compiled, and there is no compiler.
+        ValueError: the network is to be compiled, and there is no compiler; or `make` raises it.
     """
     trainer = config.trainer
     torch.manual_seed(config.seed)

@@ -30,7 +30,8 @@ class EvaluationData(TrainedData):
 
 @dataclass
 class TrainedHead:
-    pooling_size: list[int] | None = key(None, above=0, entries=("height", "width"))  # null: as in training
+    # null: as in training
+    pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
 
 
 @dataclass

@@ -107,8 +107,8 @@ class DeepLabV3Head(Head):
     hidden_channels: int = key(256, above=0)
     out_channels: int = key(256, above=0)
     dilations: list[int] = key([12, 24, 36], above=0)
-    # Sliding pooling window at test time, in feature cells.
-    pooling_size: list[int] | None = key(None, above=0, entries=("height", "width"))
+    # Sliding pooling window at test time.
+    pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
 
 
 NORMS = {

@@ -1,14 +1,16 @@
 """Keys of train_seg.py."""
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
-from engine.schema.keys import group, key
+from engine.schema.keys import group, key, override
 from engine.schema.network import HEADS, Head
-from engine.schema.training import TrainingRun
+from engine.schema.training import Trainer, TrainingRun
 
 
 @dataclass
@@ -31,6 +33,11 @@ LOSSES = {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss}
 
 
 @dataclass
+class SegmentationTrainer(Trainer):
+    pictures: int = key(4, least=0, free_on_resume=True)  # validation images shown in TensorBoard
+
+
+@dataclass
 class SegmentationRun(TrainingRun):
     """One run of train_seg.py."""
 
@@ -43,7 +50,11 @@ class SegmentationRun(TrainingRun):
         "the pooled branch of the head cannot normalise a single value per channel",
     )
 
+    trainer: SegmentationTrainer = field(default_factory=SegmentationTrainer)
     data: SegmentationData = group(SEGMENTATION_DATASETS)
     head: Head = group(HEADS)
     loss: Loss = group(LOSSES)
     sampler: Sampler = group(SAMPLERS)
+
+    def evaluation_command(self, checkpoint: Path) -> str:
+        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])

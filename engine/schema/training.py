@@ -39,7 +39,6 @@ class Trainer:
     evaluate_images: int | None = key(None, above=0)  # evaluate only the first so many, also at the end; null: all
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
     log_every_steps: int = key(20, above=0, free_on_resume=True)
-    pictures: int = key(4, least=0, free_on_resume=True)  # validation images shown in TensorBoard
     device: str = key("auto", one_of=DEVICES, free_on_resume=True)
     precision: str = key("float32", one_of=PRECISIONS)  # bfloat16, float16: by autocast; float16 scales the loss
     tf32: bool = False  # float32 products of 10-bit mantissas on CUDA devices
@@ -51,7 +50,7 @@ class Trainer:
     ema_decay: float | None = key(None, above=0, most=1)
     # Before an evaluation the average's norms take statistics from so many minibatches; 0: the trained network's.
     ema_statistics_minibatches: int = key(0, least=0)
-    profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten of warming up, to RUN_DIR/profile
+    profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
     timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # a process stops if it waits longer for another
 
 
@@ -72,20 +71,13 @@ class Init:
 
 @dataclass
 class TrainingRun:
-    """One training run, from its weights to its results.
+    """One training run, from its weights to its results. Each task sets the class attributes."""
 
-    Class attributes, which each task sets:
-        task: its name in checkpoints.
-        score, score_label: the score that best.pt has most of, in metrics.jsonl and in the summary of a run.
-        most_classes: as many as its labels and predictions can tell apart.
-        fewest_at_a_time: images that a micro-batch must have, and why.
-    """
-
-    task: ClassVar[str]
-    score: ClassVar[str]
-    score_label: ClassVar[str]
-    most_classes: ClassVar[int] = 65_535
-    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")
+    task: ClassVar[str]  # its name in checkpoints
+    score: ClassVar[str]  # name of the score, higher is better, that selects best.pt
+    score_label: ClassVar[str]  # its name for people
+    most_classes: ClassVar[int] = 65_535  # that labels and predictions can encode
+    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # and why
 
     run_dir: str | None = key(None, free_on_resume=True)  # null: runs/DATASET-NORM/DATE
     # auto: continue the run in run_dir if there is one, else start it
@@ -120,6 +112,14 @@ class TrainingRun:
             raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+
+    def score_text(self, score: float) -> str:
+        """The score for people."""
+        return f"{self.score_label} {100 * score:.2f} %"
+
+    def evaluation_command(self, checkpoint: Path) -> str | None:
+        """The command that evaluates a checkpoint of this task, if there is one."""
+        return None
 
     def check_precision(self) -> None:
         """Raise ValueError if the norm cannot compute in `trainer.precision`."""

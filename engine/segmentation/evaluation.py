@@ -1,6 +1,6 @@
 """Scores of a segmentation network on a whole split, with a progress bar."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -28,7 +28,7 @@ from models.layers import layer_health
 def evaluate_split(
     forward: Forward,
     dataset: SegmentationDataset,
-    minibatches: Iterable[dict],
+    minibatches: DataLoader | UntilStopped,
     *,
     views: Views,
     world: World,
@@ -43,7 +43,7 @@ def evaluate_split(
         on_prediction: gets every (minibatch, predictions), the latter uint8 (N, H, W) on the CPU.
 
     Raises:
-        MemoryError: as of `predict`.
+        MemoryError: see `predict`.
     """
     counts, images = Counts(dataset.table), 0
     for minibatch in tracked(progress, minibatches, f"evaluating {dataset.name} {dataset.split}"):

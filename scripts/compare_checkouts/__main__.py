@@ -5,7 +5,7 @@
 Run it before and after a restructuring, to prove that trainings, evaluations and predictions are what they were.
 Everything runs on the CPU: some four minutes per checkout on two cores. `camvid` is the folder of that dataset, `only`
 chooses scenarios, `jobs` of them run at a time. With `work`, results are kept there, and the next comparison on the
-same machine uses those of a checkout without uncommitted changes again. Exit status 1: something differs.
+same machine reuses those of a checkout without uncommitted changes. Exit status 1: something differs.
 
 Not compared: times, memory, hardware and versions, the console, log.txt, the order of keys.
 """
@@ -90,7 +90,7 @@ def compare(values: DictConfig) -> bool:
         raise ValueError(f"only={sorted(unknown)[0]}: expected some of {', '.join(SCENARIOS)}")
     camvid = Path(config.camvid).expanduser().resolve()
     if not camvid.is_dir():
-        raise ValueError(f"camvid={camvid} is not a folder: expected that of the dataset, see docs/data.md")
+        raise ValueError(f"camvid={camvid} is not a folder: expected the folder of CamVid, see docs/data.md")
     keep = tempfile.TemporaryDirectory() if config.work is None else nullcontext(config.work)
     with keep as work, ThreadPoolExecutor(config.jobs) as pool:
         old, new = (

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """One command of a scenario. In its words, {here} is the scenario's folder and {camvid} that of the dataset."""
+    """One command of a scenario. In its words, {here} is the scenario's folder and {camvid} the dataset's."""
 
     line: str
     processes: int = 1

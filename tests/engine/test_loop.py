@@ -16,7 +16,7 @@ def step(learner: Learner) -> tuple[float, float]:
     torch.manual_seed(0)
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     minibatch = {"image": images, "label": torch.randint(0, 5, (4, 8, 8), dtype=torch.uint8)}
-    return train_step(learner, BootstrappedCrossEntropy(), minibatch, whole=4, world=World())
+    return train_step(learner, BootstrappedCrossEntropy(), minibatch, minibatch_size=4, world=World())
 
 
 def test_accumulation_gives_the_step_of_the_whole_minibatch():

@@ -13,6 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import checkpoint
+from engine.config import typed
 from engine.evaluated import Evaluated
 from engine.metrics_logger import MetricsLogger
 from engine.run_directory import RunDirectory
@@ -32,6 +33,13 @@ def logger(run_dir, start_step=0, total_steps=10, skipped=0) -> MetricsLogger:
 
 def evaluated(**scores) -> Evaluated:
     return Evaluated({**SCORES, **scores}, summary="mIoU 0.5", images=2)
+
+
+def summary_of(running: MetricsLogger, directory: RunDirectory) -> list[str]:
+    """The lines of a segmentation run's summary."""
+    config = typed(composed("train_seg"))
+    evaluate = config.evaluation_command(directory.last)
+    return running.summary(directory, config.score_text, evaluate).splitlines()
 
 
 def records(run_dir) -> list[dict]:
@@ -124,7 +132,7 @@ def test_skipped_images_and_loss_scale_are_recorded_where_there_are_any(tmp_path
                 running.skips(3 if step == start_step + 2 else 0, [])
                 running.training(step, 0.0, 0.1, 1.0, loss_scale=2.0**step)
             running.evaluation(start_step + 2, 0.0, evaluated())
-            assert f"{before + 3} images skipped" in running.summary(RunDirectory(str(tmp_path)), "mIoU")
+            assert f"{before + 3} images skipped" in running.summary(RunDirectory(str(tmp_path)), str, None)
     train_records = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert [record.get("skipped_images") for record in train_records] == [None, 3, 3, 6]
     assert [record["loss_scale"] for record in train_records] == [2.0, 4.0, 8.0, 16.0]
@@ -145,10 +153,10 @@ def test_the_summary_says_what_is_there(tmp_path):
     directory = RunDirectory(str(tmp_path))
     with logger(tmp_path) as running:
         running.evaluation(5, 0.0, evaluated(miou=math.nan))
-        assert "best      none" in running.summary(directory, "mIoU")
+        assert "best      none" in summary_of(running, directory)
         for step, miou in ((6, 0.25), (7, 0.75), (8, 0.75), (10, 0.5)):
             running.evaluation(step, 0.0, evaluated(miou=miou))
-    lines = running.summary(directory, "mIoU").splitlines()
+    lines = summary_of(running, directory)
     assert lines[1] == "training  0 steps in 0:00:00, 0 images skipped"  # it was resumed at its end
     assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
     assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
@@ -158,7 +166,7 @@ def test_the_command_that_evaluates_survives_any_folder(tmp_path):
     directory = RunDirectory(str(tmp_path / "lr=1,bs=2 [a'b]"))
     with logger(None) as running:
         running.evaluation(10, 0.0, evaluated())
-        (line,) = (line for line in running.summary(directory, "mIoU").splitlines() if line.startswith("evaluate"))
+        (line,) = (line for line in summary_of(running, directory) if line.startswith("evaluate"))
     *command, argument = shlex.split(line.removeprefix("evaluate"))
     assert command == ["python", "eval.py"] and composed("eval", argument).checkpoint == str(directory.last)
 

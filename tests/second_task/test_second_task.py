@@ -1,5 +1,6 @@
 """A task that the engine does not know: trained, evaluated, stopped, resumed to the bit, on two processes."""
 
+import itertools
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from tests.ranks import Ranks
 from tests.runs import REPOSITORY, SHORT, composed
 from tests.second_task.shapes import ShapesRun
 from tests.second_task.train_shapes import train
+from tests.test_structure import windows
 
 STEPS = 36
 
@@ -130,10 +132,7 @@ def test_its_checkpoint_says_its_task_and_no_other_task_takes_it(tmp_path, whole
 def test_the_entries_share_no_code():
     """What two entries would both write belongs to the engine."""
     files = [REPOSITORY / "train_seg.py", REPOSITORY / "eval.py", Path(__file__).with_name("train_shapes.py")]
-    windows = []
-    for file in files:
-        lines = [line.strip() for line in file.read_text().splitlines() if line.strip()]
-        windows.append({tuple(lines[start : start + 6]) for start in range(len(lines) - 5)})
-    assert not windows[0] & windows[1] and not windows[0] & windows[2] and not windows[1] & windows[2]
+    for one, other in itertools.combinations(files, 2):
+        assert not windows(one.read_text()) & windows(other.read_text())
     limits = {"train_seg.py": 90, "train_shapes.py": 60}
     assert all(len(file.read_text().splitlines()) <= limits.get(file.name, 250) for file in files)

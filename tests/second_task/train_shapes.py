@@ -5,6 +5,7 @@ from functools import partial
 import hydra
 from omegaconf import DictConfig
 from torch import nn
+from torch.utils.data import DataLoader
 
 from datasets import ShuffledMinibatches
 from engine import build, loop
@@ -22,9 +23,13 @@ def train(values: DictConfig, command: str = "train_shapes.train") -> dict:
     with opened(config, command, shapes, verify) as run:
         world, total_steps = run.world, run.schedule.total_steps
         run.start(build.learner(config, partial(classifier, config, len(run.train_set.classes)), total_steps, world))
-        order = build.order_of(config, total_steps, world, run.start_step)
-        sampler = ShuffledMinibatches(len(run.train_set), **order)
-        minibatches = build.loader(run.train_set, config.data, world, batch_sampler=sampler)
+
+        def minibatches_of(steps: int, start_step: int = 0) -> DataLoader:
+            sampler = ShuffledMinibatches(len(run.train_set), **build.order_of(config, steps, world, start_step))
+            return build.loader(run.train_set, config.data, world, batch_sampler=sampler)
+
+        run.learner.statistics_minibatches = minibatches_of(config.trainer.ema_statistics_minibatches)
+        minibatches = minibatches_of(total_steps, run.start_step)
         images = build.evaluation_loader(run.val_set, config.data, world, config.trainer.evaluate_images, batch_size=4)
         return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
 
