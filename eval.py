@@ -135,11 +135,9 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
 
 def _words(views: Views) -> list[str]:
     """How the views differ from a whole image at a single scale."""
-    words = []
-    if views.window is not None:
-        words.append(f"window{views.window}")
-        if views.overlap != WHOLE_IMAGE.overlap:
-            words.append(f"overlap{views.overlap:g}")
+    words = [f"window{views.window}"] if views.window else []
+    if views.overlap != WHOLE_IMAGE.overlap:
+        words.append(f"overlap{views.overlap:g}")
     if views.scales != WHOLE_IMAGE.scales:
         words.append("scales" + "-".join(f"{scale:g}" for scale in views.scales))
     return [*words, "flip"] if views.flip else words

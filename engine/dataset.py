@@ -5,15 +5,9 @@ from typing import Protocol
 
 
 class Dataset(Protocol):
-    """
-    name, split: for messages and results.
-    classes: names of the classes, by number.
-    palette: (R, G, B) of each class, or None for classes without colours.
-    """
-
-    name: str
+    name: str  # for messages and results, as is split
     split: str
-    classes: tuple[str, ...]
-    palette: Sequence[tuple[int, int, int]] | None
+    classes: tuple[str, ...]  # names, by number
+    palette: Sequence[tuple[int, int, int]] | None  # (R, G, B) of each class, if classes have colours
 
     def __len__(self) -> int: ...

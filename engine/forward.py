@@ -39,12 +39,8 @@ class Forward:
 
     def normalised(self, images: Tensor) -> Tensor:
         """(image - mean) / std, float32 on the network's device."""
-        images = images.to(self.device, non_blocking=True)
+        images = images.to(self.mean.device, non_blocking=True)
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mean.device
 
     def through(self, network: nn.Module) -> "Forward":
         """The same through another network."""

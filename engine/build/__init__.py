@@ -11,5 +11,6 @@ from engine.build.data import (
     training_crops,
     training_loader,
 )
-from engine.build.network import body, forward, norm_act, segmentation_network, trained_forward, views
-from engine.build.training import arithmetic, learner, loss, lr_schedule, optimizer, schedule_of
+from engine.build.network import body, forward, norm_act
+from engine.build.segmentation import loss, segmentation_network, trained_forward, views
+from engine.build.training import arithmetic, learner, lr_schedule, optimizer, schedule_of

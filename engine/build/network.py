@@ -1,26 +1,19 @@
-"""Configuration keys -> norms, bodies and networks, and how images pass through them."""
+"""Configuration keys -> norms and bodies, and how images pass through a network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import checkpoint
 from engine.forward import Forward
 from engine.schema import network as schema
-from engine.schema.evaluation import TrainedNetwork
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
-from engine.segmentation.inference import Views
 from models.bodies.resnext import ResNeXt
 from models.bodies.wider_resnet import WiderResNet
-from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
-from models.segmentation import SegmentationNetwork
 
 
 def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
@@ -73,23 +66,6 @@ def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0
     )
 
 
-def segmentation_network(
-    config: SegmentationRun, classes: int, group: dist.ProcessGroup | None = None
-) -> SegmentationNetwork:
-    """Body, head and classifier, initialised from torch's global generator, on the current default device."""
-    norm = norm_act(config.norm, group)
-    features = body(config.body, norm)
-    head = DeepLabV3(
-        features.out_channels,
-        config.head.hidden_channels,
-        config.head.dilations,
-        norm_act=norm,
-        pooling_size=config.head.pooling_size,
-        out_channels=config.head.out_channels,
-    )
-    return SegmentationNetwork(features, head, classes)
-
-
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:
     """Through `network`, moved to `device`, as `config.data` normalises and `config.trainer` computes."""
     memory_format = torch.channels_last if config.trainer.channels_last else torch.contiguous_format
@@ -100,25 +76,3 @@ def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Fo
     low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast does not know float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
     return Forward(network.to(device, memory_format=memory_format), mean, std, memory_format, autocast)
-
-
-def views(options: TrainedNetwork, base_size: int | None = None) -> Views:
-    """What the network sees of each image; `base_size`: pixels of the longest side at scale 1."""
-    return Views(base_size, options.window.size, options.window.overlap, tuple(options.tta.scales), options.tta.flip)
-
-
-def trained_forward(
-    config: SegmentationRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
-) -> Forward:
-    """Through the network of a checkpoint, in eval mode, as an evaluation uses it.
-
-    Args:
-        config: the configuration in the checkpoint, perhaps changed by the command.
-        state: content of the checkpoint `path`.
-        classes: that the network must have been trained on. `averaged` takes the averaged weights if there are any.
-
-    Raises:
-        ValueError: see `checkpoint.load_network`.
-    """
-    make = partial(segmentation_network, config, len(state["classes"]))
-    return forward(config, checkpoint.load_network(make, state, classes, path, averaged).eval(), device)

@@ -1,4 +1,4 @@
-"""Configuration keys -> what learns: optimiser, schedule, loss, precision."""
+"""Configuration keys -> what learns: optimiser, schedule, precision."""
 
 import os
 from collections.abc import Callable
@@ -15,9 +15,7 @@ from engine.distributed import World, node_group
 from engine.learner import Learner
 from engine.schedule import Schedule, in_steps
 from engine.schema.network import OurNorm
-from engine.schema.segmentation import BootstrappedLoss, Loss
 from engine.schema.training import Optim, Trainer, TrainingRun
-from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
 from models.layers.backends.compiled import check_compiler
 
 
@@ -121,10 +119,3 @@ def schedule_of(config: TrainingRun, images: int) -> Schedule:
         checkpoint_every=trainer.checkpoint_every_steps,
         log_every=trainer.log_every_steps,
     )
-
-
-def loss(config: Loss, ignore_index: int) -> nn.Module:
-    """The loss of a segmentation, over logits (N, K, H, W) and labels (N, H, W)."""
-    if isinstance(config, BootstrappedLoss):
-        return BootstrappedCrossEntropy(config.fraction, ignore_index)
-    return CrossEntropy(ignore_index)

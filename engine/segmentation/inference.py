@@ -90,7 +90,7 @@ def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
 
 def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Tensor:
     """As `predict`, for the images resized to `size`: uint8 (N, *size)."""
-    images = images.to(forward.device)
+    images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
     seen = [
         _View(forward, pixels, views.size(images.shape[-2:], scale), views, mirrored=bool(mirrored))

@@ -1,0 +1,65 @@
+"""Configuration keys -> the network, loss and views of a segmentation."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine import checkpoint
+from engine.build.network import body, forward, norm_act
+from engine.forward import Forward
+from engine.schema.evaluation import TrainedNetwork
+from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
+from engine.segmentation.inference import Views
+from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
+from models.heads import DeepLabV3
+from models.segmentation import SegmentationNetwork
+
+
+def segmentation_network(
+    config: SegmentationRun, classes: int, group: dist.ProcessGroup | None = None
+) -> SegmentationNetwork:
+    """Body, head and classifier, initialised from torch's global generator, on the current default device."""
+    norm = norm_act(config.norm, group)
+    features = body(config.body, norm)
+    head = DeepLabV3(
+        features.out_channels,
+        config.head.hidden_channels,
+        config.head.dilations,
+        norm_act=norm,
+        pooling_size=config.head.pooling_size,
+        out_channels=config.head.out_channels,
+    )
+    return SegmentationNetwork(features, head, classes)
+
+
+def loss(config: Loss, ignore_index: int) -> nn.Module:
+    """Over logits (N, K, H, W) and labels (N, H, W)."""
+    if isinstance(config, BootstrappedLoss):
+        return BootstrappedCrossEntropy(config.fraction, ignore_index)
+    return CrossEntropy(ignore_index)
+
+
+def views(options: TrainedNetwork, base_size: int | None = None) -> Views:
+    """What the network sees of each image; `base_size`: pixels of the longest side at scale 1."""
+    return Views(base_size, options.window.size, options.window.overlap, tuple(options.tta.scales), options.tta.flip)
+
+
+def trained_forward(
+    config: SegmentationRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
+) -> Forward:
+    """Through the network of a checkpoint, in eval mode, as an evaluation uses it.
+
+    Args:
+        config: the configuration in the checkpoint, perhaps changed by the command.
+        state: content of the checkpoint `path`.
+        classes: that the network must have been trained on. `averaged` takes the averaged weights if there are any.
+
+    Raises:
+        ValueError: see `checkpoint.load_network`.
+    """
+    make = partial(segmentation_network, config, len(state["classes"]))
+    return forward(config, checkpoint.load_network(make, state, classes, path, averaged).eval(), device)
