@@ -15,7 +15,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
 test: $(INSTALLED)  ## the tests; PYTEST="-k name" adds options
-	$(VENV)/bin/python -m pytest -n 2 $(PYTEST)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (7 minutes)
 	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "fault and not gpu" --faults-out docs/results/faults.json $(PYTEST)
