@@ -96,7 +96,7 @@ def score(
 
 
 def apply_options(config: SegmentationRun, options: Evaluation) -> None:
-    """Replace values of the training by those that the command gives.
+    """Let the keys of the command override the keys of the training.
 
     Raises:
         ValueError: the data folder does not exist or is empty. It would be the wrong one, or, from somebody else's

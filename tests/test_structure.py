@@ -24,7 +24,7 @@ SCRIPTS = sorted((REPOSITORY / "scripts").rglob("*.py"))
 
 KNOWS_HYDRA = ("engine/config.py", "engine/command_line.py", "engine/schema/")
 NAMES_KEYS = ("engine/schema/", "engine/build/")
-# Beside engine/schema and engine/build: who imports what of the schema.
+# Modules outside engine/schema and engine/build that import the schema, and the names they import.
 KNOWS_SCHEMA = {
     "engine/config.py": {"keys.alternative", "keys.check_values", "keys.groups_of", "training.TrainingRun"},
     "engine/run.py": {"data.Data", "training.TrainingRun"},
@@ -127,7 +127,7 @@ def test_keys_are_named_where_they_are_read(path):
 
 
 def comments(path: Path) -> dict[int, str]:
-    """By line; those that are for tools do not count."""
+    """Comments by line number, without comments for tools."""
     with open(path, "rb") as file:
         tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
     return {token.start[0]: token.string for token in tokens if not re.match(r"# *(noqa|type:|fmt:)", token.string)}

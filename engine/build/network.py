@@ -42,28 +42,13 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
 
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> nn.Module:
     """Features of images, or logits of `classes`."""
+    options = dict(classes=classes, output_stride=config.output_stride, stem_channels=config.stem_channels)
     if isinstance(config, schema.ResNeXtBody):
-        return ResNeXt(
-            config.structure,
-            norm,
-            classes=classes,
-            output_stride=config.output_stride,
-            groups=config.groups,
-            base_channels=config.base_channels,
-            stem_channels=config.stem_channels,
-            stem=config.stem,
-        )
+        options.update(groups=config.groups, base_channels=config.base_channels, stem=config.stem)
+        return ResNeXt(config.structure, norm, **options)
     assert isinstance(config, schema.WiderResNetBody), config
-    return WiderResNet(
-        config.structure,
-        config.channels,
-        norm,
-        classes=classes,
-        output_stride=config.output_stride,
-        downsampling=config.downsampling,
-        dropout=config.dropout,
-        stem_channels=config.stem_channels,
-    )
+    options.update(downsampling=config.downsampling, dropout=config.dropout)
+    return WiderResNet(config.structure, config.channels, norm, **options)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:

@@ -33,7 +33,8 @@ def learner(
 ) -> Learner:
     """The network as `config.seed` initialises it, on its device, with everything that changes it.
 
-    From here on each process draws its own random numbers (dropout); rank 0 draws those of a run in one process.
+    From here on each process draws its own random numbers (dropout). Rank 0 draws the same numbers as a run in one
+    process.
 
     Args:
         make: the network on the CPU, from the process group of synchronised norms (None is all processes).

@@ -67,7 +67,7 @@ class TrainedNetwork:
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
 
     def apply_to(self, config: SegmentationRun) -> None:
-        """Replace values of the training by those given here. ValueError if the network cannot do that."""
+        """Override keys of the training with the keys given here. ValueError if the network cannot do that."""
         config.data.base_size = self.data.base_size or config.data.base_size
         config.head.pooling_size = self.head.pooling_size or config.head.pooling_size
         config.trainer.precision = self.precision or config.trainer.precision

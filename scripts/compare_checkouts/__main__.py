@@ -78,7 +78,7 @@ def _cell(count: int, different: list[str]) -> str:
 
 
 def total(compared: dict[str, Compared]) -> tuple[int, int]:
-    """Values compared, and those that differ."""
+    """How many values were compared, and how many differ."""
     cells = [cell for columns in compared.values() for cell in columns.values()]
     return sum(count for count, _ in cells), sum(len(different) for _, different in cells)
 

@@ -28,7 +28,7 @@ def test_durations_in_steps():
     in_run = partial(in_steps, steps_per_epoch=185)
     assert in_run(360, None) == 66_600  # Cityscapes: 2975 images, 16 crops
     assert in_run(360, 500) == in_run(1000, 500) == 500
-    assert in_run(2, 500) == 370  # the shorter of both
+    assert in_run(2, 500) == 370  # the shorter one
     assert in_run(None, None) is None
 
 
