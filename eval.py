@@ -6,13 +6,12 @@ On several devices: `torchrun --nproc-per-node N eval.py …`; every image is ev
 from dataclasses import replace
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
 from datasets import WholeImages, verify, worker_failures
 from engine import build, checkpoint
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from engine.console import log_to, make_console, progress_bar
 from engine.distributed import World, joined
 from engine.output_files import writable_folder
@@ -23,8 +22,6 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.evaluation import evaluate_split
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.predictions import PredictionWriter
-
-configuration.register("evaluation", Evaluation)
 
 
 def evaluate(values: DictConfig) -> dict:
@@ -147,10 +144,9 @@ def _folder(path: str | None) -> Path | None:
     return None if path is None else Path(path).expanduser().resolve()
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="eval")
+@configured("eval", Evaluation)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        evaluate(values)
+    evaluate(values)
 
 
 if __name__ == "__main__":

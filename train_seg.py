@@ -5,20 +5,17 @@ On several devices or machines: `torchrun --nproc-per-node N train_seg.py …` (
 
 from functools import partial
 
-import hydra
 from omegaconf import DictConfig
 
 from datasets import WholeImages, verify
 from engine import build, loop
 from engine import config as configuration
-from engine.command_line import train_from_command_line
+from engine.command_line import command_line, configured
 from engine.console import counted
 from engine.run import opened
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.evaluation import evaluation_of
 from engine.segmentation.pictures import class_legend
-
-configuration.register("segmentation_run", SegmentationRun)
 
 
 def train(values: DictConfig, command: str = "train_seg.train") -> dict:
@@ -58,9 +55,9 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         return run.conclude(loop.train(run, minibatches, loss, evaluation_of(run, images)))
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train_seg")
+@configured("train_seg", SegmentationRun)
 def main(values: DictConfig) -> None:
-    train_from_command_line(train, values)
+    train(values, command_line())
 
 
 if __name__ == "__main__":

@@ -1,25 +1,88 @@
-"""Running a command for its user: exit statuses and error messages."""
+"""Running a command for its user: configuration, --help, exit statuses and error messages."""
 
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
 
-from omegaconf import DictConfig
+import hydra
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from engine.config import register
 from engine.console import logger
 from engine.distributed import launched
 from engine.out_of_memory import is_out_of_memory
 from engine.stopping import EXIT_CODE, Preempted
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
-def train_from_command_line(train: Callable[[DictConfig, str], object], values: DictConfig) -> None:
-    """Call `train(values, command)` with the command line of this process; errors: see `errors_for_users`."""
-    train = record(train) if launched() else train  # torchrun prints the error that `record` leaves it
-    with errors_for_users():
-        train(values, command=shlex.join(["python", *sys.argv]))
+
+def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -> None:
+    """Make a command known to Hydra as command/NAME.
+
+    Hydra writes no logs and makes no folders (see engine/run_directory.py); --help lists the command's groups alone.
+    """
+    register(name, schema)
+    defaults, groups = f"/schema/{name}", []
+    if (file := configs / f"{name}.yaml").is_file():
+        defaults = f"/{name}"
+        groups = sorted(
+            key for entry in OmegaConf.load(file).defaults if isinstance(entry, DictConfig) for key in entry
+        )
+    lines = [f"  {group}: {', '.join(_choices(configs / group))}" for group in groups]
+    choices = ["Groups (group=choice):", *lines, ""] if lines else []
+    node = {
+        "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],
+        "hydra": {
+            "run": {"dir": "."},
+            "output_subdir": None,
+            "help": {"template": "\n".join([about.strip(), "", *choices, "Keys (key=value):", "$CONFIG"])},
+        },
+    }
+    ConfigStore.instance().store(group="command", name=name, node=node, package="_global_")
+
+
+def configured(
+    name: str, schema: type, configs: Path = CONFIGS
+) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
+    """Decorator: makes `main(values)` a command whose keys are those of `schema`, given as key=value.
+
+    NAME.yaml in `configs` holds its defaults and groups; a command without groups needs no file. Errors: see
+    `errors_for_users`.
+    """
+
+    def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
+        declare(name, schema, configs, about=sys.modules[main.__module__].__doc__ or name)
+
+        @hydra.main(version_base="1.3", config_path=str(configs), config_name=f"command/{name}")
+        @wraps(main)
+        def run(values: DictConfig) -> None:
+            with errors_for_users():
+                (record(main) if launched() else main)(values)  # torchrun prints the error that `record` leaves it
+
+        return run
+
+    return decorated
+
+
+def composed(name: str, *overrides: str, configs: Path = CONFIGS) -> DictConfig:
+    """The configuration of a declared command that is given `overrides`."""
+    with hydra.initialize_config_dir(str(configs), version_base="1.3"):
+        return hydra.compose(f"command/{name}", list(overrides))
+
+
+def command_line() -> str:
+    """The command that started this process, for the shell."""
+    return shlex.join(["python", *sys.argv])
+
+
+def _choices(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
 
 
 @contextmanager

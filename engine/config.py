@@ -17,12 +17,12 @@ Schema = TypeVar("Schema", bound=TrainingRun)
 
 
 def register(name: str, schema: type) -> None:
-    """Make a schema known to Hydra as `name`, and the alternatives of its groups as GROUP/NAME_schema."""
+    """Make a schema known to Hydra as schema/NAME, and the alternatives of its groups as schema/GROUP/NAME."""
     store = ConfigStore.instance()
-    store.store(name=name, node=schema)
+    store.store(group="schema", name=name, node=schema, package="_global_")
     for group, alternatives in groups_of(schema).items():
         for choice, node in alternatives.items():
-            store.store(group=group, name=f"{choice}_schema", node=node)
+            store.store(group=f"schema/{group}", name=choice, node=node, package=group)
 
 
 def typed(values: DictConfig):

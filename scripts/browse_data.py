@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import hydra
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -25,7 +24,7 @@ from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_e
 from datasets.transforms import at_scale
 from engine import build
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from engine.console import counted, make_console
 from engine.distributed import World
 from engine.schema.keys import key
@@ -145,13 +144,9 @@ def sheet(page: Sequence[Shown], dataset: SegmentationDataset, title: str) -> Fi
     return without_math(figure)
 
 
-configuration.register("browse_data_run", BrowseData)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="browse_data")
+@configured("browse_data", BrowseData)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        browse(values)
+    browse(values)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import hydra
 import numpy as np
 from omegaconf import DictConfig
 from rich.table import Table
@@ -18,7 +17,7 @@ from rich.table import Table
 from datasets import ClassIndex, index_classes
 from engine import build
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from engine.console import counted, make_console
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
@@ -58,13 +57,9 @@ def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, images: 
     return result
 
 
-configuration.register("class_index_run", ClassIndexRun)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="build_class_index")
+@configured("build_class_index", ClassIndexRun)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        index(values)
+    index(values)
 
 
 if __name__ == "__main__":

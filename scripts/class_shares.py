@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
 import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
@@ -26,7 +25,7 @@ from datasets import (
 )
 from engine import build
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from engine.console import counted, make_console, progress_bar, tracked
 from engine.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
@@ -136,13 +135,9 @@ def figure(result: dict) -> Figure:
     return drawing
 
 
-configuration.register("class_shares_run", ClassShares)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="class_shares")
+@configured("class_shares", ClassShares)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        compare(values)
+    compare(values)
 
 
 if __name__ == "__main__":

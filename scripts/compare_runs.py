@@ -11,12 +11,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import hydra
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 
 
 @dataclass
@@ -138,13 +136,9 @@ def compare(values: DictConfig) -> Path:
     return page
 
 
-configuration.register("comparison", Comparison)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="compare_runs")
+@configured("compare_runs", Comparison)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        print(compare(values))
+    print(compare(values))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import hydra
 import numpy as np
 import torch
 from omegaconf import DictConfig
@@ -17,7 +16,7 @@ from omegaconf import DictConfig
 from datasets.reading import decode_image
 from engine import build, checkpoint
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from engine.console import log_to, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_png
@@ -25,8 +24,6 @@ from engine.schema.evaluation import MEMORY_ADVICE, Prediction
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.pictures import overlay
-
-configuration.register("prediction", Prediction)
 
 KINDS = ("ids", "colour", "overlays")
 SUFFIXES = (".png", ".jpg", ".jpeg")
@@ -118,10 +115,9 @@ def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
     path.write_text("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n", "utf-8")
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="predict")
+@configured("predict", Prediction)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        predict(values)
+    predict(values)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +25,7 @@ from datasets import Inspection, inspect
 from datasets.verify import Problem
 from engine import build
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from engine.console import counted, make_console
 from engine.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
@@ -164,13 +163,9 @@ def write(path: Path, config: SegmentationData, reports: Sequence[SplitReport]) 
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
-configuration.register("verify_data_run", VerifyData)
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="verify_data")
+@configured("verify_data", VerifyData)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        reports = verify_data(values)
+    reports = verify_data(values)
     sys.exit(any(report.problems for report in reports))
 
 

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
-from engine.config import register
+from engine import command_line
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.segmentation import SegmentationRun
 
@@ -20,15 +20,13 @@ SHORT = (
     *("trainer.evaluate_images=2", "trainer.device=cpu"),
 )
 
-SCHEMAS = {"segmentation_run": SegmentationRun, "evaluation": Evaluation, "prediction": Prediction}
+for name, schema in (("train_seg", SegmentationRun), ("eval", Evaluation), ("predict", Prediction)):
+    command_line.declare(name, schema)
 
 
-def composed(entry: str, *overrides: str):
+def composed(entry: str, *overrides: str) -> DictConfig:
     """The config that `python {entry}.py {overrides}` sees."""
-    for name, schema in SCHEMAS.items():
-        register(name, schema)
-    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-        return compose(entry, list(overrides))
+    return command_line.composed(entry, *overrides)
 
 
 def command(entry: str, *overrides: str) -> list[str]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import MISSING, OmegaConf
 
+from engine import command_line as commands
 from scripts.bench_abn import benchmark, cells
 from scripts.bench_abn.__main__ import run
 from scripts.bench_abn.arguments import Benchmark, command_line, with_defaults
@@ -260,8 +260,7 @@ def test_nothing_measured_is_not_reached():
 
 
 def test_hydra_composes_the_arguments():
-    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-        values = compose("bench_abn", ["out=FILE.json", "dtypes=[bfloat16]", "rounds=3"])
+    values = commands.composed("bench_abn", "out=FILE.json", "dtypes=[bfloat16]", "rounds=3")
     config = with_defaults(OmegaConf.to_object(values))
     assert (config.device, config.batch, config.dtypes) == ("cpu", 4, ["bfloat16"])
     expected = "python -m scripts.bench_abn device=cpu dtypes=[bfloat16] rounds=3 out=FILE.json"

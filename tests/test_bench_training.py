@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from engine import command_line as commands
 from engine import config as configuration
 from engine import loop
 from scripts.bench_training import benchmark
@@ -193,8 +193,7 @@ def test_ratios_are_those_within_a_round():
 
 
 def test_hydra_composes_the_arguments():
-    with initialize_config_dir(str(REPOSITORY / "configs"), version_base="1.3"):
-        values = compose("bench_training", ["out=FILE.json", "parts=[compile]", "recipe=null", "rounds=3"])
+    values = commands.composed("bench_training", "out=FILE.json", "parts=[compile]", "recipe=null", "rounds=3")
     config = configuration.typed(values)
     expected = "python -m scripts.bench_training recipe=null rounds=3 parts=[compile] out=FILE.json"
     assert command_line(config) == expected

@@ -6,11 +6,9 @@ Writes FILE.json, and from it FILE.md (targets, tables) and FILE.png (a chart li
 
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from scripts.records import record
 
 from .arguments import Benchmark, with_defaults
@@ -23,13 +21,9 @@ def run(values: DictConfig) -> Path:
     return record(values, lambda: measure(with_defaults(OmegaConf.to_object(values))), page_of)
 
 
-configuration.register("abn_benchmark", Benchmark)
-
-
-@hydra.main(version_base="1.3", config_path="../../configs", config_name="bench_abn")
+@configured("bench_abn", Benchmark)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        print(run(values))
+    print(run(values))
 
 
 if __name__ == "__main__":

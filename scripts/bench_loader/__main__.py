@@ -5,11 +5,10 @@ Writes FILE.json, and from it FILE.md (targets, tables). `measure=false` makes t
 
 from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 
 from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 from scripts.records import record
 
 from .benchmark import LoaderBenchmark, measure
@@ -21,13 +20,9 @@ def run(values: DictConfig) -> Path:
     return record(values, lambda: measure(configuration.typed(values)), lambda result, _: markdown(result))
 
 
-configuration.register("loader_benchmark", LoaderBenchmark)
-
-
-@hydra.main(version_base="1.3", config_path="../../configs", config_name="bench_loader")
+@configured("bench_loader", LoaderBenchmark)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        print(run(values))
+    print(run(values))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from hydra import compose, initialize_config_dir
 from torch._dynamo.utils import counters
 
 from datasets import synthetic
-from engine import build, loop
+from engine import build, command_line, loop
 from engine import config as configuration
 from engine.distributed import World, device_of
 from engine.malloc import keep_freed_memory
@@ -24,7 +23,6 @@ from scripts.memory_measurement import peak_bytes, saved_for_backward
 
 from .switches import LONG, Switch
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MINIBATCHES = 4  # different ones, which come again
 
 
@@ -113,6 +111,5 @@ class Training:
 
 def composed(*overrides: str) -> SegmentationRun:
     """The checked configuration of `train_seg.py OVERRIDES`."""
-    configuration.register("segmentation_run", SegmentationRun)
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return configuration.typed(compose("train_seg", list(overrides)))
+    command_line.declare("train_seg", SegmentationRun)
+    return configuration.typed(command_line.composed("train_seg", *overrides))

@@ -18,11 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import hydra
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from engine import config as configuration
-from engine.command_line import errors_for_users
+from engine.command_line import configured
 
 from .checkout import CommandFailed, Side
 from .scenarios import SCENARIOS
@@ -109,13 +107,9 @@ def compare(values: DictConfig) -> bool:
     return total(compared)[1] == 0
 
 
-configuration.register("checkout_comparison", CheckoutComparison)
-
-
-@hydra.main(version_base="1.3", config_path="../../configs", config_name="compare_checkouts")
+@configured("compare_checkouts", CheckoutComparison)
 def main(values: DictConfig) -> None:
-    with errors_for_users():
-        sys.exit(not compare(values))
+    sys.exit(not compare(values))
 
 
 if __name__ == "__main__":

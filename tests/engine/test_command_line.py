@@ -1,10 +1,15 @@
 """Errors that a user can fix are one message; others keep their traceback."""
 
+import importlib
+import re
+
+import hydra
 import pytest
 import torch
 
 from datasets.class_table import UnknownIds
-from engine.command_line import errors_for_users
+from engine.command_line import CONFIGS, composed, errors_for_users
+from tests.runs import REPOSITORY
 
 
 def test_memory_that_runs_out_anywhere_is_a_message():
@@ -23,3 +28,24 @@ def test_users_see_the_message_of_a_worker_and_no_traceback(capsys):
         assert exit_.value.code == "error: a.png: is bad"
     with pytest.raises(KeyError), errors_for_users():
         raise KeyError("our own mistake")
+
+
+COMMANDS = {
+    name: path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+    for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]
+    for name in re.findall(r'^@configured\("(\w+)"', path.read_text(), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_command_does_and_lists_the_choices_that_it_accepts(name):
+    importlib.import_module(COMMANDS[name])  # which declares it
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        text = hydra.compose(f"command/{name}", return_hydra_config=True).hydra.help.template
+    about, _, listed = text.partition("Groups (group=choice):\n")
+    assert name in about
+    groups = dict(line.split(": ") for line in listed.partition("\n\n")[0].split("\n") if line)
+    assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file() and "schema" not in text
+    for group, choices in groups.items():
+        composed(name, f"{group.strip()}={choices.split(', ')[0]}")  # raises if the command does not accept it
+        composed(name, f"{group.strip()}={choices.split(', ')[-1]}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine import checkpoint
-from engine.command_line import train_from_command_line
+from engine.command_line import command_line, errors_for_users
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
@@ -90,7 +90,8 @@ def _main(output: Path, inject: Callable[[], None] | None, *overrides: str) -> N
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     if inject is not None:
         inject()
-    train_from_command_line(train, composed("train_seg", *overrides))
+    with errors_for_users():
+        train(composed("train_seg", *overrides), command_line())
 
 
 def complete(run_dir: Path, *overrides: str) -> Path:

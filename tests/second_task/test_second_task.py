@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 import train_seg
-from engine import checkpoint
+from engine import checkpoint, command_line
 from engine import config as configuration
 from engine.metrics_logger import MetricsLogger
 from engine.schema.segmentation import SegmentationRun
@@ -24,15 +23,14 @@ from tests.faults.runs import steps_of
 from tests.ranks import Ranks
 from tests.runs import REPOSITORY, SHORT, composed
 from tests.second_task.shapes import ShapesRun
-from tests.second_task.train_shapes import train
+from tests.second_task.train_shapes import CONFIGS, train
 from tests.test_structure import windows
 
 STEPS = 36
 
 
 def shapes_config(*overrides: str):
-    with initialize_config_dir(str(Path(__file__).parent / "configs"), version_base="1.3"):
-        return compose("train_shapes", list(overrides))
+    return command_line.composed("train_shapes", *overrides, configs=CONFIGS)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """Train a classifier of drawn shapes: `python -m tests.second_task.train_shapes [key=value …]`."""
 
 from functools import partial
+from pathlib import Path
 
-import hydra
 from omegaconf import DictConfig
 from torch import nn
 from torch.utils.data import DataLoader
@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader
 from datasets import ShuffledMinibatches
 from engine import build, loop
 from engine import config as configuration
-from engine.command_line import train_from_command_line
+from engine.command_line import command_line, configured
 from engine.run import opened
 from tests.second_task.shapes import ShapesRun, evaluation_of, shapes, verify
 
-configuration.register("shapes_run", ShapesRun)
+CONFIGS = Path(__file__).parent / "configs"
 
 
 def train(values: DictConfig, command: str = "train_shapes.train") -> dict:
@@ -39,9 +39,9 @@ def classifier(config: ShapesRun, classes: int, group) -> nn.Module:
     return nn.Sequential(nn.Dropout(0.1), body)  # random numbers that a resumed run must continue
 
 
-@hydra.main(version_base="1.3", config_path="configs", config_name="train_shapes")
+@configured("train_shapes", ShapesRun, CONFIGS)
 def main(values: DictConfig) -> None:
-    train_from_command_line(train, values)
+    train(values, command_line())
 
 
 if __name__ == "__main__":
