@@ -25,7 +25,7 @@ def register(name: str, schema: type) -> None:
             store.store(group=f"schema/{group}", name=choice, node=node, package=group)
 
 
-def typed(values: DictConfig):
+def typed(values: DictConfig, schema=None):
     """The dataclass instance of a config that Hydra composed.
 
     Raises:

@@ -23,7 +23,7 @@ from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from models.segmentation import SegmentationNetwork
-from scripts.memory_measurement import saved_for_backward
+from scripts.bench.measuring import saved_for_backward
 
 STRATEGIES = {
     "std": ("a", "standard", ABN),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.provenance import provenance
-from scripts.records import as_text
+from scripts.bench.frame import as_text
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

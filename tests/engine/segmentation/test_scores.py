@@ -5,7 +5,7 @@ import math
 import torch
 
 from engine.segmentation.scores import confusion_matrix, segmentation_scores
-from scripts.memory_measurement import peak_bytes
+from scripts.bench.measuring import peak_bytes
 
 
 def test_confusion_matrix_counts_labelled_pixels():

@@ -18,7 +18,7 @@ from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.backends.compiled import compiler_available
 from models.segmentation import SegmentationNetwork
-from scripts.memory_measurement import saved_for_backward
+from scripts.bench.measuring import saved_for_backward
 
 STRATEGIES = {
     "std": ABN,

@@ -1,6 +1,6 @@
-"""Our crops, the bare decoding of their files, and the pipelines that resize whole images and then crop them.
+"""Our crops, the bare decoding of their files, and pipelines that resize whole images and then crop them.
 
-Every pipeline reads the same files and gives, for a key (epoch, index), the same crop: an image uint8 (3, h, w), a
+For a key (epoch, index), all read the same files. Ours and the rivals return the same crop: image uint8 (3, h, w) and
 label uint8 (h, w) of train ids.
 """
 
@@ -28,14 +28,16 @@ DECODES, RIVALS = (DECODE_OPENCV, DECODE_TORCHVISION, DECODE_PILLOW), (OPENCV, V
 
 Key = tuple[int, int]  # epoch, index
 Crop = tuple[torch.Tensor, torch.Tensor]
+ReadLabel = Callable[[Path], np.ndarray]
+ReadAnything = Callable[[Path], object]
 
 
 def pipelines(crops: TrainingCrops, palette: bool) -> dict[str, Callable[[Key], object]]:
-    """All by their names. `palette`: labels are palette PNGs, whose indices only Pillow gives."""
+    """All pipelines by name. `palette`: labels are palette PNGs; only Pillow returns their indices."""
 
-    def decode(image: Callable[[Path], object], label: Callable[[Path], object], key: Key) -> tuple:
-        entry = crops.dataset.files[key[1]]
-        return image(entry.image), label(entry.label)
+    def decode(read_image: ReadAnything, read_label: ReadAnything, key: Key) -> tuple[object, object]:
+        image, label = paths(crops, key)
+        return read_image(image), read_label(label)
 
     label = pillow if palette else opencv_label
     return {
@@ -49,17 +51,21 @@ def pipelines(crops: TrainingCrops, palette: bool) -> dict[str, Callable[[Key], 
     }
 
 
+def paths(crops: TrainingCrops, key: Key) -> tuple[Path, Path]:
+    files = crops.dataset.files[key[1]]
+    assert files.image is not None and files.label is not None
+    return files.image, files.label
+
+
 def ours(crops: TrainingCrops, key: Key) -> Crop:
-    """The crop of a training."""
     item = crops[key]
     return item["image"], item["label"]
 
 
-def opencv(crops: TrainingCrops, read_label: Callable[[Path], np.ndarray], key: Key) -> Crop:
-    """The whole image resized, a crop of it in the colours and order of the network."""
-    entry, transform = crops.dataset.files[key[1]], crops.transform
+def opencv(crops: TrainingCrops, read_label: ReadLabel, key: Key) -> Crop:
+    (image_path, label_path), transform = paths(crops, key), crops.transform
     (height, width), offset, mirrored = crops.geometry(key)
-    image, label = opencv_image(entry.image), read_label(entry.label)
+    image, label = opencv_image(image_path), read_label(label_path)
     image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
     label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
     rows, columns = (_Axis(*axis) for axis in zip((height, width), offset, transform.crop_size, strict=True))
@@ -74,17 +80,16 @@ def opencv(crops: TrainingCrops, read_label: Callable[[Path], np.ndarray], key: 
     return torch.from_numpy(np.stack(cv2.split(image))), torch.from_numpy(label)
 
 
-def transforms_v2(crops: TrainingCrops, read_label: Callable[[Path], np.ndarray], antialias: bool, key: Key) -> Crop:
-    """The same with torchvision's transforms; antialiasing, their default, smooths images that shrink."""
-    entry, transform = crops.dataset.files[key[1]], crops.transform
+def transforms_v2(crops: TrainingCrops, read_label: ReadLabel, antialias: bool, key: Key) -> Crop:
+    (image_path, label_path), transform = paths(crops, key), crops.transform
     size, offset, mirrored = crops.geometry(key)
     rows, columns = (_Axis(*axis) for axis in zip(size, offset, transform.crop_size, strict=True))
-    image = torchvision_image(entry.image)
+    image = torchvision_image(image_path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written to
-        label = torch.as_tensor(read_label(entry.label))
+        label = torch.as_tensor(read_label(label_path))
     image = F.resize(image, size, InterpolationMode.BILINEAR, antialias=antialias)
-    # Not as a Mask, which would be resized without the half-pixel offset and so shifted against its image.
+    # Not as a Mask: torchvision resizes masks without the half-pixel offset, which shifts them against their image.
     label = F.resize(label[None], size, InterpolationMode.NEAREST_EXACT)[0]
     place = (rows.covered.start, columns.covered.start, rows.length, columns.length)
     image, label = F.crop(image, *place), F.crop(label, *place)
@@ -98,7 +103,7 @@ def transforms_v2(crops: TrainingCrops, read_label: Callable[[Path], np.ndarray]
 
 
 class _Axis:
-    """Along one axis: the part of the resized image that a crop covers, and its padding `before` and `after` that."""
+    """Along one axis: the part of the resized image that a crop covers, and the padding `before` and `after` it."""
 
     def __init__(self, size: int, start: int, crop: int):
         self.covered = slice(max(0, start), min(start + crop, size))
@@ -107,11 +112,17 @@ class _Axis:
 
 
 def opencv_image(path: Path) -> np.ndarray:
-    return cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    return _opencv(path, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
 
 
 def opencv_label(path: Path) -> np.ndarray:
-    return cv2.imdecode(np.fromfile(path, np.uint8), cv2.IMREAD_UNCHANGED)
+    return _opencv(path, cv2.IMREAD_UNCHANGED)
+
+
+def _opencv(path: Path, flags: int) -> np.ndarray:
+    pixels = cv2.imdecode(np.fromfile(path, np.uint8), flags)
+    assert pixels is not None
+    return pixels
 
 
 def torchvision_image(path: Path) -> torch.Tensor:

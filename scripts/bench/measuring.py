@@ -1,6 +1,7 @@
-"""Measuring memory: what autograd keeps for the backward pass, and the peak of a step."""
+"""Measuring a step: its time, what autograd keeps for the backward pass, and the peak of its memory."""
 
 import os
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,6 +10,45 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 T = TypeVar("T")
+Step = Callable[[], object]
+
+
+def captured(step: Step) -> Step:
+    """A step recorded as a CUDA graph: replaying it takes no time to launch kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def timer(step: Step, sample_ms: float, device: str) -> Callable[[int], float]:
+    """A timer for `interleaved`: the mean over as many repeats as take `sample_ms`."""
+    milliseconds(step, 2, device)
+    repeats = max(1, round(sample_ms / milliseconds(step, 2, device)))
+    return lambda _: milliseconds(step, repeats, device)
+
+
+def milliseconds(step: Step, repeats: int, device: str) -> float:
+    """Mean time of a step over some repeats, back to back."""
+    if device == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(repeats):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / repeats
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    return 1e3 * (time.perf_counter() - start_s) / repeats
 
 
 def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Files to be read: street scenes with the grain of photographs, in the official layouts of Cityscapes and Vistas."""
+"""Files to read: street scenes with grain like a photograph's, in the official layouts of Cityscapes and Vistas."""
 
 import json
 from pathlib import Path
@@ -9,24 +9,24 @@ from PIL import Image
 
 from datasets.streets import draw_street
 
-# Standard deviations of the grain, by the size of its grains in pixels: few fine ones, as in a photograph's noise.
+# Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
 _GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
-_WOBBLE = 0.5  # of a drawn pixel: edges are as uneven as those of real objects
+_WOBBLE = 0.5  # of a drawn pixel: edges as uneven as those of real objects
 _VISTAS_LABELS = 66
 
 
 def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids: a drawn street, enlarged."""
+    """A drawn street, enlarged: image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids."""
     rng = np.random.default_rng(seed)
     image, label = draw_street(rng)
     rows, columns = np.mgrid[:height, :width].astype(np.float32)
-    places = [
+    x, y = (
         (grid + 0.5) * (drawn / size) - 0.5 + _smooth(rng, height, width, 32, _WOBBLE)
         for grid, drawn, size in ((columns, image.shape[1], width), (rows, image.shape[0], height))
-    ]
-    image = cv2.remap(image, *places, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
-    label = cv2.remap(label, *places, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
-    grain = sum(_smooth(rng, height, width, size, deviation) for size, deviation in _GRAIN.items())
+    )
+    image = cv2.remap(image, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
+    label = cv2.remap(label, x, y, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
+    grain = np.sum([_smooth(rng, height, width, size, deviation) for size, deviation in _GRAIN.items()], axis=0)
     return np.clip(image + grain[..., None], 0, 255).round().astype(np.uint8), label
 
 
@@ -40,27 +40,27 @@ def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
 
 
 def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | None = None) -> None:
-    """`images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG of `size` (H, W), over and over in `files`."""
+    """`images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG of `size` (H, W), copied to make `files` pairs."""
+    colours = [[index, 255 - index, 7] for index in range(_VISTAS_LABELS)]
     labels = [
-        {"readable": f"class {index}", "color": [index, 255 - index, 7], "evaluate": index < _VISTAS_LABELS - 1}
-        for index in range(_VISTAS_LABELS)
+        {"readable": f"class {index}", "color": colour, "evaluate": index < _VISTAS_LABELS - 1}
+        for index, colour in enumerate(colours)
     ]
-    folders = [root / "training" / kind for kind in ("images", "labels")]
-    for folder in folders:
-        folder.mkdir(parents=True)
+    for index in range(files or images):
+        image_file, label_file = (
+            root / f"training/{kind}/{index:022d}{suffix}" for kind, suffix in (("images", ".jpg"), ("labels", ".png"))
+        )
+        if index < images:
+            image, label = scene(*size, seed=index)
+            _write(image_file, image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
+            coloured = Image.fromarray(label)
+            coloured.putpalette(sum(colours, []))
+            label_file.parent.mkdir(parents=True, exist_ok=True)
+            coloured.save(label_file)
+        else:
+            for file in (image_file, label_file):
+                file.write_bytes(file.with_stem(f"{index % images:022d}").read_bytes())
     (root / "config.json").write_text(json.dumps({"labels": labels, "version": 1.1}))
-    pairs = []
-    for index in range(images):
-        image, label = scene(*size, seed=index)
-        paths = [folder / f"{index:022d}{suffix}" for folder, suffix in zip(folders, (".jpg", ".png"), strict=True)]
-        _write(paths[0], image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 90])
-        coloured = Image.fromarray(label)
-        coloured.putpalette([value for entry in labels for value in entry["color"]])
-        coloured.save(paths[1])
-        pairs.append([path.read_bytes() for path in paths])
-    for index in range(images, files or images):
-        for folder, suffix, content in zip(folders, (".jpg", ".png"), pairs[index % images], strict=True):
-            (folder / f"{index:022d}{suffix}").write_bytes(content)
 
 
 def _smooth(rng: np.random.Generator, height: int, width: int, size: int, deviation: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The strategies that are measured against each other; names are those of the tables."""
+"""What `abn` measures: the strategies, by their names in the tables, and the inputs that they are compared on."""
 
 import functools
 from collections.abc import Callable
@@ -8,10 +8,90 @@ import torch
 from torch import Tensor, fx, nn
 
 from models.blocks import NormAct
-from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.bodies import resnext101
+from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.backends import BACKENDS, backend_for, check_backend
 
-from .cells import Cell
+from .measuring import saved_for_backward
+
+GROUPS = ("bn_act", "bn_act_conv", "network")
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# (N, C, H, W): 24.5 MiB on the CPU, more than 256 MiB on CUDA even in bfloat16.
+LARGE = {"cpu": (8, 64, 112, 112), "cuda": (64, 256, 112, 112)}
+
+NETWORK_IMAGES = (8, 3, 128, 128)
+
+
+class Cell(NamedTuple):
+    """One input, on which all strategies are measured in turn."""
+
+    group: str  # of GROUPS
+    shape: str  # CONV1 … CONV4, LARGE or NETWORK
+    size: tuple[int, int, int, int]  # (N, C, H, W)
+    layout: str  # of LAYOUTS
+    dtype: str  # of DTYPES
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.shape} {self.layout} {self.dtype}"
+
+    def tensor(self, size: tuple[int, ...]) -> Tensor:
+        values = torch.randn(size, device=self.device, dtype=DTYPES[self.dtype])
+        return values.contiguous(memory_format=LAYOUTS[self.layout]) if len(size) == 4 else values
+
+    def block(self, norm_act: NormAct) -> nn.Module:
+        """The norm alone; followed by a 1x1 convolution to half the channels; or in a small network."""
+        block: nn.Module
+        if self.group == "network":
+            block = resnext101(
+                norm_act, classes=10, structure=(2, 2, 1, 1), base_channels=(32, 32, 64), groups=8, stem_channels=32
+            )
+        else:
+            channels = self.size[1]
+            layers = [norm_act(channels)]
+            if self.group == "bn_act_conv":
+                layers.append(nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype]))
+            block = nn.Sequential(*layers)
+            recompute_activations(block)
+        return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
+
+
+class Work(NamedTuple):
+    """A block and the tensors of its forward and backward pass; `step` is timed."""
+
+    block: nn.Module
+    forward: Callable[[Tensor], Tensor]  # the block, or its compiled form
+    x: Tensor  # requires a gradient, except images
+    dz: Tensor  # the gradient of the block's output
+    overwrites: bool = False  # the block writes over its input, so it is given a copy
+
+    def step(self) -> tuple[Tensor, ...]:
+        """The gradients of x and of all parameters."""
+        return self._gradients(self.forward(self.x.clone() if self.overwrites else self.x))
+
+    def owning_step(self) -> tuple[Tensor, ...]:
+        """`step` for an x that nothing else holds, as in a network: its memory is freed once it is not needed."""
+        return self._gradients(self.forward(self.x.clone()))
+
+    def _gradients(self, output: Tensor) -> tuple[Tensor, ...]:
+        wanted = [tensor for tensor in (self.x, *self.block.parameters()) if tensor.requires_grad]
+        return torch.autograd.grad(output, wanted, self.dz)
+
+    def saved_bytes(self) -> tuple[int, int]:
+        """Bytes that autograd keeps, without parameters: of all tensors, and of tensors with at most C values.
+
+        x counts if it is kept, because that keeps it alive; images do not: the caller holds them anyway.
+        """
+        _, saved = saved_for_backward(lambda: self.forward(self.x.clone() if self.overwrites else self.x))
+        held = {tensor.untyped_storage()._cdata for tensor in self.block.parameters()}
+        if not self.x.requires_grad:
+            held.add(self.x.untyped_storage()._cdata)
+        sizes = [t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in held]
+        vector = self.x.shape[1] * torch.float32.itemsize
+        return sum(sizes), sum(size for size in sizes if size <= vector)
+
 
 STANDARD = "standard"
 COMPILED = "standard, compiled"
@@ -56,7 +136,7 @@ def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tup
         Strategy(INPLACE_1, functools.partial(InPlaceABN, variant="I", backend=backend), backend),
         Strategy(INPLACE_2, functools.partial(InPlaceABN, backend=backend), backend),
     ]
-    left_out = {}
+    left_out: dict[str, str] = {}
     rivals = [Strategy(COMPILED, batch_norm_leaky_relu, compiled=True)]
     if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
         rivals.append(Strategy(BUDGET, batch_norm_leaky_relu, compiled=True, budget=0.5))
@@ -112,7 +192,7 @@ def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor
     return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
 
 
-def _compile_within(graph: fx.GraphModule, inputs: list[Tensor], *, compiler: str, budget: float):
+def _compile_within(graph: fx.GraphModule, inputs: list[Tensor], *, compiler: str, budget: float) -> Callable:
     """A compiler that sees the memory budget, which is a global setting, for this graph only."""
     with torch._functorch.config.patch(activation_memory_budget=budget):
         return torch._dynamo.lookup_backend(compiler)(graph, inputs)

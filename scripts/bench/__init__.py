@@ -1,0 +1,1 @@
+"""Benchmarks: one frame, and a file for each thing that is measured."""

@@ -1,0 +1,175 @@
+"""The page and the chart of `abn`, made from its record alone."""
+
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from .abn_strategies import BUDGET, CHECKPOINTING_B, CHECKPOINTING_C, COMPILED, INPLACE_1, INPLACE_2, PACKAGE, STANDARD
+from .abn_targets import PASSES_OF_A_COPY, PASSES_OVER_MEMORY, Rows, by_cell, targets
+from .frame import MIB, Ratio, page_text, table, target_table
+
+TITLES = {
+    "bn_act": "BN + ACT",
+    "bn_act_conv": "BN + ACT + CONV",
+    "network": "Small whole network",
+}
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = {
+    STANDARD: "#000000",
+    COMPILED: "#999999",
+    BUDGET: "#F0E442",
+    CHECKPOINTING_B: "#D55E00",
+    CHECKPOINTING_C: "#E69F00",
+    INPLACE_1: "#56B4E9",
+    INPLACE_2: "#0072B2",
+    PACKAGE: "#CC79A7",
+}
+
+METHOD = f"""
+- CONV1 to CONV4 are the inputs of the first norm of an identity block in the four modules of ResNeXt-101: the module's
+  own channels (256 to 2048) on feature maps of 56x56 to 7x7. CONV is the 1x1 convolution behind it, to half the
+  channels. The paper does not say which of a module's convolutions it timed. LARGE is one more tensor, for BN + ACT.
+- A step is a forward pass and the gradients of input, scale, shift and convolution weight. One time is the mean over
+  repeats back to back, with warm caches. Compilation and warm-up are not timed. Ratios are to *standard*.
+- *Standard* is `F.batch_norm` and an in-place leaky ReLU (slope 0.01). cuDNN may benchmark its algorithms and use tf32
+  for all convolutions. *Compiled* is `torch.compile(fullgraph=True)` with static shapes around the whole block; its
+  activation is not in place, which would compile to far slower code. *Budget 0.5* compiles with
+  `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one, which exchanges nothing. The
+  column *backend* says what computes our layers; by default `backend=auto` chooses.
+- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.malloc`). With
+  glibc's defaults, a large buffer may or may not be taken from the system page by page, at several times the cost of
+  computing its values.
+- *Saved* counts the bytes that autograd keeps for the backward pass, each storage once, without parameters (and without
+  a network's images); the input counts if a strategy keeps it. *Buffers* is the same in sizes of the input, without
+  vectors of one value per channel. *Peak* is the most bytes allocated during a step whose input nothing else holds, so
+  a strategy that does not need the input frees it.
+- *Released package* overwrites its input, so here it is given a copy, and its time includes the copy. In networks it
+  needs none: the target against it subtracts the time of *copy* in the same round.
+- Copy bandwidth counts {PASSES_OF_A_COPY} passes over the tensor, BN + ACT {PASSES_OVER_MEMORY}: forward reads x twice
+  and writes z; backward reads z and dz twice and writes dx.
+"""
+
+
+def page(result: dict, picture: Path) -> str:
+    """The page; its chart is drawn to `picture`."""
+    chart(result["rows"]).savefig(picture, dpi=110)
+    return markdown(result, picture.name)
+
+
+def markdown(result: dict, picture: str) -> str:
+    arguments, rows = result["arguments"], result["rows"]
+    device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
+    graphs = ["", "Times are of replayed CUDA graphs, without the time to launch kernels."]
+    sections = [
+        *(graphs if arguments["graphs"] else []),
+        *target_table(targets(rows, result["left_out"])),
+        *["", "A target is reached if every shape, layout and dtype that it is about reaches it."],
+        *["", "## Summary", ""],
+        *["Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:", ""],
+        *summary(rows),
+        *["", f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({picture})"],
+        *_tables(by_cell(rows)),
+        *_left_out(result["left_out"]),
+    ]
+    title = f"BN + ACT (+ CONV) on {device}: time and memory of every strategy"
+    return page_text(result, title, f"Batch {arguments['batch']}, {arguments['rounds']} rounds", sections, METHOD)
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """Every strategy's time to standard, median over CONV1 … CONV4, and the buffers it keeps."""
+    columns: dict[tuple[str, str, str], list[Rows]] = {}
+    for cell in by_cell(rows):
+        standard = cell[STANDARD]
+        if standard["shape"].startswith("CONV"):
+            columns.setdefault((standard["group"], standard["layout"], standard["dtype"]), []).append(cell)
+
+    def entry(name: str, cells: list[Rows]) -> str:
+        found = [cell for cell in cells if name in cell]
+        if not found:
+            return ""
+        ratio = statistics.median(cell[name]["ratio"] for cell in found)
+        return f"{ratio:.2f}, {round(found[0][name]['saved_buffers'])} kept"
+
+    titles = [f"{TITLES[group]}, {layout}, {dtype}" for group, layout, dtype in columns]
+    lines = [[name, *(entry(name, cells) for cells in columns.values())] for name in COLOURS]
+    return table(["strategy", *titles], lines)
+
+
+def _tables(cells: list[Rows]) -> Iterator[str]:
+    """A table for each group, layout and dtype."""
+    groups: dict[str, list[Rows]] = {}
+    for cell in cells:
+        standard = cell[STANDARD]
+        heading = f"## {TITLES[standard['group']]}, {standard['layout']}, {standard['dtype']}"
+        groups.setdefault(heading, []).append(cell)
+    titles = ["shape", "strategy", "backend", "ms", "to standard", "saved MiB", "to standard", "buffers", "peak MiB"]
+    for heading, chosen in groups.items():
+        yield from ("", heading, "")
+        yield from table(titles, [_line(cell, name) for cell in chosen for name in cell], left=3)
+
+
+def _line(cell: Rows, name: str) -> list[str]:
+    row, standard = cell[name], cell[STANDARD]
+    shape = f"{row['shape']} {'x'.join(map(str, row['size']))}" if name == STANDARD else ""
+    ratio = "1" if name == STANDARD else f"{Ratio(row['ratio'], *row['ratio_quartiles']):.2f}"
+    known = [shape, name, row["backend"] or "", f"{row['median_ms']:.3f}", ratio]
+    if row["saved_bytes"] is None:
+        return [*known, "", "", "", ""]
+    share = f"{row['saved_bytes'] / standard['saved_bytes']:.3f}"
+    buffers = "" if row["group"] == "network" else f"{row['saved_buffers']:g}"
+    return [*known, f"{row['saved_bytes'] / MIB:.2f}", share, buffers, f"{row['peak_bytes'] / MIB:.2f}"]
+
+
+def _left_out(entries: list[dict]) -> Iterator[str]:
+    cells: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        cells.setdefault((entry["strategy"], entry["reason"]), []).append(entry["cell"])
+    if cells:
+        yield from ("", "## Not measured", "")
+    for (strategy, reason), names in cells.items():
+        where = names[0] if len(names) == 1 else f"{len(names)} cells, {names[0]} to {names[-1]}"
+        yield f"- {strategy} ({where}): {reason}"
+
+
+def chart(rows: list[dict]) -> Figure:
+    """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard."""
+    cells = by_cell(rows)
+    if not cells:
+        return Figure()
+    groups = {cell[STANDARD]["group"] for cell in cells}
+    group = "bn_act_conv" if "bn_act_conv" in groups else cells[0][STANDARD]["group"]
+    panels: dict[str, list[Rows]] = {}
+    for cell in cells:
+        if cell[STANDARD]["group"] == group:
+            panels.setdefault(f"{cell[STANDARD]['layout']}, {cell[STANDARD]['dtype']}", []).append(cell)
+    figure = Figure(figsize=(12, 0.8 + 3.4 * len(panels)), layout="constrained")
+    handles: dict[str, Artist] = {}
+    for axes, (name, chosen) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
+        _bars(axes, chosen)
+        axes.set(title=f"{TITLES[group]}, {name}", ylabel="forward + backward, ms")
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=4, frameon=False)
+    return figure
+
+
+def _bars(axes: Axes, cells: list[Rows]) -> None:
+    names = [name for name in COLOURS if any(name in cell for cell in cells)]
+    width = 0.84 / len(names)
+    for i, name in enumerate(names):
+        places = [place for place, cell in enumerate(cells) if name in cell]
+        heights = [cells[place][name]["median_ms"] for place in places]
+        left = [place + (i - (len(names) - 1) / 2) * width for place in places]
+        bars = axes.bar(left, heights, 0.92 * width, color=COLOURS[name], label=name)
+        ratios = ["" if name == STANDARD else f"{cells[place][name]['ratio']:.2f}" for place in places]
+        axes.bar_label(bars, ratios, rotation=90, padding=3, fontsize=8)
+    labels = [f"{c[STANDARD]['shape']}\n{'x'.join(map(str, c[STANDARD]['size']))}" for c in cells]
+    axes.set_xticks(range(len(cells)), labels)
+    axes.margins(x=0.01, y=0.18)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,39 @@
+"""Objects in processes of their own, so what they set for the whole process stays there."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+
+class Elsewhere:
+    """`make(*arguments)` in a new process; `call` calls its methods there. A context manager: the process ends with it.
+
+    `make` is pickled by name, so it must be defined at the top of a module. If it fails, every call raises its error.
+    """
+
+    def __init__(self, make: Callable[..., object], *arguments: object):
+        self.process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self.made = self.process.submit(_make, make, arguments)
+
+    def __enter__(self) -> "Elsewhere":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.shutdown()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """The method's result. Raises its error, or BrokenProcessPool if the process has died."""
+        self.made.result()
+        return self.process.submit(_call, method, arguments).result()
+
+
+_made: list[object] = []  # the one object of this process
+
+
+def _make(make: Callable[..., object], arguments: tuple) -> None:
+    _made.append(make(*arguments))
+
+
+def _call(method: str, arguments: tuple) -> Any:
+    return getattr(_made[0], method)(*arguments)

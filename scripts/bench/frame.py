@@ -1,0 +1,220 @@
+"""What all benchmarks share: arguments, interleaved rounds, ratios, targets, records and pages."""
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from omegaconf import MISSING, DictConfig
+
+from engine import config as configuration
+from engine.provenance import provenance
+
+PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
+MIB = 2**20
+
+ROUNDS = """
+- A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
+  ratios within a round, with quartiles.
+"""
+
+A = TypeVar("A", bound="Arguments")
+
+
+@dataclass
+class Arguments:
+    """Arguments of every benchmark."""
+
+    out: str = MISSING  # FILE.json; the page and the chart are written beside it
+    measure: bool = True  # false: make the page again from FILE.json
+
+
+class Clock:
+    """Time since a benchmark started, and its progress in the terminal."""
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def report(self, done: object) -> None:
+        print(f"{self.seconds:6.1f} s  {done}", flush=True)
+
+
+def record(
+    values: DictConfig, schema: type[A], measure: Callable[[A, Clock], dict], page: Callable[[dict, Path], str]
+) -> Path:
+    """Measure, write FILE.json, then FILE.md; returns the path of the page.
+
+    `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
+    record's own. `page(record, FILE.png)` returns the page's text; it may draw the picture.
+
+    Raises:
+        ValueError: an argument is impossible, or there is no record to make a page from.
+    """
+    arguments = configuration.typed(values, schema)
+    out = Path(arguments.out)
+    if out.suffix != ".json":
+        raise ValueError(f"out={out}: expected a file that ends in .json")
+    if arguments.measure:
+        clock, environment = Clock(), provenance()  # the checkout may change while the benchmark runs
+        found = measure(arguments, clock)
+        known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure")}
+        result = {
+            "command": command_line(arguments),
+            "arguments": known | found.pop("arguments", {}),
+            "environment": environment | found.pop("environment", {}),
+            "seconds": round(clock.seconds, 1),
+            **found,
+        }
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(as_text(result))
+    elif not out.is_file():
+        raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+    text = out.with_suffix(".md")
+    text.write_text(page(json.loads(out.read_text()), out.with_suffix(".png")))
+    return text
+
+
+def command_line(arguments: Arguments) -> str:
+    """The command that measures the same again. The schema's module is named after the command, without "bench_"."""
+    changed = [
+        f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
+        for entry in dataclasses.fields(arguments)
+        if entry.name not in ("out", "measure") and getattr(arguments, entry.name) != _default(entry)
+    ]
+    name = type(arguments).__module__.rpartition(".")[2]
+    return " ".join([f"python -m scripts.bench_{name}", *changed, "out=FILE.json"])
+
+
+def _default(entry: dataclasses.Field) -> object:
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+
+
+def check_choices(name: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Raise ValueError unless the list `name` names some of `known`."""
+    if not given or not set(given) <= set(known):
+        raise ValueError(f"{name}={list(given)}: expected some of {', '.join(known)}")
+
+
+def interleaved(timers: Mapping[str, Callable[[int], float | None]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each timer in every round. A round calls each timer once with its number, in a new random order.
+
+    A timer that returns None sits the round out.
+    """
+    shuffle = random.Random(0)
+    times_ms: dict[str, list[float]] = {name: [] for name in timers}
+    for number in range(rounds):
+        for name in shuffle.sample(list(timers), len(timers)):
+            ms = timers[name](number)
+            if ms is not None:
+                times_ms[name].append(round(ms, 5))
+    return times_ms
+
+
+class Ratio(NamedTuple):
+    """Median and quartiles; f"{ratio:.2f}" prints them all."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.lower:{spec}} – {self.upper:{spec}})"
+
+
+def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
+    """The ratios of our times to others' within each round."""
+    ratios = [own / other for own, other in zip(ours, others, strict=True)]
+    lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Ratio(statistics.median(ratios), lower, upper)
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be measured, for the record."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"
+
+
+class Target(NamedTuple):
+    """A row of the table of targets."""
+
+    about: str
+    to_reach: str
+    measured: str = "–"
+    verdict: str = NOT_MEASURED
+    paper: str = ""  # the paper's own figure
+
+
+def judged(
+    about: str,
+    to_reach: str,
+    values: Mapping[str, float],
+    *,
+    at_most: float = math.inf,
+    below: float = math.inf,
+    at_least: float = -math.inf,
+    text: str = "{:.2f}",
+    paper: str = "",
+) -> Target:
+    """A target that every value, by the name of what it was measured on, has to reach."""
+    if not values:
+        return Target(about, to_reach, paper=paper)
+    reached = [at_least <= value <= at_most and value < below for value in values.values()]
+    worst = (min if at_least > -math.inf else max)(values, key=lambda name: values[name])
+    if len(values) == 1:
+        measured = text.format(values[worst]) + (f" ({worst})" if worst else "")
+    else:
+        low, high = (text.format(bound(values.values())) for bound in (min, max))
+        measured = f"{low} – {high}, {sum(reached)} of {len(values)}; worst {worst}"
+    return Target(about, to_reach, measured, PASS if all(reached) else MISS, paper)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a Markdown table; the columns after the first `left` hold numbers."""
+    rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
+    return [_row(titles), rule, *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def target_table(targets: Sequence[Target]) -> list[str]:
+    """The section of targets; the paper's column only where it has figures."""
+    titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
+    if any(target.paper for target in targets):
+        titles.insert(1, "paper")
+        for row, target in zip(rows, targets, strict=True):
+            row.insert(1, target.paper or "–")
+    return ["", "## Targets", "", *table(titles, rows, left=len(titles))]
+
+
+def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
+    """The page: title, command, hardware and versions, `about` what was measured how often, sections, method."""
+    environment = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    threads = f"{environment['threads']} thread" + "s" * (environment["threads"] > 1)
+    conditions = f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
+    minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
+    opening = [f"# {title}", "", "```", result["command"], "```", "", f"{conditions}. {about}; {minutes}."]
+    return "\n".join([*opening, *sections, "", "## How it was measured", "", ROUNDS.strip() + method.rstrip()]) + "\n"
+
+
+def as_text(result: dict) -> str:
+    """JSON with one line for each row of a list of rows."""
+    return "{\n" + ",\n".join(f'"{key}": {_value(value)}' for key, value in result.items()) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        return "[\n" + ",\n".join(json.dumps(entry) for entry in value) + "\n]"
+    return json.dumps(value, indent=1)

@@ -1,0 +1,244 @@
+"""Speed of the training crops, against decoding their files and against resizing whole images; memory and start-up:
+
+    python -m scripts.bench_loader [rounds=40] out=FILE.json
+
+Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page again from FILE.json.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from omegaconf import DictConfig
+
+from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, cityscapes, vistas
+from datasets.class_index import POSITIONS, index_label
+from engine.command_line import configured
+from engine.schema.keys import key
+
+from . import frame
+from .loader_pictures import write_cityscapes, write_vistas
+from .loader_pipelines import DECODES, OURS, RIVALS, Key, pipelines
+from .loader_processes import like_a_worker, start_s, worker_mib
+
+PNG, JPEG, JPEG_BASE = "PNG", "JPEG", "JPEG, base_size"
+
+# The targets hold for these arguments; for others they are neither reached nor missed.
+_REQUIRED = {"png_size": [1024, 2048], "jpeg_size": [3648, 5472], "crop_size": 872, "files": 18000}
+
+Times = dict[str, list[float]]  # of one source, by pipeline
+
+METHOD = """
+- A sample is one pair of files, in the page cache, made into a crop of uint8 tensors by one thread: image (3, h, w) and
+  label (h, w) of train ids. In a round all pipelines make the crop of the same key (scale 0.7 to 2.0, place, flip).
+  Ratios therefore compare equal crops; quotients of two medians in the table do not. Samples per second are computed
+  from the median time. Targets compare with the fastest decoder and the fastest rival.
+- The files are drawn streets, enlarged, with grain like a photograph's: PNGs as in Cityscapes; JPEGs (quality 90,
+  4:2:0) with palette PNGs as labels, as in Vistas. JPEGs are measured at their own size, for which the targets hold,
+  and with the `base_size` of `configs/data/vistas.yaml`, where a rival resizes to fewer pixels.
+- *Ours* is `datasets.TrainingCrops`. It knows its crop before it decodes, and decodes files only down to the crop's
+  last row: PNG and JPEG are stored from the top. So it can take less time than the bare decode.
+- *Bare decode* returns the pixels of both whole files. Only Pillow returns the indices of a palette PNG, so all use it
+  for those labels.
+- The rivals resize whole images (bilinear) and labels (nearest), then crop, pad and flip; they map train ids in the
+  crop alone. `transforms.v2` decodes with torchvision; antialiasing, its default, smooths images that shrink. Its
+  labels are plain tensors: a `Mask` is resized without the half-pixel offset, which shifts it against its image.
+- The class index reads a whole label, counts its classes and samples pixels of each; it is made once.
+- Memory counts the pages that only the DataLoader's worker has (`Private_*` in `/proc/PID/smaps_rollup`), sampled every
+  2 ms while it makes minibatches of four crops.
+- A start is a new process after its imports: list and pair the files of a Vistas tree, check that they were verified,
+  load the class index, draw the first keys. The first start verifies the files and makes the index, on pictures of
+  32x24 pixels; on real ones it takes as long as decoding all labels twice.
+"""
+
+
+@dataclass
+class LoaderArguments(frame.Arguments):
+    png_size: list[int] = key([1024, 2048], least=64)  # height, width
+    jpeg_size: list[int] = key([3648, 5472], least=64)
+    base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
+    crop_size: int = key(872, above=0)
+    pictures: int = key(4, above=0)  # different files of each kind
+    rounds: int = key(40, above=0)
+    minibatches: int = key(8, above=0)  # of four crops, for a worker's memory
+    files: int = key(18000, above=0)  # images, for the start
+    starts: int = key(5, above=0)
+
+
+def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
+    """Times of all pipelines and of the class index, memory of a worker, starts."""
+    rows: list[dict] = []
+    index_ms: dict[str, list[float]] = {}
+    keys = [(epoch, epoch % arguments.pictures) for epoch in range(max(arguments.rounds, 4 * arguments.minibatches))]
+    with tempfile.TemporaryDirectory() as folder, like_a_worker():
+        png, jpeg, many = (Path(folder) / name for name in ("png", "jpeg", "many"))
+        write_cityscapes(png, arguments.pictures, _size(arguments.png_size))
+        write_vistas(jpeg, arguments.pictures, _size(arguments.jpeg_size))
+        write_vistas(many, images=1, size=(24, 32), files=arguments.files)
+        crop_size, streets, photographs = (
+            _size([arguments.crop_size] * 2),
+            cityscapes(png, "train"),
+            vistas(jpeg, "train"),
+        )
+        sources = {
+            name: TrainingCrops(dataset, TrainingTransform(crop_size, base_size=base_size), seed=0)
+            for name, dataset, base_size in (
+                (PNG, streets, None),
+                (JPEG, photographs, None),
+                (JPEG_BASE, photographs, arguments.base_size),
+            )
+        }
+        for source, crops in sources.items():
+            chosen = pipelines(crops, palette=crops.dataset is photographs)
+            timers = {name: timer(pipeline, keys) for name, pipeline in chosen.items()}
+            rows += [
+                {"source": source, "pipeline": name, "median_ms": round(statistics.median(times), 3), "times_ms": times}
+                for name, times in frame.interleaved(timers, arguments.rounds).items()
+            ]
+            clock.report(source)
+        for source in (PNG, JPEG):
+            index = timer(partial(index_of, sources[source].dataset), keys)
+            index_ms |= frame.interleaved({source: index}, arguments.rounds)
+        minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
+        memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
+        first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
+        return {
+            "environment": {"threads": 1},
+            "bytes_per_file": {source: _bytes_per_file(sources[source]) for source in (PNG, JPEG)},
+            "index_ms": index_ms,
+            "memory_mib": memory,
+            "first_start_s": first_start,
+            "cached_starts_s": cached_starts,
+            "rows": rows,
+        }
+
+
+def timer(pipeline: Callable[[Key], object], keys: Sequence[Key]) -> Callable[[int], float]:
+    """A timer for `interleaved`: round number i makes the crop of key i. Warms the pipeline up."""
+    pipeline(keys[0])
+
+    def milliseconds(number: int) -> float:
+        start_s = time.perf_counter()
+        pipeline(keys[number])
+        return 1e3 * (time.perf_counter() - start_s)
+
+    return milliseconds
+
+
+def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.ndarray]:
+    """What the class index keeps of a label, read from its file."""
+    label = dataset.read_label(key[1])
+    return index_label(label, len(dataset.classes), POSITIONS, np.random.default_rng(key))
+
+
+def _size(numbers: list[int]) -> tuple[int, int]:
+    height, width = numbers
+    return height, width
+
+
+def _bytes_per_file(crops: TrainingCrops) -> dict[str, int]:
+    files = crops.dataset.files
+    return {kind: sum(getattr(f, kind).stat().st_size for f in files) // len(files) for kind in ("image", "label")}
+
+
+def page(result: dict, _: Path) -> str:
+    arguments = result["arguments"]
+    of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
+    about = f"Crops of {arguments['crop_size']} pixels, {of_each}"
+    sections = [*frame.target_table(targets(result)), *_pipelines(result), *_others(result)]
+    return frame.page_text(result, "Speed of the training crops", about, sections, METHOD)
+
+
+def _pipelines(result: dict) -> Iterator[str]:
+    titles = ["pipeline", "ms", "samples/s per core", "time to bare decode", "time to ours"]
+    for source, times in by_source(result["rows"]).items():
+        others = (fastest(times, DECODES), OURS)
+        lines = []
+        for row in result["rows"]:
+            if row["source"] == source:
+                name, ms = row["pipeline"], row["median_ms"]
+                ratios = [
+                    "1" if name == other else f"{frame.ratio_of(times[name], times[other]):.2f}" for other in others
+                ]
+                lines.append([name, f"{ms:.1f}", f"{1e3 / ms:.1f}", *ratios])
+        yield from ("", f"## {_title(source, result)}", "", *frame.table(titles, lines))
+
+
+def _others(result: dict) -> Iterator[str]:
+    lines = [[source, f"{statistics.median(ms):.1f}"] for source, ms in result["index_ms"].items()]
+    yield from ("", "## Class index", "", *frame.table(["source", "a label read and indexed, ms"], lines))
+    lines = [
+        [source, *(f"{mib[moment]:.0f}" for moment in ("idle", "peak", "after"))]
+        for source, mib in result["memory_mib"].items()
+    ]
+    titles = ["source", "idle, MiB", "peak, MiB", "afterwards, MiB"]
+    yield from ("", "## Memory of a worker", "", *frame.table(titles, lines))
+    lines = [
+        [step, f"{first:.2f}", f"{statistics.median(start[step] for start in result['cached_starts_s']):.2f}"]
+        for step, first in result["first_start_s"].items()
+    ]
+    heading = f"## Start with {result['arguments']['files']} images"
+    yield from ("", heading, "", *frame.table(["", "first, s", "cached, s"], lines))
+
+
+def targets(result: dict) -> list[frame.Target]:
+    sources = by_source(result["rows"])
+    found = []
+    for source, limit in ((PNG, 1.20), (JPEG, 1.10)):
+        times = sources[source]
+        ratio = frame.ratio_of(times[OURS], times[fastest(times, DECODES)]).median
+        found.append(frame.judged(f"{source}: time to bare decode", f"at most {limit:.2f}", {"": ratio}, at_most=limit))
+    for source, limit in ((PNG, 1.1), (JPEG, 1.8)):
+        times = sources[source]
+        rival = fastest(times, RIVALS)
+        ratio = frame.ratio_of(times[rival], times[OURS]).median
+        about = f"{source}: throughput relative to the fastest rival"
+        found.append(frame.judged(about, f"at least {limit}", {rival: ratio}, at_least=limit))
+    index_ms = statistics.median(result["index_ms"][PNG])
+    about = "PNG: a label read and indexed"
+    found.append(frame.judged(about, "at most 30 ms", {"": index_ms}, at_most=30, text="{:.1f} ms"))
+    added = max(mib["peak"] - mib["idle"] for mib in result["memory_mib"].values())
+    about = "JPEG: unique memory that a worker adds"
+    found.append(frame.judged(about, "at most 400 MiB", {"": added}, at_most=400, text="{:.0f} MiB"))
+    start_s = statistics.median(sum(parts.values()) for parts in result["cached_starts_s"])
+    about = f"start with {result['arguments']['files']} images, cached"
+    found.append(frame.judged(about, "under 2 s", {"": start_s}, below=2, text="{:.2f} s"))
+    if any(result["arguments"][name] != value for name, value in _REQUIRED.items()):
+        return [target._replace(verdict=frame.NOT_MEASURED) for target in found]
+    return found
+
+
+def by_source(rows: list[dict]) -> dict[str, Times]:
+    sources: dict[str, Times] = {}
+    for row in rows:
+        sources.setdefault(row["source"], {})[row["pipeline"]] = row["times_ms"]
+    return sources
+
+
+def fastest(times: Times, among: tuple[str, ...]) -> str:
+    """The pipeline with the least time to ours."""
+    return min(among, key=lambda name: frame.ratio_of(times[name], times[OURS]).median)
+
+
+def _title(source: str, result: dict) -> str:
+    """The source with the size of its pictures and files."""
+    kind = PNG if source == PNG else JPEG
+    height, width = result["arguments"]["png_size" if kind == PNG else "jpeg_size"]
+    size = f"{source}={result['arguments']['base_size']}" if source == JPEG_BASE else source
+    kib = {name: bytes_ / 1024 for name, bytes_ in result["bytes_per_file"][kind].items()}
+    return f"{size}: {width}x{height} pixels, files of {kib['image']:.0f} KiB, labels of {kib['label']:.0f} KiB"
+
+
+def run(values: DictConfig) -> Path:
+    """Measure and write; returns the path of the page. Raises ValueError for impossible arguments."""
+    return frame.record(values, LoaderArguments, measure, page)
+
+
+@configured("bench_loader", LoaderArguments)
+def main(values: DictConfig) -> None:
+    print(run(values))

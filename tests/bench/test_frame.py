@@ -1,0 +1,117 @@
+"""What all benchmarks share. No test asserts a time."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.command_line import composed
+from scripts.bench import abn, abn_page, loader, training
+from scripts.bench.elsewhere import Elsewhere
+from scripts.bench.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
+from scripts.bench.measuring import peak_bytes
+from tests.runs import REPOSITORY
+
+RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run}
+PAGES = {"abn": abn_page.markdown, "loader": loader.page, "training": training.page}
+RECORDS = [path for name in PAGES for path in sorted((REPOSITORY / "docs" / "results").glob(f"{name}_*.json"))]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda path: path.stem)
+def test_pages_in_the_documentation_are_those_of_their_records(record):
+    page = PAGES[record.stem.partition("_")[0]](json.loads(record.read_text()), Path(record.with_suffix(".png").name))
+    assert record.with_suffix(".md").read_text() == page
+    assert record.with_suffix(".png").is_file() == (".png)" in page)
+
+
+def test_every_round_calls_every_timer_once_in_a_new_order():
+    calls: list[tuple[int, str]] = []
+    timers = {name: lambda number, name=name: calls.append((number, name)) or float(number) for name in "abc"}
+    times_ms = interleaved({**timers, "d": lambda number: None if number > 1 else 7.0}, rounds=5)
+    assert times_ms == {**dict.fromkeys("abc", [0.0, 1.0, 2.0, 3.0, 4.0]), "d": [7.0, 7.0]}
+    rounds = [calls[i : i + 3] for i in range(0, 15, 3)]
+    assert all(sorted(names) == [(number, name) for name in "abc"] for number, names in enumerate(rounds))
+    assert len({tuple(name for _, name in names) for names in rounds}) > 1
+
+
+def test_ratios_are_taken_within_a_round():
+    """The quotient of the medians is 4: the rounds differ in cost."""
+    ratio = ratio_of([4.0, 20.0, 100.0], [1.0, 10.0, 5.0])
+    assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
+    assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
+
+
+def test_a_target_is_judged_by_its_worst_value():
+    assert judged("a", "0.8", {}, at_most=0.8).verdict == NOT_MEASURED
+    assert judged("a", "0.8", {"x": 0.8}, at_most=0.8)[2:4] == ("0.80 (x)", PASS)
+    assert judged("a", "0.8", {"x": 0.8}, below=0.8).verdict == MISS
+    assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_most=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst y", MISS)
+    assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_least=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst x", MISS)
+
+
+def test_peak_bytes_are_those_of_tensors_that_live_together():
+    def step():
+        first = torch.empty(1000)
+        second = first.neg()
+        del first
+        return second.neg()
+
+    assert peak_bytes(step, "cpu") == 2 * 1000 * 4
+
+
+def test_objects_elsewhere_answer_fail_and_end():
+    with Elsewhere(list, [3, 1, 2]) as there:
+        there.call("sort")
+        assert there.call("copy") == [1, 2, 3]
+        with pytest.raises(ValueError):
+            there.call("remove", 7)
+        assert there.call("count", 1) == 1
+    with Elsewhere(int, "seven") as there, pytest.raises(ValueError, match="seven"):
+        there.call("bit_length")
+
+
+@pytest.mark.parametrize(
+    "arguments, options",
+    [
+        (abn.AbnArguments(device="cpu", dtypes=["bfloat16"], rounds=3), "dtypes=[bfloat16] rounds=3"),
+        (loader.LoaderArguments(png_size=[64, 96]), "png_size=[64,96]"),
+        (training.TrainingArguments(recipe=None, parts=["compile"]), "recipe=null parts=[compile]"),
+    ],
+)
+def test_the_command_line_says_what_is_not_the_default(arguments, options):
+    name = type(arguments).__module__.rpartition(".")[2]
+    command = command_line(arguments)
+    assert command == f"python -m scripts.bench_{name} {options} out=FILE.json"
+    values = composed(f"bench_{name}", *command.split()[3:])
+    assert {key: values[key] for key in vars(arguments) if key != "out"} == {
+        k: v for k, v in vars(arguments).items() if k != "out"
+    }
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("bench_abn", ["device=tpu"], "device=tpu: expected one of cpu, cuda"),
+        ("bench_abn", ["device=cuda"], "PyTorch sees no CUDA device"),
+        ("bench_abn", ["dtypes=[float16]"], "expected some of float32, bfloat16"),
+        ("bench_abn", ["groups=[]"], "expected some of bn_act"),
+        ("bench_abn", ["backend=cuda"], "choose one of auto"),
+        ("bench_abn", ["rounds=0"], "rounds=0: expected a number above 0"),
+        ("bench_abn", ["channels=[7]", "pixels=[4]"], "expected even numbers"),
+        ("bench_abn", ["channels=[8,8]", "pixels=[4]"], "expected lists of the same length"),
+        ("bench_abn", ["graphs=true"], "needs device=cuda"),
+        ("bench_abn", ["out=page.md"], "ends in .json"),
+        ("bench_abn", ["out=???"], "out has no value"),
+        ("bench_abn", ["measure=false"], "does not exist"),
+        ("bench_loader", ["rounds=0"], "rounds"),
+        ("bench_loader", ["png_size=[8,8]"], "png_size"),
+        ("bench_training", ["device=cuda"], "PyTorch sees no CUDA device"),
+        ("bench_training", ["parts=[all]"], "parts=.*expected some of overhead, switches, allocation, compile"),
+    ],
+)
+def test_impossible_arguments_are_refused(name, options, message, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        RUN[name](composed(name, "out=file.json", *options))

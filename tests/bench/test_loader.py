@@ -1,0 +1,133 @@
+"""The loader's benchmark: rivals that make the same crops, memory of a worker, targets. No test asserts a time."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from datasets import TrainingCrops, TrainingTransform, cityscapes, vistas
+from scripts.bench.frame import MISS, NOT_MEASURED, PASS
+from scripts.bench.loader import JPEG, JPEG_BASE, PNG, LoaderArguments, page, run, targets
+from scripts.bench.loader_pictures import write_cityscapes, write_vistas
+from scripts.bench.loader_pipelines import DECODES, OPENCV, OURS, RIVALS, V2, pipelines
+from scripts.bench.loader_processes import unique_mib, worker_mib
+from tests.bench.records import measured
+
+TINY = ["png_size=[96,128]", "jpeg_size=[120,160]", "base_size=100", "crop_size=72"]
+TINY += ["pictures=2", "rounds=3", "minibatches=1", "files=12", "starts=1"]
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    write_cityscapes(folder / "png", 2, (96, 128))
+    write_vistas(folder / "jpeg", 2, (120, 160))
+    return {PNG: cityscapes(folder / "png", "train"), JPEG: vistas(folder / "jpeg", "train")}
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    return measured("bench_loader", run, tmp_path_factory.mktemp("benchmark"), *TINY)
+
+
+@pytest.mark.parametrize("kind, base_size", [(PNG, None), (JPEG, None), (JPEG, 100)])
+def test_all_pipelines_make_the_same_crops(pictures, kind, base_size):
+    crops = TrainingCrops(pictures[kind], TrainingTransform((100, 110), base_size=base_size), seed=0)
+    chosen = pipelines(crops, palette=kind == JPEG)
+    padded = 0
+    for epoch in range(12):
+        key = (epoch, epoch % 2)
+        size, _, _ = crops.geometry(key)
+        image, label = (tensor.numpy().astype(int) for tensor in chosen[OURS](key))
+        for name in RIVALS:
+            other_image, other_label = (tensor.numpy() for tensor in chosen[name](key))
+            assert other_image.dtype == other_label.dtype == np.uint8 and other_image.shape == (3, 100, 110)
+            if name in (OPENCV, V2):
+                assert np.abs(other_image - image).max() <= 2
+            if name == OPENCV:
+                assert np.array_equal(other_label, label)
+            else:  # where a position lies between two pixels, torch may choose the other one
+                assert (other_label != label).mean() < 0.02
+        padded += size[0] < 100
+    assert padded
+
+
+def test_bare_decodes_return_the_pixels_of_both_files(pictures):
+    for kind, dataset in pictures.items():
+        crops = TrainingCrops(dataset, TrainingTransform((72, 80)), seed=0)
+        chosen = pipelines(crops, palette=kind == JPEG)
+        expected_image, expected_label = dataset[1].image, dataset.decode_label(dataset.files[1].label, np.s_[:, :])
+        for name in DECODES:
+            image, label = (np.asarray(part) for part in chosen[name]((0, 1)))
+            image = image[..., ::-1] if "OpenCV" in name else image.transpose(1, 2, 0) if len(image) == 3 else image
+            assert np.array_equal(image, expected_image) and np.array_equal(label.squeeze(), expected_label), name
+
+
+def test_unique_memory_grows_with_what_a_process_touches():
+    grows = "print(flush=True); input(); held = b'x' * 2**26; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", grows], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        before = unique_mib(process.pid)
+        process.stdin.write(b"\n"), process.stdin.flush()
+        process.stdout.readline()
+        assert 63.9 < unique_mib(process.pid) - before < 66
+        process.stdin.close()
+
+
+def test_a_worker_that_reads_has_more_memory_than_one_that_does_not(pictures):
+    crops = TrainingCrops(pictures[JPEG], TrainingTransform((900, 900), base_size=1000), seed=0)
+    mib = worker_mib(crops, [[(0, 0), (0, 1), (1, 0), (1, 1)]] * 2)
+    assert 0 < mib["idle"] < mib["peak"]
+
+
+def test_a_tiny_run_measures_everything(record):
+    result, text = record
+    assert {(row["source"], row["pipeline"]) for row in result["rows"]} == {
+        (source, pipeline) for source in (PNG, JPEG, JPEG_BASE) for pipeline in (OURS, *DECODES, *RIVALS)
+    }
+    assert all(len(row["times_ms"]) == 3 and row["median_ms"] > 0 for row in result["rows"])
+    assert {source: len(times) for source, times in result["index_ms"].items()} == {PNG: 3, JPEG: 3}
+    assert len(result["cached_starts_s"]) == 1 and result["first_start_s"].keys() == result["cached_starts_s"][0].keys()
+    assert text.count(f"| {OURS} |") == 3 and f"python -m scripts.bench_loader {TINY[0]}" in text
+
+
+def with_times(result: dict, times_ms: dict[str, list[float]]) -> dict:
+    """The record with these times of the pipelines, for PNGs and JPEGs."""
+    rows = [
+        {"source": source, "pipeline": name, "median_ms": sorted(times)[1], "times_ms": times}
+        for source in (PNG, JPEG)
+        for name, times in times_ms.items()
+    ]
+    return {**result, "rows": rows}
+
+
+def test_targets_are_judged_by_the_fastest_others_at_their_own_sizes(record):
+    assert {target.verdict for target in targets(record[0])} == {NOT_MEASURED}
+    ms = {OURS: 11.0, **dict.fromkeys(DECODES, 20.0), **dict.fromkeys(RIVALS, 30.0), DECODES[1]: 10.0, V2: 19.0}
+    result = {
+        **with_times(record[0], {name: [value, 2 * value, 9 * value] for name, value in ms.items()}),
+        "arguments": vars(LoaderArguments()),
+        "cached_starts_s": [{"a": 1.0, "b": 0.9}],
+        "index_ms": {PNG: [1.0, 29.0, 99.0], JPEG: [90.0]},
+        "memory_mib": {JPEG: {"idle": 10, "peak": 411, "after": 20}},
+    }
+    assert [(target.measured, target.verdict) for target in targets(result)] == [
+        ("1.10", PASS),
+        ("1.10", PASS),
+        (f"1.73 ({V2})", PASS),
+        (f"1.73 ({V2})", MISS),
+        ("29.0 ms", PASS),
+        ("401 MiB", MISS),
+        ("1.90 s", PASS),
+    ]
+
+
+def test_the_page_compares_pipelines_by_the_ratios_within_a_round_alone(record):
+    """The rival with the least median time is not the fastest: its crops may have been cheaper."""
+    times_ms = {name: [99.0, 99.0, 99.0] for name in (*DECODES, *RIVALS)}
+    times_ms |= {OURS: [1.0, 10.0, 20.0], OPENCV: [4.0, 21.0, 100.0], V2: [3.0, 30.0, 60.0]}  # 4 and 3 times ours
+    result = with_times(record[0], times_ms)
+    assert [target.measured for target in targets(result) if "rival" in target.about] == [f"3.00 ({V2})"] * 2
+    row = next(line for line in page(result, None).splitlines() if line.startswith(f"| {V2} "))
+    assert row.startswith(f"| {V2} | 30.0 | 33.3 | ") and row.endswith(" | 3.00 (3.00 – 3.00) |")

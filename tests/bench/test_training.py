@@ -1,0 +1,153 @@
+"""The benchmark of training steps: what it runs, what it counts, how it judges. No test asserts a time."""
+
+import json
+
+import pytest
+import torch
+
+from engine import loop
+from scripts.bench import training
+from scripts.bench.elsewhere import Elsewhere
+from scripts.bench.frame import MISS, NOT_MEASURED, PASS
+from scripts.bench.training import TrainingArguments, code, ratio, spread, targets
+from scripts.bench.training_steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
+from tests.bench.records import measured
+from tests.runs import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
+TINY = TrainingArguments(recipe=None, crop_size=48)
+
+
+def tiny(*overrides: str) -> tuple[str, ...]:
+    return (*TINY.overrides(crops=4), "norm.backend=eager", *overrides)
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory) -> tuple[dict, str]:
+    """A whole run on tiny crops: two switches that run here, one that needs CUDA, one that cannot work."""
+    options = [
+        "recipe=null",
+        "threads=1",
+        "crop_size=48",
+        "crops=4",
+        "starts=1",
+        "rounds=2",
+        "parts=[overhead,switches]",
+    ]
+    options += ["overhead_crops=2", "overhead_steps=2", "overhead_rounds=2"]
+    some = [s for s in SWITCHES if s.name in ("trainer.accumulation_steps=2", "trainer.tf32=true")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
+        return measured("bench_training", training.run, tmp_path_factory.mktemp("benchmark"), *options)
+
+
+def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(record):
+    result, text = record
+    assert {name: len(times) for name, times in result["overhead_ms"].items()} == {"bare": 2, "real": 2}
+    rows = {row["switch"]: row for row in result["rows"]}
+    assert rows.keys() == {DEFAULT, "trainer.accumulation_steps=2"}
+    for row in rows.values():
+        assert [len(times) for times in row["times_ms"]] == [2] and row["loss"] > 0
+        assert row["peak_bytes"] > row["saved_bytes"] > 0 and row["process_mib"][0] > 100
+    # Half of the crops at a time, beside what does not depend on them.
+    half, whole = rows["trainer.accumulation_steps=2"]["saved_bytes"], rows[DEFAULT]["saved_bytes"]
+    assert 0.5 <= half / whole < 0.6
+    reasons = {entry["switch"]: entry["reason"] for entry in result["left_out"]}
+    assert reasons["trainer.tf32=true"] == "needs a CUDA device"
+    assert reasons["optim.lr=1e30"].startswith("failed: FloatingPointError: the loss is nan")
+    assert "| `trainer.tf32=true` | not measured: needs a CUDA device |" in text
+
+
+def test_effects_in_the_documentation_are_those_of_the_records():
+    """Every measured switch has a row in docs/training.md: its time and its saved bytes relative to the default."""
+    words = (DOCS / "training.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")] for line in words.splitlines()]
+    written = {row[1]: row[2:4] for row in cells if len(row) > 5}
+    times, kept = {}, {}
+    for record in (DOCS / "results").glob("training_cpu*.json"):
+        rows = {row["switch"]: row for row in json.loads(record.read_text())["rows"]}
+        default = rows.pop(DEFAULT)
+        for name, row in rows.items():
+            times.setdefault(name, set()).add(f"{ratio(row, default):.2f}")
+            kept[name] = f"{row['saved_bytes'] / default['saved_bytes']:.2f}".replace("1.00", "1")
+    assert times.keys() == {switch.name for switch in SWITCHES if not switch.only_cuda} - {DEFAULT}
+    overhead = targets({**json.loads((DOCS / "results" / "training_cpu.json").read_text()), "rows": []})[0].measured
+    assert f"The training loop takes {overhead.split(' ms')[0].replace('(', '(quartiles ')} ms" in words
+    for name in times:
+        assert written[code(name)] == [" – ".join(sorted(times[name])), kept[name]], name
+
+
+def test_both_loops_train_the_same():
+    """One turn of each from the same weights: what the loop adds is no arithmetic."""
+    real, bare = (Overhead(tiny(), threads=1, steps=3) for _ in range(2))
+    before = {name: tensor.clone() for name, tensor in bare.learner.network.state_dict().items()}
+    real.learner.scheduler.step = lambda: None  # the bare loop has no schedule
+    real.bare = lambda: 0.0
+    real.rounds(0)  # the one that warms up
+    bare.bare()
+    ends = [loops.learner.network.state_dict() for loops in (real, bare)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert not any(torch.equal(before[name], ends[0][name]) for name in before if name.endswith("weight"))
+
+
+def test_rounds_alternate_which_loop_comes_first_and_leave_the_first_round_out(monkeypatch):
+    """Three rounds of two steps, of which the first warms up."""
+    calls = []
+    monkeypatch.setattr(loop, "train_step", lambda *_: calls.append("real") or (0.0, 0.0))
+    loops = Overhead(tiny(), threads=1, steps=2)
+    loops.bare = lambda: calls.append("bare") or 7.0
+    times = loops.rounds(2)
+    assert " ".join(calls) == "real real bare bare real real real real bare"
+    assert times["bare"] == [7.0, 7.0] and len(times["real"]) == 2
+
+
+def test_saved_bytes_are_counted_once_and_without_parameters():
+    inplace, standard = (Training(tiny(f"norm={norm}"), PLAIN, threads=1) for norm in ("inplace", "std"))
+    assert 0.4 < inplace.saved_bytes() / standard.saved_bytes() < 0.75
+
+
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.name)
+def test_every_switch_changes_the_training_that_it_is_compared_with(switch):
+    shared = TrainingArguments().overrides(crops=8)
+    assert (composed(*shared) != composed(*shared, *switch.overrides)) == bool(switch.overrides)
+    assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.prefetched)
+
+
+@pytest.mark.slow
+def test_a_compiled_training_counts_its_own_graphs():
+    """In a fresh process, which also looks whether there is a compiler."""
+    with Elsewhere(Training, tiny(), Switch(("trainer.compile=true",)), 1) as there:
+        there.call("warm_up", 2)
+        facts = there.call("facts")
+    assert (facts["graphs"], facts["graph_breaks"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "bare_ms, ratios, verdict",
+    [(200, [1.0, 1.02, 1.5], PASS), (200, [1.0, 1.04, 1.04], MISS), (20, [1.0, 1.01, 1.01], NOT_MEASURED)],
+)
+def test_the_overhead_is_judged_by_the_median_of_steps_of_about_200_ms(bare_ms, ratios, verdict):
+    times = {"bare": [bare_ms] * 3, "real": [bare_ms * ratio for ratio in ratios]}
+    (target,) = targets({"overhead_ms": times, "rows": []})
+    assert target.verdict == verdict
+    assert verdict != PASS or target.measured == "1.020 (1.010 – 1.260) of 200 ms, 3 rounds"
+
+
+@pytest.mark.parametrize(
+    "graphs, warm, breaks, verdicts",
+    [(1, 1, 0, [PASS, PASS]), (2, 2, 0, [MISS, PASS]), (1, 0, 0, [MISS, MISS]), (1, 1, 1, [MISS, MISS])],
+)
+def test_a_compiled_network_is_one_graph_for_every_size(graphs, warm, breaks, verdicts):
+    facts = {"graphs": graphs, "graphs_warm": warm, "graph_breaks": breaks, "first_step_s": [30.0, 9.0]}
+    names = [switch.name for switch in GROUPS["compile"][1:3]]  # the second has micro-batches of two sizes
+    found = targets({"overhead_ms": {}, "rows": [{"switch": name, **facts} for name in names]})
+    assert [target.verdict for target in found] == verdicts
+
+
+def test_ratios_are_those_within_a_round():
+    default = {"times_ms": [[100.0, 200.0, 400.0], [100.0, 100.0, 100.0]]}
+    row = {"times_ms": [[90.0, 180.0, 360.0], [110.0, 110.0, 110.0]]}
+    assert spread(row, default) == "1.00 (0.90, 1.10)"
+    slow = {"times_ms": [[2000.0, 4000.0]]}
+    assert spread(slow, {"times_ms": default["times_ms"][:1]}) == "20.00"
