@@ -1,6 +1,6 @@
 """Datasets, one file each; every sample is (image, label, name).
 
-Without this file, an installed package called `datasets` would be imported instead.
+Without this file, Python would import an installed package called `datasets` instead.
 """
 
 from datasets.camvid import camvid

@@ -1,9 +1,9 @@
-"""Where the project keeps what it can make again: drawn pictures, and which data it has already checked."""
+"""The cache folder. Everything in it can be made again: drawn images, class indices, records of passed checks."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """`inplace-abn-segmentation` in $XDG_CACHE_HOME, or in ~/.cache. It need not exist."""
+    """`inplace-abn-segmentation` in $XDG_CACHE_HOME, by default in ~/.cache. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "inplace-abn-segmentation"

@@ -1,4 +1,4 @@
-"""CamVid: 480x360 street scenes, 11 classes (Brostow et al. 2008; class grouping and split of SegNet)."""
+"""CamVid: 480x360 street scenes, 11 classes (Brostow et al. 2008; classes and splits as in SegNet)."""
 
 import os
 
@@ -11,7 +11,7 @@ IMAGES = {"train": 367, "val": 101, "test": 233}  # in the official splits
 _UNLABELLED = 11
 _SUFFIXES = (".png", ".jpg", ".jpeg")
 
-# name: RGB. The order is the value in the label files.
+# name: RGB, in the order of the label values.
 _CLASSES = {
     "sky": (128, 128, 128),
     "building": (128, 0, 0),
@@ -40,7 +40,10 @@ DIR/test/...                    DIR/test/*.png, DIR/testannot/*.png
 
 
 def camvid_classes() -> ClassTable:
-    """The 11 classes; label value 11 (unlabelled) is ignored. There is no official encoding: predictions are labels."""
+    """The 11 classes. Label value 11 (unlabelled) is ignored.
+
+    There is no official prediction format: predictions hold label values.
+    """
     count = len(_CLASSES)
     return ClassTable(
         names=tuple(_CLASSES),
@@ -52,9 +55,11 @@ def camvid_classes() -> ClassTable:
 
 
 def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
-    """CamVid's split "train" (367 images), "val" (101) or "test" (233), from either of its two common layouts.
+    """One CamVid split: "train" (367 images), "val" (101) or "test" (233), in either common layout.
 
-    Raises ValueError where the folder, the split, an image's label (`strict`) or every image is missing.
+    Raises:
+        ValueError: the split is unknown, a folder is missing, there are no images, or an image has no label (without
+            `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
     if (root / split / "images").is_dir():

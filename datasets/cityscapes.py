@@ -1,4 +1,4 @@
-"""Cityscapes, fine annotations: 2048x1024 street scenes, 19 classes, read from the official archives as unpacked."""
+"""Cityscapes, fine annotations: 2048x1024 street scenes, 19 classes. Reads the unpacked official archives."""
 
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ IMAGES = {"train": 2975, "val": 500, "test": 1525}  # in the official splits
 
 _IMAGE_SUFFIX = "_leftImg8bit.png"
 _LABEL_SUFFIX = "_gtFine_labelIds.png"
-_INSTANCE_SUFFIX = "_gtFine_instanceIds.png"  # values from 1000 on: 1000 * id + number; below: an id, of a group
+_INSTANCE_SUFFIX = "_gtFine_instanceIds.png"  # 1000 * id + number, or the id alone, e.g. for groups
 _WITHHELD = "test"  # its published label files are placeholders
 
-# name: (id in label and prediction files, RGB). The order is the train id. Source: the official label table.
+# name: (id in label and prediction files, RGB), in the order of train ids. Source: the official label table.
 _CLASSES = {
     "road": (7, (128, 64, 128)),
     "sidewalk": (8, (244, 35, 232)),
@@ -51,7 +51,7 @@ _CATEGORIES = {
     "vehicle": ("car", "truck", "bus", "train", "motorcycle", "bicycle"),
 }
 
-# Pixels of an average instance. Source: `avgClassSize` of the official evaluation of pixel-level labels.
+# Average pixels per instance. Source: `avgClassSize` in the official pixel-level evaluation.
 _INSTANCE_SIZES = {
     "person": 3462.4756337644,
     "rider": 3930.4788056518,
@@ -63,8 +63,8 @@ _INSTANCE_SIZES = {
     "bicycle": 4672.3249222261,
 }
 
-# Value of an instanceIds file -> what `SegmentationDataset.scored` returns: 1000 * train id + number, or -1.
-_INSTANCE_IDS = np.full((34, INSTANCES_PER_CLASS), -1, np.int32)
+# Lookup table: value in an instanceIds file -> 1000 * train id + number, or -1, as in `SegmentationDataset.scored`.
+_INSTANCE_IDS: np.ndarray = np.full((34, INSTANCES_PER_CLASS), -1, np.int32)
 _INSTANCE_IDS[[class_id for class_id, _ in _CLASSES.values()]] = np.arange(
     len(_CLASSES) * INSTANCES_PER_CLASS, dtype=np.int32
 ).reshape(-1, INSTANCES_PER_CLASS)
@@ -86,7 +86,7 @@ DIR/gtFine/val/...
 
 
 def cityscapes_classes() -> ClassTable:
-    """The 19 evaluated classes; of ids 0-33 the others, and 255 (licence plates, -1 in the table), are ignored."""
+    """The 19 evaluated classes. Other ids up to 33 are ignored, and so is 255 (licence plates, officially -1)."""
     ids = [class_id for class_id, _ in _CLASSES.values()]
     ignored = dict.fromkeys([*range(34), 255], 255)
     return ClassTable(
@@ -102,11 +102,15 @@ def cityscapes_classes() -> ClassTable:
 
 
 def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
-    """Cityscapes' split "train" (2975 images), "val" (500) or "test" (1525, without labels).
+    """One Cityscapes split: "train" (2975 images), "val" (500) or "test" (1525, without labels).
 
-    Names are CITY_SEQ_FRAME. Labels are the `labelIds` files, mapped to train ids while reading; `instanceIds` files
-    may be missing. Predictions are regular ids at full size, under any name that starts with the image's. Raises
-    ValueError where the folder, the split, an image's label (`strict`) or every image is missing.
+    Names are CITY_SEQ_FRAME. Labels come from the `labelIds` files and are mapped to train ids on reading;
+    `instanceIds` files are optional. Prediction files hold regular ids at full size, and their names start with the
+    image's.
+
+    Raises:
+        ValueError: the split is unknown, a folder is missing, there are no images, or an image has no label (without
+            `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
     images = _in_cities(root, root / "leftImg8bit" / split, _IMAGE_SUFFIX, "leftImg8bit_trainvaltest.zip")
@@ -123,12 +127,12 @@ def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) 
 
 
 def _decode_instances(path: Path) -> np.ndarray:
-    """As `SegmentationDataset.scored` returns it."""
+    """Instances as `SegmentationDataset.scored` returns them."""
     raw = decode_uint16(path)
     if raw.max(initial=0) >= len(_INSTANCE_IDS):
         raise ValueError(
-            f"{path}: contains the value {raw.max()}; expected 1000 * id + number with ids up to 33, or an id. Check "
-            "that this is the instanceIds file that cityscapes distributes."
+            f"{path}: contains the value {raw.max()}; expected 1000 * id + number with ids up to 33, or an id "
+            "alone. Check that this is the original instanceIds file."
         )
     return _INSTANCE_IDS[raw]
 

@@ -1,6 +1,6 @@
-"""Where each class is: for every image and class, the number of pixels and a random sample of their positions.
+"""Index of classes: for every image and class, the pixel count and a random sample of pixel positions.
 
-Class-uniform sampling draws from this index. One pass over the labels makes it; a cache folder keeps it.
+Class-uniform sampling draws from it. Building it takes one pass over the labels; it is then cached.
 """
 
 import fcntl
@@ -9,7 +9,7 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import cv2
@@ -22,25 +22,27 @@ from datasets.segmentation import SegmentationDataset
 from datasets.workers import in_order
 
 POSITIONS = 32  # kept per image and class
-_VERSION = 1  # raise it with every change of what is counted or sampled
+_VERSION = 1  # increment when counts or samples change
 _SEED = 0
-_PART = 128  # images; an interrupted pass over the labels loses at most this many
-_BAND = 8192  # pixels that are counted and searched at a time
+_PART = 128  # images; an interrupted pass loses at most this many
+_BAND = 8192  # pixels counted and searched at a time
 
 
 @dataclass(frozen=True)
 class ClassIndex:
-    """`classes`: names. `counts`: int64 (images, classes) pixels. `places`: uint16 (all positions, 2) rows and columns.
+    """Pixel counts and sampled pixel positions of every class in every image.
 
-    `places` is sorted by image, then by class. Each class of an image has min(pixels, `positions`) entries.
+    `classes`: names. `counts`: pixels, int64 (images, classes). `places`: (row, column), uint16 (all positions, 2),
+    sorted by image, then by class. Each class of an image has min(pixels, `positions`) entries.
     """
 
     classes: tuple[str, ...]
     counts: np.ndarray
     places: np.ndarray
     positions: int = POSITIONS
+    _ends: np.ndarray = field(init=False, repr=False, compare=False)  # (images, classes): where their places end
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         ends = np.minimum(self.counts, self.positions).cumsum().reshape(self.counts.shape)
         assert len(self.places) == (ends[-1, -1] if ends.size else 0)
         object.__setattr__(self, "_ends", ends)
@@ -49,7 +51,7 @@ class ClassIndex:
         return len(self.counts)
 
     def absent(self) -> list[str]:
-        """Names of the classes that have no pixel in any image."""
+        """Names of the classes without a pixel in any image."""
         return [self.classes[class_id] for class_id in np.flatnonzero(self.counts.sum(axis=0) == 0)]
 
     def images_with(self, class_id: int) -> np.ndarray:
@@ -57,7 +59,7 @@ class ClassIndex:
         return np.flatnonzero(self.counts[:, class_id])
 
     def pixels(self, image: int, class_id: int) -> np.ndarray:
-        """(row, column) of the kept pixels of a class, uint16 (n, 2): all its pixels, or a random sample."""
+        """Up to `positions` random pixels of a class in an image: (row, column), uint16 (n, 2)."""
         end = self._ends[image, class_id]
         return self.places[end - min(self.counts[image, class_id], self.positions) : end]
 
@@ -71,15 +73,15 @@ def index_classes(
     skip_unreadable: bool = False,
     folder_key: str = "folder",
 ) -> ClassIndex:
-    """The index of a split, read from `folder` (default: the cache folder), or made and written there.
+    """Load the index of a split from `folder` (default: the cache folder), or build and save it there.
 
-    The file is named by the dataset's fingerprint. The index does not depend on the folder, on `workers`, or on whether
-    the pass was interrupted. Several processes may call this at once: one makes the index, the others wait.
+    The file is named after the dataset's fingerprint. The index does not depend on `folder`, on `workers`, or on
+    whether the pass was interrupted. If several processes call this at once, one builds the index and the others wait.
     `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
     after each image. `skip_unreadable`: labels that cannot be read count as empty.
 
     Raises:
-        ValueError: a label is bad or missing, or the folder cannot be written; the message calls it `folder_key`.
+        ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
     """
     skips = ["unreadable skipped"] if skip_unreadable else []
     key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes), *skips])
@@ -108,9 +110,9 @@ def index_label(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Counts int64 (classes,) and sampled (row, column) uint16 (n, 2), sorted by class.
 
-    `label` is uint8 (H, W) train ids. Each class gets min(its pixels, `positions`) different pixels; every subset of
-    that size is equally likely, as in reservoir sampling. To be faster than reservoirs, the function first counts the
-    pixels, then draws which of a class's pixels to keep, and searches only the bands that contain them.
+    `label`: train ids, uint8 (H, W). Each class gets min(pixels, `positions`) distinct pixels; every subset of that
+    size is equally likely, as in reservoir sampling. This is faster than reservoirs: it counts the pixels, draws which
+    of a class's pixels to keep, and searches only the bands that contain them.
     """
     assert label.dtype == np.uint8 and max(label.shape) <= 1 << 16, f"{label.dtype}, {label.shape}"
     flat = np.ascontiguousarray(label).reshape(-1)
@@ -131,7 +133,7 @@ def index_label(
 
 
 class _IndexedLabels(Dataset):
-    """image -> `index_label` of its label; every image has its own random stream."""
+    """image -> `index_label` of its label. Every image has its own random stream."""
 
     def __init__(self, dataset: SegmentationDataset, positions: int, skip_unreadable: bool):
         self.dataset = dataset
@@ -155,7 +157,7 @@ class _IndexedLabels(Dataset):
 def _make(
     labels: _IndexedLabels, folder: Path, workers: int | None, progress: Callable[[int, int], None] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts and places of all images, made in parts. Parts that `folder` already holds are read from there."""
+    """Counts and places of all images, built in parts. Parts already in `folder` are reused."""
     parts = {start: range(start, min(start + _PART, len(labels))) for start in range(0, len(labels), _PART)}
     done = {start: kept for start in parts if (kept := _read(folder / f"{start:08d}.npz")) is not None}
     todo = [image for start, images in parts.items() if start not in done for image in images]
@@ -172,11 +174,12 @@ def _make(
         finished += 1
         if progress is not None:
             progress(finished, len(labels))
-    return tuple(np.concatenate([done[start][i] for start in parts]) for i in range(2))
+    counts, places = (np.concatenate([done[start][i] for start in parts]) for i in range(2))
+    return counts, places
 
 
 def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """The arrays of a file that `_write` wrote; None if the file is missing or damaged."""
+    """Load what `_write` wrote; None if the file is missing or damaged."""
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return arrays["counts"], arrays["places"]
@@ -185,7 +188,7 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
-    """Writes a temporary file, then renames it: no reader sees half an index, and two writers write the same."""
+    """Write a temporary file and rename it: readers never see half an index, and two writers write the same."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.stem}-{uuid.uuid4().hex}.npz")
     try:
@@ -197,18 +200,17 @@ def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Removes the parts and their folder."""
     for file in folder.glob("[0-9]*.npz"):
         file.unlink(missing_ok=True)
     try:
         folder.rmdir()
     except OSError:
-        pass  # a killed process left a file there or, without locks, another process is still writing
+        pass  # a killed process left a file or, without locks, another process is still writing
 
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Admits one process at a time, until it ends or dies. Without file locks, processes do the same work twice."""
+    """Admit one process at a time. File systems without locks only cost duplicate work."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
         try:

@@ -1,4 +1,4 @@
-"""How a dataset's label files, its training and its official evaluation number the classes."""
+"""How classes are numbered in label files, in training and in the official evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import cv2
 import numpy as np
 
-_ILLEGAL = 254  # marks, in the lookup table, a raw value that the label files must not contain; never leaves this file
+_ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this file
 
 
 class UnknownIds(ValueError):
@@ -15,15 +15,15 @@ class UnknownIds(ValueError):
 
 @dataclass(frozen=True)
 class ClassTable:
-    """The classes of a dataset in train-id order, and how its files and its official evaluation number them.
+    """The classes of a dataset in train-id order, with their numbers in its files and in its official evaluation.
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
-    label file may contain to a train id or to `ignore_index`; any other raw value is an error. `official_void` is what
-    an ignored pixel becomes in an official prediction file; `coloured_predictions`: such files carry the palette.
+    label file may contain to a train id or to `ignore_index`; any other raw value is an error. Official prediction
+    files hold `official_void` for ignored pixels, and carry the palette if `coloured_predictions` is set.
 
-    What only the official evaluation looks at, where there is one, `benchmark`: `official_only` maps classes that it
-    counts and the paper does not to their raw values (they are the last of `names`, or ignored in training);
-    `categories` has one entry per class; `instance_sizes` maps classes to the average pixels of an instance.
+    The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
+    classes that it counts but the paper does not; these come last in `names`, or are ignored in training.
+    `categories`: one per class. `instance_sizes`: average pixels per instance, by class.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class ClassTable:
     _to_official: np.ndarray = field(init=False, repr=False, compare=False)  # (256,) uint8
     _to_colour: np.ndarray = field(init=False, repr=False, compare=False)  # (256, 3) uint8
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         count = len(self.names)
         assert count == len(self.palette) == len(self.official_ids) < _ILLEGAL < self.ignore_index <= 255
         assert set(self.label_ids.values()) <= {*range(count), self.ignore_index}
@@ -64,20 +64,20 @@ class ClassTable:
 
     @property
     def counted(self) -> tuple[str, ...]:
-        """The classes of the paper's mIoU: `names`, without those that only the official score counts."""
+        """The classes of the paper's mIoU: `names` without `official_only`."""
         return tuple(name for name in self.names if name not in self.official_only)
 
     @property
     def scored(self) -> tuple[str, ...]:
-        """Every ground-truth class of a score: `counted`, then `official_only`."""
+        """All ground-truth classes of a score: `counted`, then `official_only`."""
         return self.counted + tuple(self.official_only)
 
     def train_ids(self, raw: np.ndarray) -> np.ndarray:
-        """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). UnknownIds names values outside the table."""
+        """Raw label values, uint8 (H, W) -> train ids, uint8 (H, W). Raises UnknownIds for values outside the table."""
         return self._mapped(raw, self._to_train)
 
     def scored_ids(self, raw: np.ndarray) -> np.ndarray:
-        """As `train_ids`, but positions in `scored`: of the trained classes their train ids, the others behind them."""
+        """As `train_ids`, but positions in `scored`: train ids for trained classes, the other classes after them."""
         return self._mapped(raw, self._to_scored)
 
     def _mapped(self, raw: np.ndarray, table: np.ndarray) -> np.ndarray:
@@ -91,12 +91,12 @@ class ClassTable:
         return mapped
 
     def official(self, train_ids: np.ndarray) -> np.ndarray:
-        """Train ids, uint8 (H, W) -> ids of the official prediction files, uint8 (H, W)."""
+        """Train ids, uint8 (H, W) -> ids in official prediction files, uint8 (H, W)."""
         assert train_ids.dtype == np.uint8, f"train ids are uint8, got {train_ids.dtype}"
         return self._to_official[train_ids]
 
     def colour(self, train_ids: np.ndarray) -> np.ndarray:
-        """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3); what is ignored is black."""
+        """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3); ignored pixels are black."""
         assert train_ids.dtype == np.uint8, f"train ids are uint8, got {train_ids.dtype}"
         return self._to_colour[train_ids]
 
@@ -108,11 +108,10 @@ def _shortened(values: list[int], limit: int = 8) -> str:
 
 def _ranges(values: Mapping[int, int]) -> str:
     """{0, 1, 2, 5} -> "0-2, 5"."""
-    text, ordered = [], sorted(values)
-    start = previous = ordered[0]
-    for value in [*ordered[1:], None]:
-        if value is None or value != previous + 1:
-            text.append(f"{start}" if start == previous else f"{start}-{previous}")
-            start = value
-        previous = value
-    return ", ".join(text)
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,4 +1,4 @@
-"""COCO-Stuff (2017): photographs with 91 stuff classes. Labels come from either of COCO's two label archives."""
+"""COCO-Stuff (2017): photographs with 91 stuff classes. Reads either of its two label archives."""
 
 import colorsys
 import os
@@ -9,7 +9,7 @@ from datasets.layout import Layout, list_files
 from datasets.reading import RESTORE
 from datasets.segmentation import Files, SegmentationDataset
 
-# Official split sizes, for each list of images.
+# Official split sizes, by list of images.
 IMAGES = {
     "challenge": {"train": 40000, "val": 5000, "test": 40670},
     "full": {"train": 118287, "val": 5000, "test": 40670},
@@ -20,7 +20,7 @@ _WITHHELD = "test"
 _FIRST_ID, _OTHER_ID = 92, 183  # the first stuff class, and "other", which stands for all things
 _THING_IDS = range(1, _FIRST_ID)
 
-# Ids 92-182 in order; the position is the train id. Source: the official label list.
+# Ids 92-182 in order, so positions are train ids. Source: the official label list.
 _CLASSES = tuple(
     """
     banner blanket branch bridge building-other bush cabinet cage cardboard carpet ceiling-other ceiling-tile cloth
@@ -54,11 +54,11 @@ DIR/annotations/stuff_val2017_pixelmaps/*.png             DIR/stuffthingmaps/val
 def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) -> ClassTable:
     """The 91 stuff classes. `other_class` adds "other" (all things) as the 92nd; otherwise its pixels are ignored.
 
-    The paper counts the 91 classes, the official score counts "other" too; so `official_only` keeps "other" apart from
-    unlabelled pixels in both cases. Label files hold COCO's ids: 92-182, 183 = other, 0 = unlabelled. The files of
-    `stuffthingmaps` hold id - 1, give each thing its own id (1-91), and mark unlabelled pixels with 255. Predictions
-    always hold COCO's ids. There are no official colours (the palette inside the challenge's files is a shuffled
-    colour map), so the palette is our own.
+    The paper counts the 91 classes; the official score counts "other" too. So `official_only` keeps "other" apart from
+    unlabelled pixels in both cases. Pixel maps hold COCO ids: 92-182, 183 = other, 0 = unlabelled. `stuffthingmaps`
+    hold id - 1, with an id of its own for each thing (1-91), and 255 for unlabelled pixels. Predictions always hold
+    COCO ids. There are no official colours (the palette in the challenge's files is a shuffled colour map), so the
+    palette is our own.
     """
     stuff = {_FIRST_ID + train_id: train_id for train_id in range(len(_CLASSES))}
     other = len(_CLASSES) if other_class else 255
@@ -86,13 +86,16 @@ def coco_stuff(
     other_class: bool = False,
     strict: bool = True,
 ) -> SegmentationDataset:
-    """COCO-Stuff's split "train", "val" (5000 images) or "test" (40670 images without labels).
+    """One COCO-Stuff split: "train", "val" (5000 images) or "test" (40670 images without labels).
 
     `lists`: "challenge" selects the 40000 training and 5000 validation images of the 2017 challenge, "full" all images
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
-    maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class` as in
-    `coco_stuff_classes`. Raises ValueError if the folder, the split, a list or all images are missing, or (`strict`)
-    an image that the list names or the label of an image.
+    maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
+    `coco_stuff_classes`.
+
+    Raises:
+        ValueError: the split is unknown, a folder or list is missing, there are no images, or a listed image or a label
+            is missing (without `strict`: all of them are).
     """
     if lists not in LISTS:
         raise ValueError(f"lists={lists}: expected one of {', '.join(LISTS)}")
@@ -118,10 +121,10 @@ def _images(root: Path, split: str) -> dict[str, Path]:
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
-    """The label files by image name, their folder, and whether they are `stuffthingmaps`."""
+    """Label files by image name, their folder, and whether they are `stuffthingmaps`."""
     name = f"{split}2017"
     pixel_maps = [root / "annotations" / f"stuff_{name}_pixelmaps", root / f"stuff_{name}_pixelmaps"]
-    # The archive holds train2017/ and val2017/. Unpacked beside the images, they are the same folders as the images'.
+    # The archive holds train2017/ and val2017/. Unpacked beside the images, they merge with the image folders.
     above = (root / "stuffthingmaps", root / "stuffthingmaps_trainval2017", root / "annotations", root, root / "images")
     stuffthingmaps = [folder / name for folder in above]
     for folder in (*pixel_maps, *stuffthingmaps):
@@ -139,7 +142,7 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
 
 
 def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> list[str]:
-    """Image names in the challenge's list, one id per line. ValueError if all or (`strict`) any are not in `images`."""
+    """Names on the challenge's list of images. ValueError if any (without `strict`: all) are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
     if file is None:
@@ -162,17 +165,20 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> li
         raise ValueError(f"{file}: the list is empty; expected one image id (a number) per line. {RESTORE}")
     missing = [name for name in names if name not in images]
     if len(missing) == len(names) or (strict and missing):
-        what = f"{len(missing)} of its {len(names)} images, such as {missing[0]}.jpg," if missing else "all images"
-        raise _LAYOUT.error(f"coco_stuff: {file}: {what} are missing in the folder of the split", root)
+        count = f"{len(missing)} of its {len(names)} images"
+        raise _LAYOUT.error(
+            f"coco_stuff: {file}: {count}, such as {missing[0]}.jpg, are missing from the split's folder", root
+        )
     return sorted(set(names))
 
 
 def _colours(count: int) -> tuple[tuple[int, int, int], ...]:
-    """Distinct RGB colours, always the same: hues in steps of the golden ratio, with three pairs of strengths."""
-    strengths = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, brightness)
+    """Distinct RGB colours, always the same: hues in golden-ratio steps, in three alternating shades."""
+    shades = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, value)
     colours = []
     for index in range(count):
-        saturation, brightness = strengths[index % 3]
-        rgb = colorsys.hsv_to_rgb(index * 0.6180339887 % 1, saturation, brightness)
-        colours.append(tuple(round(255 * value) for value in rgb))
+        saturation, value = shades[index % 3]
+        rgb = colorsys.hsv_to_rgb(index * 0.6180339887 % 1, saturation, value)
+        red, green, blue = (round(255 * channel) for channel in rgb)
+        colours.append((red, green, blue))
     return tuple(colours)

@@ -1,4 +1,4 @@
-"""A name for what a dataset's files contain, under which the project remembers what it has made from them."""
+"""The key under which results computed from a dataset's files are cached."""
 
 import hashlib
 import json
@@ -8,12 +8,12 @@ from datasets.segmentation import SegmentationDataset
 
 
 def fingerprint(dataset: SegmentationDataset, version: int | list) -> str:
-    """A hexadecimal name for the dataset's content; the same after the whole folder is moved.
+    """Hexadecimal hash of a dataset's files; it does not change if the whole folder is moved.
 
-    It is made from the paths below the folder, sizes and modification times of all files, from the class table, and
-    from `version`, which stands for the code that looks at them.
+    It covers the paths below the folder, sizes and modification times of all files, the class table's label ids, and
+    `version`, which identifies the code that reads them.
     """
-    # Strings, as all of this is done at every start, and Path objects take most of the time of many files.
+    # Strings, because this runs at every start: with many files, Path objects would take most of the time.
     every = (path for entry in dataset.files for path in (entry.image, entry.label, entry.instances))
     paths = [str(path) for path in every if path is not None]
     top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""

@@ -1,4 +1,4 @@
-"""Finds a dataset's files on disk. Every error names what is missing, shows the expected layout and says the fix."""
+"""Finds a dataset's files on disk. Errors name what is missing, the expected layout and the fix."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
 class Layout:
-    """Where the dataset `name` keeps its files. Errors print `tree`, its folders, and `source`, how to get them."""
+    """The file layout of dataset `name`. Errors print `tree` (the expected folders) and `source` (how to get them)."""
 
     def __init__(self, name: str, splits: Sequence[str], tree: str, source: str):
         self.name = name
@@ -31,10 +31,10 @@ class Layout:
         return root
 
     def error(self, problem: str, root: Path | None, archives: Sequence[str] = ()) -> ValueError:
-        """A ValueError that states the problem, what `root` holds instead, the expected tree and the fix.
+        """A ValueError that states the problem, the contents of `root`, the expected tree and the fix.
 
-        It also names an archive that still lies packed in `root` or in one of its folders: the first of `archives`
-        that is found or, if `archives` is empty, up to three of any name.
+        It also names archives in `root` or its folders that are not unpacked yet: the first of `archives` that is
+        found or, if `archives` is empty, up to three of any name.
         """
         found = ""
         if root is not None:
@@ -43,7 +43,7 @@ class Layout:
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
             packed = _packed(root, archives)
             if packed:
-                found += f"\nStill packed: {', '.join(map(str, packed))}. Unpack it where it lies."
+                found += f"\nStill packed: {', '.join(map(str, packed))}. Unpack it there."
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
         return ValueError(
             f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\n"
@@ -53,7 +53,7 @@ class Layout:
     def images(
         self, root: Path, folder: Path, suffixes: Sequence[str], archives: Sequence[str] = ()
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`. ValueError if it is missing; `archives` as in `error`."""
+        """`list_files` of a folder below `root`; ValueError if it is missing. `archives`: see `error`."""
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives)
         return list_files(folder, suffixes)
@@ -71,10 +71,10 @@ class Layout:
         looked_for: str,
         strict: bool = True,
     ) -> list[Files]:
-        """Each image with its label, matched by stem. ValueError names the first images without a label and counts all.
+        """Pair images with labels by stem. ValueError counts the images without a label and names the first ones.
 
-        Not `strict`: images without a label and labels without an image are returned too, with None for the missing
-        file, so that the caller can report them one by one. ValueError only if no image has its label.
+        Without `strict`, images without a label and labels without an image are returned too, with None for the
+        missing file, for the caller to report. ValueError then only if no image has its label.
         """
         missing = [stem for stem in images if stem not in labels]
         if len(missing) == len(images) or (strict and missing):
@@ -89,7 +89,7 @@ class Layout:
 
 def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
     """{stem: path} of the files in `folder` with one of `suffixes`, sorted. ValueError if two files share a stem."""
-    found = {}
+    found: dict[str, Path] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)

@@ -14,13 +14,13 @@ from datasets.reading import Window
 from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
-MAX_SKIPPED = 8  # unreadable images in a row; more are no damaged files but a missing disk
+MAX_SKIPPED = 8  # unreadable images in a row; more suggest a lost disk, not damaged files
 
 
 class Draw(NamedTuple):
-    """One crop of a run: from `image`, in `epoch`; it contains `pixel` (row, column) of class `class_id`.
+    """One crop of a run: from `image`, in `epoch`, containing `pixel` (row, column) of class `class_id`.
 
-    `place` is its position in the epoch. It is needed if an image may be drawn more than once in an epoch.
+    `place`: its position in the epoch, needed if an epoch may draw an image more than once.
     """
 
     epoch: int
@@ -31,11 +31,11 @@ class Draw(NamedTuple):
 
 
 class TrainingCrops(Dataset):
-    """Augmented crops. Their keys come from a sampler: (epoch, index) or a `Draw`.
+    """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
 
-    A crop depends only on the seed and its key: not on the number of workers, nor on what was read before.
-    `skip_unreadable`: if an image or its label cannot be read, the crop comes from the next readable image and says
-    why. More than `MAX_SKIPPED` unreadable images in a row raise ValueError.
+    A crop depends only on the seed and its key, not on the number of workers or on earlier reads. `skip_unreadable`: if
+    an image or its label cannot be read, take the crop from the next readable image and say why. More than
+    `MAX_SKIPPED` unreadable images in a row raise ValueError.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class TrainingCrops(Dataset):
     def __getitem__(self, key: tuple[int, int] | Draw) -> dict:
         """{"image": uint8 tensor (3, h, w) RGB, "label": uint8 tensor (h, w) of train ids, "name": str, "skipped": str}
 
-        "skipped" has one line for each image that could not be read and that this crop replaces.
+        "skipped" has one line for each unreadable image that this crop replaces.
         """
         draw = Draw(*key)
         skipped: list[str] = []
@@ -64,8 +64,8 @@ class TrainingCrops(Dataset):
                     raise
                 if len(skipped) == MAX_SKIPPED:
                     raise ValueError(
-                        f"{MAX_SKIPPED + 1} images in a row cannot be read, as when a folder or a disk is lost, "
-                        f"although unreadable images are skipped; the last one: {error}"
+                        f"{MAX_SKIPPED + 1} images in a row cannot be read: too many to skip, so check that the folder "
+                        f"and its disk are there; the last one: {error}"
                     ) from error
                 skipped.append(" ".join(str(error).split()))
                 draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
@@ -73,10 +73,9 @@ class TrainingCrops(Dataset):
     def _crop(self, draw: Draw) -> dict:
         index, rng = draw.image, self._rng(draw)
         size = self.dataset.size(index)
-        image, label = (
-            _Stored(size, partial(read, index)) for read in (self.dataset.read_image, self.dataset.read_label)
-        )
-        image, label = self.transform(image, label, rng, draw.pixel)
+        stored_image = _Stored(size, partial(self.dataset.read_image, index))
+        stored_label = _Stored(size, partial(self.dataset.read_label, index))
+        image, label = self.transform(stored_image, stored_label, rng, draw.pixel)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),
@@ -84,19 +83,19 @@ class TrainingCrops(Dataset):
         }
 
     def geometry(self, key: tuple[int, int] | Draw) -> tuple[tuple[int, int], tuple[int, int], bool]:
-        """Where a crop comes from, as in `TrainingTransform.draw`: scaled size (H, W), offset (top, left), flip."""
+        """Geometry of a crop, as from `TrainingTransform.draw`: scaled size (H, W), offset (top, left), flip."""
         draw = Draw(*key)
         return self.transform.draw(self.dataset.size(draw.image), self._rng(draw), draw.pixel)
 
     def _rng(self, draw: Draw) -> np.random.Generator:
-        # (epoch, index) has no place: such an image is drawn at most once in an epoch.
+        # (epoch, index) keys have no place: they draw an image at most once per epoch.
         place = [] if draw.place is None else [draw.place]
         return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """An image or label file that a crop can slice like an array: slicing decodes only that window."""
+    """An image or label file that slices like an array: slicing decodes only that window."""
 
     shape: tuple[int, int]  # (H, W)
     read: Callable[[Window], np.ndarray]
@@ -106,7 +105,7 @@ class _Stored:
 
 
 class WholeImages(Dataset):
-    """Full images with their labels, for evaluation and prediction. Sizes may differ, so batches hold one image."""
+    """Whole images with their labels, for evaluation and prediction. Sizes may differ, so batches hold one image."""
 
     def __init__(self, dataset: SegmentationDataset):
         self.dataset = dataset
@@ -117,8 +116,8 @@ class WholeImages(Dataset):
     def __getitem__(self, index: int) -> dict:
         """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str, "index": int}.
 
-        The label holds `ClassTable.scored_ids`; a split without labels has no "label". If every image has instances,
-        there is also "instances", int32 (H, W) as in `SegmentationDataset.scored`.
+        "label" holds `ClassTable.scored_ids`; it is absent if the image has none. If every image has instances, there
+        is also "instances", int32 (H, W), as in `SegmentationDataset.scored`.
         """
         (image, label, name), instances = self.dataset.scored(index)
         item = {"image": _channels_first(image), "name": name, "index": index}

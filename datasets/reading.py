@@ -1,4 +1,4 @@
-"""Reading image files with the checks that decoders leave out; every error names the file and the fix."""
+"""Reads image files, with the checks that decoders leave out. Every error names the file and the fix."""
 
 import zlib
 from io import BytesIO
@@ -9,23 +9,23 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 RESTORE = "Restore the file from the dataset's archive."
-_PNG, _JPEG = b"\x89PNG", b"\xff\xd8"  # how the files begin
-_GRAY, _COLOUR, _PALETTE = 0, 2, 3  # a PNG's colour types
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # a JPEG's markers of the header that holds the size
-_SEQUENTIAL = (0xC0, 0xC1)  # of them, those of a JPEG that is decoded in one pass from the top
-_JPEG_MARGIN = 16  # rows of a JPEG's largest block: a row may be interpolated with the ones below it
-_TRAILER_BYTES = 4096  # the end mark of an image is looked for here: some cameras write padding behind it
-_NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
+_PNG, _JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
+_GRAY, _COLOUR, _PALETTE = 0, 2, 3  # PNG colour types
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
+_SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
+_JPEG_MARGIN = 16  # rows of the largest JPEG block: a row may be interpolated with rows below it
+_TRAILER_BYTES = 4096  # look for the end mark in these last bytes: some cameras write padding after it
+_NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
 
-Window = tuple[slice, slice]  # rows and columns of an image, with start and stop
+Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
 
 
 def decode_image(path: Path, window: Window = EVERYTHING) -> np.ndarray:
-    """The image as uint8 (H, W, 3) RGB. ValueError where the file is missing, truncated or not an image.
+    """Decode an image to uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image.
 
-    An orientation written in the file is not applied: the labels lie on the pixels as they are stored. Of a `window`
-    alone, the rows below it are not decoded, and so not checked.
+    EXIF orientation is ignored, because labels match the pixels as stored. Rows below `window` are neither decoded nor
+    checked.
     """
     data = _read_complete(path)
     if window != EVERYTHING and (part := _decode_window(data, window, _COLOUR)) is not None:
@@ -37,15 +37,15 @@ def decode_image(path: Path, window: Window = EVERYTHING) -> np.ndarray:
 
 
 def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
-    """The values of a label file, uint8 (H, W); of a palette PNG the indices. ValueError where they are not that.
+    """Values of a label file, uint8 (H, W); palette PNGs give indices. ValueError if the file holds anything else.
 
-    Of a `window` alone, the rows below it are not decoded; the check sums are those of the whole file.
+    Rows below `window` are not decoded, but the checksums of the whole file are verified.
     """
     data = _read_png(path)
     if window != EVERYTHING and (part := _decode_window(data, window, _GRAY, _PALETTE)) is not None:
         return part
     depth, colour_type = data[24:26]
-    if colour_type == _PALETTE:  # OpenCV would give its colours
+    if colour_type == _PALETTE:  # OpenCV would return colours
         raw = _pillow(data)
     elif depth < 8:
         raise ValueError(
@@ -61,12 +61,12 @@ def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
 
 
 def decode_instance_classes(path: Path, window: Window = EVERYTHING) -> np.ndarray:
-    """The classes in a file of instances, uint8 (H, W): its values are 256 * class + number of the instance."""
+    """Classes from an instance file whose values are 256 * class + number of the instance, uint8 (H, W)."""
     return (decode_uint16(path)[window] // 256).astype(np.uint8)
 
 
 def decode_uint16(path: Path) -> np.ndarray:
-    """The values of a file of instances, uint16 (H, W). ValueError where they are not that."""
+    """Values of an instance file, uint16 (H, W). ValueError if it holds anything else."""
     raw = _decode(_read_png(path), cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise ValueError(f"{path}: cannot be decoded as instances; expected an intact PNG. {RESTORE}")
@@ -75,10 +75,10 @@ def decode_uint16(path: Path) -> np.ndarray:
 
 
 def read_size(path: Path) -> tuple[int, int]:
-    """(width, height) of an image, from its header; ValueError where the file is unreadable or stops too early.
+    """(width, height) of an image, from its header. ValueError if the file is unreadable or truncated.
 
-    ValueError also beyond Pillow's limit, 178 megapixels: so many are the work of a flipped bit. Only the first and
-    last bytes are read, so damage in the middle stays unnoticed until decoding.
+    ValueError also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Only the first and
+    last bytes are read, so damage in between goes unnoticed until decoding.
     """
     try:
         with open(path, "rb") as file:
@@ -92,9 +92,10 @@ def read_size(path: Path) -> tuple[int, int]:
     except (UnidentifiedImageError, SyntaxError):
         raise ValueError(f"{path}: has no readable image header; expected an intact PNG or JPEG. {RESTORE}") from None
     except Image.DecompressionBombError:
+        assert Image.MAX_IMAGE_PIXELS is not None  # without a limit there is no such error
         limit = 2 * Image.MAX_IMAGE_PIXELS // 10**6
         raise ValueError(
-            f"{path}: the header says that it has more than {limit} megapixels; expected at most so many. {RESTORE}"
+            f"{path}: the header says that it has more than {limit} megapixels; expected fewer. {RESTORE}"
         ) from None
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -104,8 +105,8 @@ def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> No
     if raw.ndim != 2 or raw.dtype != dtype:
         channels = 1 if raw.ndim == 2 else raw.shape[2]
         raise ValueError(
-            f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}. Use the label files that the "
-            "dataset distributes."
+            f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}. Use the original label "
+            "files of the dataset."
         )
 
 
@@ -119,12 +120,11 @@ def _read_complete(path: Path) -> bytes:
 
 
 def _read_png(path: Path) -> bytes:
-    """A file of labels, in which no bit has changed: not all decoders look at a PNG's check sums."""
+    """Read a label file and verify its checksums: not all decoders do."""
     data = _read_complete(path)
     if not data.startswith(_PNG):
         raise ValueError(
-            f"{path}: is a JPEG, which changes values; expected a PNG. Use the label files that the dataset "
-            "distributes."
+            f"{path}: is a JPEG, which changes values; expected a PNG. Use the original label files of the dataset."
         )
     try:
         Image.open(BytesIO(data)).verify()
@@ -140,7 +140,7 @@ def _unreadable(path: Path, error: OSError) -> ValueError:
 
 
 def _check_ends(path: Path, head: bytes, tail: bytes) -> None:
-    """ValueError if a PNG or JPEG stops before its end mark: decoders fill the missing part in silence."""
+    """ValueError if a PNG or JPEG stops before its end mark: decoders silently fill the missing part."""
     if not head:
         raise ValueError(f"{path}: the file is empty; expected a PNG or JPEG. {RESTORE}")
     if head.startswith(_PNG):
@@ -162,7 +162,7 @@ def _decode(data: bytes, flags: int) -> np.ndarray | None:
 
 def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:
     try:
-        image = Image.open(BytesIO(data))
+        image: Image.Image = Image.open(BytesIO(data))
         if window != EVERYTHING:
             rows, columns = window
             image = image.crop((columns.start, rows.start, columns.stop, rows.stop))
@@ -172,11 +172,10 @@ def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:
 
 
 def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarray | None:
-    """A window of an ordinary PNG or JPEG; None where the file is of another kind, and has to be decoded whole.
+    """Decode a window of an ordinary PNG or JPEG; None if the file is of another kind and must be decoded whole.
 
-    Both are stored from the top to the bottom, so that a decoder can stop at the end of the window. What makes it stop
-    is a header which says that the image ends there. (OpenCV would inflate the rest of a PNG all the same, and
-    complain about that of a JPEG.)
+    Both store rows from top to bottom, so decoding can stop below the window: the header is changed to claim that the
+    image ends there. (OpenCV would still inflate the rest of a PNG, and complain about the rest of a JPEG.)
     """
     down_to = _png_down_to(data, window[0].stop, colour_types) if data.startswith(_PNG) else None
     if data.startswith(_JPEG):
@@ -185,7 +184,7 @@ def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarra
 
 
 def _png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
-    """The PNG file with a header that says that it has `rows` rows; None where its pixels are of another kind."""
+    """The PNG with a header that claims `rows` rows; None if its pixels are of another kind."""
     header = data[12:29]  # "IHDR", width, height, depth, colour type, compression, filter, interlacing
     depth, colour_type, *_, interlaced = header[12:].ljust(5)
     if colour_type not in colour_types or interlaced or (depth != 8 and colour_type != _PALETTE):
@@ -195,15 +194,15 @@ def _png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes
 
 
 def _jpeg_down_to(data: bytes, rows: int) -> bytes | None:
-    """The JPEG file with a header that says that it has `rows` rows, and some more where it has them.
+    """The JPEG with a header that claims `rows` rows, plus `_JPEG_MARGIN` if it has them.
 
-    None where it is progressive, say, or has other than three components.
+    None for other kinds, e.g. progressive JPEGs, or without exactly three components.
     """
-    place = 2
-    while place + 1 < len(data) and data[place] == 0xFF and data[place + 1] not in _FRAMES:
-        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")  # a segment: marker, length, content
-    frame = data[place : place + 10]  # marker, length (2 bytes), bits of a value, height (2), width (2), components
+    offset = 2
+    while offset + 1 < len(data) and data[offset] == 0xFF and data[offset + 1] not in _FRAMES:
+        offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")  # a segment: marker, length, content
+    frame = data[offset : offset + 10]  # marker, length (2 bytes), bits of a value, height (2), width (2), components
     if len(frame) < 10 or frame[1] not in _SEQUENTIAL or frame[4] != 8 or frame[9] != 3:
         return None
     height = min(int.from_bytes(frame[5:7], "big"), rows + _JPEG_MARGIN)
-    return data[: place + 5] + height.to_bytes(2, "big") + data[place + 7 :]
+    return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]

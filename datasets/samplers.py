@@ -10,7 +10,7 @@ from datasets.loading import Draw
 
 
 def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "crops_per_minibatch") -> int:
-    """Full minibatches in one pass over `images`. If there is none, ValueError names the setting `key`."""
+    """Full minibatches in one pass over `images`. ValueError, naming the setting `key`, if there is none."""
     if crops_per_minibatch < 1:
         raise ValueError(f"{key}={crops_per_minibatch} must be at least 1")
     if images < crops_per_minibatch:
@@ -22,7 +22,7 @@ def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "cro
 
 
 def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
-    """Indices of the images that one of `world_size` ranks evaluates; together the ranks evaluate each image once.
+    """Indices of the images that `rank` evaluates; together the ranks evaluate each image once.
 
     Shards are not padded: their sizes differ by at most one, and some are empty if there are fewer images than ranks.
     """
@@ -31,17 +31,17 @@ def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
 
 
 def minibatch_share(crops_per_minibatch: int, rank: int, world_size: int) -> range:
-    """Positions of a rank's crops in a minibatch. The ranks' shares are equal or differ by one."""
+    """Positions of a rank's crops in a minibatch. Shares differ by at most one crop."""
     return range(rank * crops_per_minibatch // world_size, (rank + 1) * crops_per_minibatch // world_size)
 
 
 class _Minibatches(Sampler):
-    """Splits every epoch's list of `images` keys into minibatches, and each minibatch between the ranks.
+    """Split every epoch's list of `images` keys into minibatches, and each minibatch among the ranks.
 
-    If a minibatch cannot be divided equally, the ranks' shares differ by one crop, in the same way in every minibatch.
+    If a minibatch does not divide equally, shares differ by one crop, in the same way in every minibatch.
 
     Iterating yields this rank's keys for each step `start_step … steps - 1` of the run. An epoch's list depends only on
-    (seed, epoch); keys that do not fill a last minibatch are dropped. Use it as the `batch_sampler` of a DataLoader
+    (seed, epoch); leftover keys that do not fill a minibatch are dropped. Use it as the `batch_sampler` of a DataLoader
     over `TrainingCrops`.
     """
 
@@ -72,7 +72,7 @@ class _Minibatches(Sampler):
         self.world_size = world_size
 
     def keys(self, epoch: int) -> Sequence[tuple]:
-        """The list of the whole epoch. It is the same on every rank."""
+        """All keys of an epoch, the same on every rank."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -80,7 +80,8 @@ class _Minibatches(Sampler):
 
     def __iter__(self) -> Iterator[list[tuple]]:
         share = minibatch_share(self.crops_per_minibatch, self.rank, self.world_size)
-        keys, keys_epoch = None, None
+        keys: Sequence[tuple] = ()
+        keys_epoch = None
         for step in range(self.start_step, self.steps):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != keys_epoch:
@@ -101,15 +102,15 @@ class ShuffledMinibatches(_Minibatches):
 
 
 class ClassUniformMinibatches(_Minibatches):
-    """The paper's class-uniform sampling (section 4.2): rare classes are shown as often as frequent ones.
+    """The paper's class-uniform sampling (section 4.2): rare classes are drawn as often as frequent ones.
 
-    An epoch has as many draws as the split has images. A share `fraction` of them is class-uniform: draw a class, an
+    An epoch has as many draws as the split has images. The share `fraction` of them is class-uniform: draw a class, an
     image that contains it, a pixel of the class, then a crop that contains the pixel. The other draws are images
-    without repetition, as in uniform sampling, at random positions of the list. Keys are `Draw`.
+    without repetition, as in uniform sampling, at random positions in the list. Keys are `Draw`.
 
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
-    by at most one, in the whole list and in any first part of it, such as the part that fills minibatches. Likewise, a
-    class uses all images that contain it before it uses one again. Classes without pixels are not drawn.
+    by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
+    all images that contain it before repeating one. Classes without pixels are not drawn.
 
     Raises:
         ValueError: no class has a pixel, or a minibatch has fewer crops than there are ranks or more than images.
@@ -175,5 +176,5 @@ def _rounds(items: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarr
 
 def _generator(seed: int, epoch: int, stream: int) -> np.random.Generator:
     # Crops are seeded by (seed, epoch, index), and numpy treats (seed, epoch) and (seed, epoch, 0) as the same seed.
-    # The spawn key makes this stream a different one.
+    # The spawn key separates this stream from theirs.
     return np.random.default_rng(np.random.SeedSequence([seed, epoch], spawn_key=(stream,)))

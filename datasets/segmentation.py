@@ -1,4 +1,4 @@
-"""What every segmentation dataset of this project is: a list of files, a table of classes, checked reading."""
+"""A segmentation dataset: a list of files, a table of classes and checked reading."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,23 +10,23 @@ from torch.utils.data import Dataset
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.reading import EVERYTHING, RESTORE, Window, decode_image, decode_label, read_size
 
-INSTANCES_PER_CLASS = 1000  # in an image; see `SegmentationDataset.scored`
+INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
 
 
 class Files(NamedTuple):
-    """One image of a split: its name, its image file, and its label file (None where the split has no labels).
+    """One image of a split: its name, its image file, and its label file (None if the split has no labels).
 
-    Where it was not required that every image has its label, either file may be None.
+    If the dataset was not made `strict`, either file may be missing (None).
     """
 
     name: str
     image: Path | None
     label: Path | None
-    instances: Path | None = None  # which instance each pixel belongs to, where the official score asks for it
+    instances: Path | None = None  # which instance each pixel belongs to, if the official score needs it
 
 
 class Sample(NamedTuple):
-    """`image`: uint8 (H, W, 3) RGB. `label`: uint8 (H, W) train ids or ignore, None without labels. `name`: unique."""
+    """`image`: uint8 (H, W, 3) RGB. `label`: train ids, uint8 (H, W), or None without labels. `name`: unique."""
 
     image: np.ndarray
     label: np.ndarray | None
@@ -36,10 +36,9 @@ class Sample(NamedTuple):
 class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
-    `name` is the dataset's ("cityscapes"), `files` its images in a fixed order. `decode_label` reads the raw
-    values in a window of a label file, uint8 (H, W); `decode_instances` a file of instances, as `scored` returns it.
-    Reading checks what it reads and raises a ValueError that names the file, what is wrong with it, what was expected
-    and what to do.
+    `name`: the dataset's, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` reads the raw values
+    in a window of a label file, uint8 (H, W). `decode_instances` reads an instance file and returns what `scored` does.
+    Reading checks the files: a ValueError names the file, the problem, what was expected and the fix.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class SegmentationDataset(Dataset):
 
     @property
     def has_instances(self) -> bool:
-        """Whether every image has a file of instances."""
+        """Whether every image has an instance file."""
         return all(entry.instances is not None for entry in self.files)
 
     def __len__(self) -> int:
@@ -87,15 +86,16 @@ class SegmentationDataset(Dataset):
         return self._sample(index, self.table.train_ids)
 
     def scored(self, index: int) -> tuple[Sample, np.ndarray | None]:
-        """What an evaluation compares: as `dataset[index]` but with the label in `ClassTable.scored_ids`; instances.
+        """What an evaluation compares: `dataset[index]` with the label in `ClassTable.scored_ids`, and instances.
 
-        Instances: int32 (H, W), INSTANCES_PER_CLASS * train id + number, and -1 where no single instance of an
-        evaluated class is marked. None unless every image has them.
+        Instances are int32 (H, W): INSTANCES_PER_CLASS * train id + number, or -1 outside single instances of evaluated
+        classes. None unless every image has them.
         """
         sample = self._sample(index, self.table.scored_ids)
         if sample.label is None or not self.has_instances:
             return sample, None
         entry = self.files[index]
+        assert entry.instances is not None and self.decode_instances is not None
         instances = self.decode_instances(entry.instances)
         if instances.shape != sample.label.shape:
             raise ValueError(
@@ -112,8 +112,9 @@ class SegmentationDataset(Dataset):
         return Sample(image=image, label=label, name=entry.name)
 
     def size(self, index: int) -> tuple[int, int]:
-        """(H, W) of image `index`, from the headers of its files. ValueError where its label's size is another."""
+        """(H, W) of image `index`, from the headers of its files. ValueError if its label has another size."""
         entry = self.files[index]
+        assert entry.image is not None, f"{entry.name} has no image"
         width, height = read_size(entry.image)
         if entry.label is not None and (label_size := read_size(entry.label)) != (width, height):
             raise ValueError(size_mismatch(entry, image_size=(width, height), label_size=label_size))
@@ -122,14 +123,16 @@ class SegmentationDataset(Dataset):
     def read_image(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
         """Image `index` or a window of it, uint8 (H, W, 3) RGB.
 
-        ValueError where the file is missing, truncated or not an image. What lies below the window is not checked.
+        ValueError if the file is missing, truncated or not an image. Rows below the window are not checked.
         """
-        return decode_image(self.files[index].image, window)
+        path = self.files[index].image
+        assert path is not None, f"{self.files[index].name} has no image"
+        return decode_image(path, window)
 
     def read_label(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
         """Label of image `index` or a window of it, as train ids, uint8 (H, W).
 
-        ValueError where the file is bad or an id in the window is foreign.
+        ValueError if the file is bad or the window holds an unknown id.
         """
         return self._read_label(index, self.table.train_ids, window)
 
@@ -147,17 +150,17 @@ class SegmentationDataset(Dataset):
             return ids(raw)
         except UnknownIds as error:
             raise UnknownIds(
-                f"{path}: {error}. Check that this is the label file that {self.name} distributes (not a colour "
-                "picture, nor labels converted by another tool)."
+                f"{path}: {error}. Check that this is an original label file of {self.name} (not a colour picture or "
+                "labels converted by another tool)."
             ) from None
 
     def encode_prediction(self, train_ids: np.ndarray) -> np.ndarray:
-        """Predicted train ids, uint8 (H, W) -> what the official prediction file contains, uint8 (H, W)."""
+        """Predicted train ids, uint8 (H, W) -> values of the official prediction file, uint8 (H, W)."""
         return self.table.official(train_ids)
 
     @property
     def prediction_palette(self) -> np.ndarray | None:
-        """Colours of an official prediction file, uint8 (256, 3) RGB by id; None where it is without colours."""
+        """Colours of an official prediction file, uint8 (256, 3) RGB by id; None if it has none."""
         if not self.table.coloured_predictions:
             return None
         palette = np.zeros((256, 3), np.uint8)
@@ -165,16 +168,16 @@ class SegmentationDataset(Dataset):
         return palette
 
     def prediction_filename(self, name: str) -> str:
-        """The file, relative to the folder of predictions, where the official evaluation finds the image `name`."""
+        """File in the predictions folder where the official evaluation looks for image `name`."""
         return f"{name}.png"
 
     def colour(self, train_ids: np.ndarray) -> np.ndarray:
-        """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3) in the dataset's palette; what is ignored is black."""
+        """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3) in the dataset's palette; ignored pixels are black."""
         return self.table.colour(train_ids)
 
 
 def size_mismatch(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> str:
-    """The message for an image and a label of different sizes; sizes are (width, height) in pixels."""
+    """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
     return (
         f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
         f"{image_size[0]}x{image_size[1]}; expected the same size. {RESTORE}"

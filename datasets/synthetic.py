@@ -1,4 +1,4 @@
-"""Drawn street scenes in the Cityscapes layout: a small data set, written to disk once and then read as Cityscapes."""
+"""Drawn street scenes in the Cityscapes layout: a small dataset, written to disk once and then read as Cityscapes."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from datasets.streets import draw_street
 
 IMAGES = {"train": 200, "val": 40}  # by default
 
-_VERSION = 1  # part of the cache's name; raise it with every change of the pictures
+_VERSION = 1  # part of the cache folder's name; increment when the pictures change
 _MARKER = "synthetic-streets.json"
 _CITIES = {"train": ("drawnburg", "inkstadt"), "val": ("sketchheim",)}
 
@@ -23,16 +23,19 @@ _CITIES = {"train": ("drawnburg", "inkstadt"), "val": ("sketchheim",)}
 def synthetic(
     root: str | os.PathLike | None,
     split: str,
-    images: tuple[int, int] = tuple(IMAGES.values()),
+    images: tuple[int, int] = (IMAGES["train"], IMAGES["val"]),
     seed: int = 0,
     strict: bool = True,
 ) -> SegmentationDataset:
-    """Split "train" or "val" of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
+    """One split, "train" or "val", of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
 
     `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
     or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
-    `seed`. Raises ValueError for an unknown split, for a root that holds other files or cannot be written, or if all
-    images or (`strict`) any label is missing.
+    `seed`.
+
+    Raises:
+        ValueError: the split is unknown, `root` holds other files or cannot be written, there are no images, or an
+            image has no label (without `strict`: no image has one).
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
@@ -53,7 +56,7 @@ def synthetic(
 
 
 def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
-    """Draws scenes into `folder`, in the layout of Cityscapes. `images`: {split: number of scenes}."""
+    """Draw scenes into `folder`, in the Cityscapes layout. `images`: {split: number of scenes}."""
     for split_number, (split, count) in enumerate(images.items()):
         for index in range(count):
             rng = np.random.default_rng([seed, split_number, index])
@@ -71,12 +74,12 @@ def _cache_folder(settings: dict) -> Path:
 
 
 def _write_once(folder: Path, settings: dict) -> None:
-    """Writes a temporary folder, then renames it: no reader sees half a data set, and one of two writers wins."""
+    """Write a temporary folder and rename it: readers never see half a dataset, and one of two writers wins."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / _MARKER).is_file():  # written by another process in the meantime
             return
         raise ValueError(
-            f"{folder} exists and was not written by the synthetic data set (it has no {_MARKER}); expected a new or "
+            f"{folder} exists and was not written by the synthetic dataset (it has no {_MARKER}); expected a new or "
             "empty folder. Choose another folder, or give none to use the cache folder."
         )
     try:
@@ -92,7 +95,7 @@ def _write_once(folder: Path, settings: dict) -> None:
                     raise
     except OSError as error:
         raise ValueError(
-            f"the synthetic data set cannot be written to {folder} ({error}); expected a writable folder with 20 MB "
+            f"the synthetic dataset cannot be written to {folder} ({error}); expected a writable folder with 20 MB "
             "free. Give another folder."
         ) from error
 

@@ -7,19 +7,29 @@ x of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import cv2
 import numpy as np
 import torch
 
 
+class Pixels(Protocol):
+    """An array, or a file that decodes what is sliced from it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, window: tuple[slice, slice], /) -> np.ndarray: ...
+
+
 @dataclass(frozen=True)
 class ColourJitter:
     """Random changes of brightness, contrast, saturation and hue, in random order: torchvision's ColorJitter.
 
-    It uses torchvision's functions but its own random numbers: torchvision draws them from torch's global generator,
-    so they would depend on the worker. `brightness`, `contrast`, `saturation`: a value s gives factors between
-    max(0, 1 - s) and 1 + s. `hue`: shifts between -hue and hue turns of the colour circle, at most 0.5.
+    It calls torchvision's functions, but draws its own random numbers: torchvision's come from torch's global
+    generator, so they would depend on the worker. `brightness`, `contrast`, `saturation`: a value s gives factors
+    between max(0, 1 - s) and 1 + s. `hue`: shifts between -hue and hue turns of the colour circle, at most 0.5.
     ValueError for a value out of range.
     """
 
@@ -28,7 +38,7 @@ class ColourJitter:
     saturation: float = 0.0
     hue: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, most in (("brightness", math.inf), ("contrast", math.inf), ("saturation", math.inf), ("hue", 0.5)):
             strength = getattr(self, name)
             if not 0 <= strength <= most:
@@ -36,7 +46,7 @@ class ColourJitter:
                 raise ValueError(f"{name}={strength} must be at least 0{limit}")
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """image uint8 (H, W, 3) RGB -> a new image of the same shape and type."""
+        """image uint8 (H, W, 3) RGB -> a new image of the same shape and dtype."""
         from torchvision.transforms.v2 import functional  # takes as long to import as torch, and few runs need it
 
         changes = []
@@ -73,49 +83,53 @@ class TrainingTransform:
         ignore_index: int = 255,
         colour_jitter: ColourJitter | None = None,
     ):
-        if min(crop_size) < 1:
-            raise ValueError(f"crop_size={tuple(crop_size)} must be two positive numbers of pixels (height, width)")
-        if not 0 < scale[0] <= scale[1]:
-            raise ValueError(f"scale={tuple(scale)} must be a range (low, high) with 0 < low <= high")
+        height, width = crop_size
+        low, high = scale
+        red, green, blue = map(round, fill)
+        if min(height, width) < 1:
+            raise ValueError(f"crop_size={(height, width)} must be two positive numbers of pixels (height, width)")
+        if not 0 < low <= high:
+            raise ValueError(f"scale={(low, high)} must be a range (low, high) with 0 < low <= high")
         if not 0 <= flip <= 1:
             raise ValueError(f"flip={flip} must be a probability between 0 and 1")
-        self.crop_size = tuple(crop_size)
-        self.scale = tuple(scale)
+        self.crop_size = (height, width)
+        self.scale = (low, high)
         self.flip = flip
         self.base_size = base_size
-        self.fill = tuple(round(value) for value in fill)
+        self.fill = (red, green, blue)
         self.ignore_index = ignore_index
         self.colour_jitter = colour_jitter
 
     def __call__(
         self,
-        image: np.ndarray,
-        label: np.ndarray,
+        image: Pixels,
+        label: Pixels,
         rng: np.random.Generator,
         pixel: tuple[int, int] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """image uint8 (H, W, 3), label uint8 (H, W) -> image uint8 (h, w, 3), label uint8 (h, w), both contiguous.
 
         `pixel`: (row, column) in `image` that the crop must contain, at a random place in the crop. `image` and `label`
-        need only a shape and slicing that returns an array; each is sliced once.
+        are sliced once each.
         """
-        scaled_size, offset, mirrored = self.draw(image.shape[:2], rng, pixel)
-        image, label = scale_and_crop(
+        height, width = image.shape[:2]
+        scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
+        image_crop, label_crop = scale_and_crop(
             image, label, scaled_size, offset, self.crop_size, fill=self.fill, ignore_index=self.ignore_index
         )
-        if self.colour_jitter is not None:  # drawn last, so that jitter does not change the choice of crops
+        if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
             covered = tuple(
                 slice(max(0, -start), size - start) for start, size in zip(offset, scaled_size, strict=True)
             )
-            image[covered] = self.colour_jitter(image[covered], rng)
+            image_crop[covered] = self.colour_jitter(image_crop[covered], rng)
         if mirrored:
-            image, label = cv2.flip(image, 1), cv2.flip(label, 1)
-        return image, label
+            image_crop, label_crop = cv2.flip(image_crop, 1), cv2.flip(label_crop, 1)
+        return image_crop, label_crop
 
     def draw(
         self, size: tuple[int, int], rng: np.random.Generator, pixel: tuple[int, int] | None = None
     ) -> tuple[tuple[int, int], tuple[int, int], bool]:
-        """Draws, for an image of `size` (H, W), its scaled size, the crop's offset in it (top, left), and the flip."""
+        """Draw the scaled size (H, W) of an image of `size`, the crop's offset (top, left) in it, and the flip."""
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
         scaled_size = scaled(size, scale * base_scale(size, self.base_size))
@@ -151,8 +165,8 @@ def base_scale(size: tuple[int, int], base_size: int | None) -> float:
 
 
 def scale_and_crop(
-    image: np.ndarray,
-    label: np.ndarray,
+    image: Pixels,
+    label: Pixels,
     scaled_size: tuple[int, int],
     offset: tuple[int, int],
     crop_size: tuple[int, int],
@@ -162,15 +176,15 @@ def scale_and_crop(
     """The window of `crop_size` at `offset` (top, left; may be negative) of the image resized to `scaled_size`.
 
     image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. Pixels outside the resized image are padding.
-    Each is sliced once, to the pixels that are needed: if slicing reads from a file, only those pixels are read.
+    Both are sliced once, to the pixels needed: if slicing reads a file, only those are read.
     """
     rows, cols = (
-        _Window(original, size, start, crop)
+        _CropAxis(original, size, start, crop)
         for original, size, start, crop in zip(image.shape[:2], scaled_size, offset, crop_size, strict=True)
     )
     matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
     warped = cv2.warpAffine(
-        cv2.cvtColor(image[rows.needed, cols.needed], cv2.COLOR_RGB2RGBA),  # half the time of three channels
+        cv2.cvtColor(image[rows.needed, cols.needed], cv2.COLOR_RGB2RGBA),  # takes half the time of three channels
         matrix,
         (cols.last - cols.first, rows.last - rows.first),
         flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
@@ -188,7 +202,7 @@ def scale_and_crop(
     return image_crop, label_crop
 
 
-class _Window:
+class _CropAxis:
     """Along one axis: the pixels of the crop that the scaled image covers, and their positions in the original image.
 
     `first`, `last`: half-open range of the covered pixels. `needed`: slice of the original pixels that they are made
@@ -202,12 +216,12 @@ class _Window:
         self.step = original / size
         start = (self.first + offset + 0.5) * self.step - 0.5
         end = start + (self.last - self.first - 1) * self.step
-        # floor((x + 0.5) * original / size), computed by OpenCV itself: if the position lies exactly between two
-        # pixels the choice is arbitrary, and this way it is the same as in resizing the whole label.
+        # floor((x + 0.5) * original / size), but computed by OpenCV: ties between two pixels are arbitrary, and must
+        # be broken as in resizing the whole label.
         indices = np.arange(original, dtype=np.float32)[None]
         everywhere = cv2.resize(indices, (size, 1), interpolation=cv2.INTER_NEAREST_EXACT)[0]
         nearest = everywhere[self.first + offset : self.last + offset].astype(np.intp)
-        # Between floor and ceiling of the coordinates, and one more at each end because rounding may move them.
+        # From floor to ceiling of the coordinates, plus one pixel at each end because rounding may move them.
         self.needed = slice(max(0, math.floor(start) - 1), min(original, math.floor(end) + 3))
         self.start = start - self.needed.start
         self.nearest = nearest - self.needed.start

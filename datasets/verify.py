@@ -20,7 +20,7 @@ from datasets.reading import RESTORE, decode_image, read_size
 from datasets.segmentation import SegmentationDataset, size_mismatch
 from datasets.workers import in_order
 
-_CHECKS = 2  # raise it with every change of the checks: then all data is checked again
+_CHECKS = 2  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 # Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
@@ -37,8 +37,9 @@ class Problem(NamedTuple):
 class Inspection:
     """What `inspect` found.
 
-    `problems` are in the order of the files. The counts cover all labels that can be read: `pixels`, int64 (classes,),
-    pixels of each class; `images`, int64 (classes,), images that contain the class; `ignored`, pixels of no class.
+    `problems`: unpaired files first, then in the order of the files. The counts cover all readable labels: `pixels`,
+    int64 (classes,), pixels of each class; `images`, int64 (classes,), images that contain the class; `ignored`, pixels
+    of no class.
     """
 
     problems: tuple[Problem, ...]
@@ -50,13 +51,12 @@ class Inspection:
 def verify(
     dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Checks every image and label of a split. ValueError lists the first problems and counts all.
+    """Check every image and label of a split. ValueError lists the first problems and counts all.
 
-    Images and instance files must have a readable header, a complete file and the size of the label; their pixels are
-    not decoded. Labels are decoded, and every id must be in the class table. `workers`: number of processes (default:
-    one per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder
-    remembers success for the present paths, sizes and modification times of all files. If it cannot be written, the
-    check runs every time.
+    Images and instance files must be complete, with a readable header and the size of the label; their pixels are not
+    decoded. Labels are decoded, and every id must be in the class table. `workers`: number of processes (default: one
+    per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder remembers
+    success until a path, size or modification time changes. If it cannot be written, the check runs every time.
     """
     remembered = cache_folder() / "verified" / fingerprint(dataset, version=_CHECKS)
     if remembered.is_file():
@@ -77,17 +77,17 @@ def verify(
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.touch()
     except OSError:
-        pass  # a read-only home only costs the time of the next check
+        pass  # a read-only cache folder only costs the time of the next check
 
 
 def inspect(
     dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Inspection:
-    """Checks every image and label of a split as `verify` does, but decodes all pixels and counts the label pixels.
+    """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
 
-    Problems are returned; no file makes it raise. The dataset need not be strict: images without labels and labels
-    without images are problems too. PNG files have check sums, so any damage is found. JPEG files have none: damage is
-    found only if the decoder meets an invalid code, or the data ends too early or too late.
+    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
+    images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
+    only if the decoder meets an invalid code, or the data ends too early or too late.
 
     `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
     after each image.
@@ -123,9 +123,9 @@ class _Inspected(Dataset):
 
     def __getitem__(self, index: int) -> tuple[list[Problem], np.ndarray]:
         try:
-            with _printed_by_decoders():  # not shown: a bad label raises an error as well
+            with _printed_by_decoders():  # hidden: a bad label also raises an error
                 problems, label = _check(self.dataset, index, _decoded_size, self.dataset.read_label)
-        except Exception as error:  # a file that nobody foresaw must not stop the check of the others
+        except Exception as error:  # an unforeseen failure must not stop the check of the other files
             problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
             problems, label = [problem], None
         return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
@@ -137,10 +137,9 @@ def _check(
     size_of: Callable[[Path], tuple[int, int]],
     read_label: Callable[[int], np.ndarray],
 ) -> tuple[list[Problem], np.ndarray | None]:
-    """The problems of one image and its label files, and the label, train ids uint8 (H, W), or None if unreadable.
+    """Problems of one image and its label files, and the label: train ids, uint8 (H, W), or None if unreadable.
 
-    `size_of` returns (width, height) of the image or of the instance file. It and `read_label` raise ValueError for a
-    bad file.
+    `size_of` returns (width, height) of the image or instance file. It and `read_label` raise ValueError for bad files.
     """
     entry = dataset.files[index]
     problems, image_size, label = [], None, None
@@ -193,11 +192,11 @@ def _decoded_size(path: Path) -> tuple[int, int]:
 
 @contextmanager
 def _printed_by_decoders() -> Iterator[list[str]]:
-    """Catches what this process prints to standard error: libjpeg reports damage nowhere else.
+    """Capture what this process prints to standard error: libjpeg reports damage nowhere else.
 
-    The list holds all lines when the context ends. Use it in a process with one thread.
+    The list is filled when the context ends. Use it only in single-threaded processes.
     """
-    lines = []
+    lines: list[str] = []
     standard_error = os.dup(2)
     try:
         with tempfile.TemporaryFile() as file:
@@ -213,6 +212,9 @@ def _printed_by_decoders() -> Iterator[list[str]]:
 
 
 def _histogram(label: np.ndarray) -> np.ndarray:
-    """uint8 (H, W) -> int64 (256,), pixels of each value. OpenCV counts in float32: exact up to 2^24 pixels a call."""
+    """uint8 (H, W) -> pixels of each value, int64 (256,). OpenCV counts in float32: exact to 2^24 pixels per call."""
     bands = np.array_split(label, 1 + label.size // 2**23)
-    return sum(cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64) for band in bands)
+    counts = np.zeros(256, np.int64)
+    for band in bands:
+        counts += cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64)
+    return counts

@@ -8,7 +8,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
-from datasets.reading import Window, decode_instance_classes, decode_label
+from datasets.reading import RESTORE, Window, decode_instance_classes, decode_label
 from datasets.segmentation import Files, SegmentationDataset
 
 IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
@@ -34,7 +34,7 @@ DIR/testing/images/*.jpg                   DIR/testing/images/*.jpg
 def vistas_classes(config: Path) -> ClassTable:
     """The classes that the dataset's config file marks as evaluated, in its order; the others are ignored.
 
-    Label values and official ids are positions in the file's list. ValueError for v2.0, or a file of another form.
+    Label values and official ids are positions in the file's list. ValueError for v2.0 or a malformed file.
     """
     try:
         content = json.loads(config.read_text(encoding="utf-8-sig"))
@@ -44,21 +44,20 @@ def vistas_classes(config: Path) -> ClassTable:
         raise ValueError(
             f"{config}: cannot be read as a config file of Mapillary Vistas ({type(error).__name__}: {error}); "
             'expected JSON with "labels", a list of {"readable": name, "color": [three numbers from 0 to 255], '
-            '"evaluate": true or false, ...}. '
-            "Restore the file from the dataset's archive."
+            f'"evaluate": true or false, ...}}. {RESTORE}'
         ) from None
     if version.startswith("2") or len(labels) == _V2_LABELS:
         raise _LAYOUT.error(
-            f"vistas: {config} is of Mapillary Vistas v2.0 ({len(labels)} labels); expected v1.2 (65 classes and "
-            "Unlabeled), which the archive of v2.0 contains as well",
+            f"vistas: {config} belongs to Mapillary Vistas v2.0 ({len(labels)} labels); expected v1.2 (65 classes and "
+            "Unlabeled), which the v2.0 archive also contains",
             config.parent,
         )
     ids = [position for position, (_, _, evaluated) in enumerate(labels) if evaluated]
     names = tuple(labels[position][0] for position in ids)
     if not 0 < len(set(names)) == len(names) or len(labels) > 250:
         raise ValueError(
-            f"{config}: {len(labels)} labels with {len(set(names))} names among the {len(names)} evaluated ones; "
-            "expected the 66 labels of Mapillary Vistas v1.2. Restore the file from the dataset's archive."
+            f"{config}: {len(labels)} labels, of which {len(names)} are evaluated, under {len(set(names))} different "
+            f"names; expected the 66 labels of Mapillary Vistas v1.2. {RESTORE}"
         )
     ignored = dict.fromkeys(range(len(labels)), 255)
     return ClassTable(
@@ -73,11 +72,14 @@ def vistas_classes(config: Path) -> ClassTable:
 
 
 def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
-    """Vistas' split "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
+    """One Vistas split: "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
 
-    Labels are the palette indices of `labels`; where an image has none there, those of its 16-bit file in `instances`.
-    Predictions are positions in the config file's list, as PNGs with its palette. Raises ValueError where the folder,
-    the split, the config file, an image's label (`strict`) or every image is missing, and for v2.0.
+    Labels are the palette indices in `labels`; an image without a file there takes its label from the 16-bit file in
+    `instances`. Predictions are positions in the config file's list, as PNGs with its palette.
+
+    Raises:
+        ValueError: the split is unknown, a folder or the config file is missing, the data is v2.0, there are no images,
+            or an image has no label (without `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
     folder = root / _FOLDERS[split]
@@ -94,7 +96,7 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
 
 
 def _colour(values: list[int]) -> tuple[int, int, int]:
-    """ValueError or TypeError for other than three numbers from 0 to 255."""
+    """Raises ValueError or TypeError unless given three integers from 0 to 255."""
     red, green, blue = bytes([*values])
     return red, green, blue
 
@@ -104,16 +106,16 @@ def _config(root: Path) -> Path:
         if (root / name).is_file():
             return root / name
     if (root / "config_v2.0.json").is_file():
-        return root / "config_v2.0.json"  # to be refused by name
-    raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json is there", root)
+        return root / "config_v2.0.json"  # `vistas_classes` refuses it by name
+    raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
 
 
 def _labels(root: Path, folder: Path) -> dict[str, Path]:
     versioned = folder / "v1.2"
     if not versioned.is_dir() and not (folder / "labels").is_dir() and (folder / "v2.0").is_dir():
-        raise _LAYOUT.error(f"vistas: {folder} has labels of Mapillary Vistas v2.0 only; expected those of v1.2", root)
+        raise _LAYOUT.error(f"vistas: {folder} has only labels of Mapillary Vistas v2.0; expected v1.2", root)
     parent = versioned if versioned.is_dir() else folder
-    kinds = [parent / "instances", parent / "labels"]  # a label replaces the instances of the same image
+    kinds = [parent / "instances", parent / "labels"]  # files in `labels` take precedence
     if not any(kind.is_dir() for kind in kinds):
         raise _LAYOUT.error(f"vistas: the folder {kinds[1]} is missing", root)
     return {name: path for kind in kinds if kind.is_dir() for name, path in list_files(kind, (".png",)).items()}

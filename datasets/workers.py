@@ -1,7 +1,7 @@
-"""Worker processes that read data: how they start, stop and fail, and one pass over a data set by all cores.
+"""Worker processes that read data: how they start, stop and fail, and one pass over a dataset on all cores.
 
 They are processes, not threads: if a thread that used OpenCV ends while a process is forked, the new process may
-inherit an OpenCV mutex that stays locked for ever. A training forks its workers right after such a pass.
+inherit an OpenCV mutex that stays locked for ever. A training run forks its workers right after such a pass.
 """
 
 import os
@@ -10,13 +10,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import parent_process, popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
+from typing import TypeVar
 
 import cv2
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-_KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes a pixel
+_Item = TypeVar("_Item")
+
+_KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
 
 class _Killed(popen_fork.Popen):
@@ -39,20 +42,20 @@ class Workers(ForkContext):
 
 def worker_init(worker_id: int) -> None:
     """`worker_init_fn` of a DataLoader: ignores signals, limits OpenCV's threads, lets Pillow reuse memory."""
-    # Schedulers and torchrun signal the whole process group, and so does Ctrl-C. The signals are meant for the run: it
-    # finishes its step, for which it still needs data, and then stops its workers.
+    # Schedulers, torchrun and Ctrl-C signal the whole process group. The signals are meant for the main process: it
+    # still needs data to finish its step, and then stops its workers.
     if parent_process() is not None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
-    # Pillow keeps the memory of a large image for the next one: getting its pages from the system each time can take
-    # as long as decoding. (This call is private, but the only alternative is an environment variable.)
+    # Let Pillow reuse the memory of a large image: getting new pages from the system each time can take as long as
+    # decoding. (This call is private, but the only alternative is an environment variable.)
     Image.core.set_blocks_max(_KEPT_BLOCKS)
 
 
 @contextmanager
 def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: str = "") -> Iterator[None]:
-    """Turns PyTorch's errors about the `workers` processes of a DataLoader into errors that say what to do.
+    """Turn PyTorch's errors about the `workers` processes of a DataLoader into errors that say what to do.
 
     Messages name the settings `{keys}workers` and `{keys}timeout_seconds`, and end with `advice`.
 
@@ -67,27 +70,27 @@ def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: 
         message = next((text for text in _messages(error) if text.startswith("DataLoader")), "")
         if message.startswith("DataLoader timed out"):
             raise TimeoutError(
-                f"the {keys}workers={workers} processes that read images brought none for {keys}timeout_seconds="
-                f"{timeout_seconds} seconds: a disk or network folder may hang, or reading is that slow (then raise "
-                f"{keys}timeout_seconds); {keys}workers=0 reads without them.{advice}"
+                f"the {keys}workers={workers} processes that read images delivered none for {keys}timeout_seconds="
+                f"{timeout_seconds} seconds: a disk or network folder may hang; if reading is just slow, raise "
+                f"{keys}timeout_seconds; {keys}workers=0 reads in the main process.{advice}"
             ) from error
         if message.startswith("DataLoader worker"):
             raise ChildProcessError(
-                f"one of the {keys}workers={workers} processes that read images ended: {message.strip()} Where the "
-                f"machine ran out of memory, fewer {keys}workers need less.{advice}"
+                f"one of the {keys}workers={workers} processes that read images died: {message.strip()} If the "
+                f"machine ran out of memory, use fewer {keys}workers.{advice}"
             ) from error
         raise
 
 
 def _messages(error: BaseException | None) -> Iterator[str]:
-    """Messages of an error and of its causes."""
+    """Messages of an error and its causes."""
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__
 
 
 def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None) -> DataLoader:
-    """Yields `source[index]` for each of `indices`, in order and unchanged, read by `workers` processes.
+    """Yield `source[index]` for each of `indices`, in order and unchanged, read by `workers` processes.
 
     The default is one process per core; 0 reads in this process.
     """
@@ -100,7 +103,7 @@ def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None
         num_workers=count,
         worker_init_fn=worker_init,
         multiprocessing_context=Workers() if count else None,
-        # An iterator draws a random number when it starts. With a generator of its own, a run's random numbers do not
+        # Starting an iterator draws a random number. With a generator of its own, the run's random numbers do not
         # depend on whether this pass was needed or its result was cached.
         generator=torch.Generator(),
     )
@@ -111,5 +114,5 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _unchanged(item):
+def _unchanged(item: _Item) -> _Item:
     return item

@@ -248,11 +248,11 @@ def _hangs(self, index):
 @pytest.mark.parametrize(
     "fault, error, message",
     [
-        (_killed, ChildProcessError, r"one of the workers=1 processes .* fewer workers need less\.$"),
+        (_killed, ChildProcessError, r"one of the workers=1 processes .* use fewer workers\.$"),
         (
             _hangs,
             TimeoutError,
-            r"workers=1 processes .* timeout_seconds=1 seconds: .*; workers=0 reads without them\.$",
+            r"workers=1 processes .* timeout_seconds=1 seconds: .*; workers=0 reads in the main process\.$",
         ),
     ],
 )

@@ -38,7 +38,7 @@ CLASSES = {"camvid": 11, "cityscapes": 19, "coco_stuff": 91, "vistas": 65}
 
 @pytest.fixture(params=TREES)
 def trained(request, tmp_path) -> tuple[str, dict]:
-    """The dataset's name and the results of `debug=smoke`; the tree lies in tmp_path / "data", the run in "run"."""
+    """The dataset's name and the results of `debug=smoke`; the tree is in tmp_path / "data", the run in "run"."""
     root = TREES[request.param](tmp_path / "data")
     overrides = (f"data={request.param}", f"data.root={root}", "debug=smoke", "trainer.device=cpu")
     base_size = ("data.base_size=48",) if request.param == "vistas" else ()
@@ -52,7 +52,7 @@ def test_trains_evaluates_and_predicts_the_test_split(trained, tmp_path):
     assert set(results["official"]) == OFFICIAL[name]
     dataset = build.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "val")
     labelled = sum(int((sample.label != 255).sum()) for sample in dataset)
-    assert np.sum(results["confusion_matrix"]) == labelled  # every pixel of the labels' own size counts, once
+    assert np.sum(results["confusion_matrix"]) == labelled  # each pixel of the full-size labels counts once
 
     overrides = ("data.split=test", f"predictions={tmp_path / 'predictions'}", "workers=0", "device=cpu")
     scores = evaluate(composed("eval", f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}", *overrides))
@@ -80,14 +80,14 @@ def test_options_of_coco_stuff_reach_the_dataset(tmp_path):
     config = cfg.typed(composed("train_seg", *data, "data.lists=full", "data.other_class=true"))
     dataset = build.dataset(config.data, "train")
     assert len(dataset) == 4 and dataset.classes[-1] == "other" and len(dataset.classes) == 92
-    with pytest.raises(ConfigCompositionException, match="data.lists"):  # no option of another dataset
+    with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
         composed("train_seg", "data=camvid", "data.lists=full")
     with pytest.raises(ValueError, match="data.lists=half: expected one of challenge, full"):
         cfg.typed(composed("train_seg", *data, "data.lists=half"))
 
 
 def test_evaluation_at_another_resolution(tmp_path):
-    """`data.base_size` of eval.py replaces the training's; labels keep their size and results a name of their own."""
+    """`data.base_size` of eval.py replaces the training's; labels keep their size, results get their own file."""
     root = trees.vistas(tmp_path / "data")
     overrides = ("data=vistas", f"data.root={root}", "debug=smoke", "trainer.device=cpu", "data.base_size=48")
     trained = train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *overrides))

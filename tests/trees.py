@@ -1,4 +1,4 @@
-"""Fake data sets in the exact official layouts, small enough to be written for every test."""
+"""Fake datasets in the exact official layouts, small enough to write for every test."""
 
 import json
 from pathlib import Path
@@ -52,13 +52,13 @@ def instance_ids(label: np.ndarray) -> np.ndarray:
 
     Values: 1000 * id + number; the id alone for groups and other classes.
     """
-    numbers = np.cumsum(label > 30).reshape(label.shape) // 9 % 4  # 3 are the pixels of a group
+    numbers = np.cumsum(label > 30).reshape(label.shape) // 9 % 4  # 3 marks the pixels of a group
     ids = label.astype(np.uint16)
     return np.where((label >= 24) & (label <= 33) & (numbers < 3), 1000 * ids + numbers, ids).astype(np.uint16)
 
 
 def cityscapes(root: Path) -> Path:
-    """The official archives as unpacked, with the files that we do not read beside those that we do."""
+    """The official archives as unpacked, including files that we do not read."""
     cities = {"train": ("aachen", "bochum"), "val": ("frankfurt",), "test": ("berlin",)}
     for split, names in cities.items():
         for city in names:
@@ -80,10 +80,10 @@ COCO_CHALLENGE = {"train": (34, 9, 30), "val": (285, 139)}
 
 
 def coco_stuff(root: Path, pixel_maps: bool = True, stuffthingmaps: bool = True) -> Path:
-    """COCO's archives and both label archives, all unpacked into one folder (stuffthingmaps in one of its own).
+    """COCO's archives and both label archives, all unpacked into one folder (stuffthingmaps into a subfolder).
 
     The challenge's pixel maps are palette PNGs of ids; `stuffthingmaps` are grayscale PNGs of id - 1, in which things
-    keep their classes. The labels of an image agree; there are no crowds.
+    keep their classes. Both labels of an image agree; there are no crowds.
     """
     for split, ids in COCO_IDS.items():
         for index, coco_id in enumerate(ids):
@@ -109,7 +109,7 @@ VISTAS_SPLITS = {"training": 3, "validation": 2, "testing": 2}
 
 
 def vistas_config(labels: int = 66, version: float = 1.1) -> dict:
-    """The form of Vistas' config file: the last label is not evaluated. v1.2 really says version 1.1."""
+    """Vistas' config file; its last label is not evaluated. The real file of v1.2 says version 1.1."""
     entries = [
         {
             "color": [(5 * index) % 256, 255 - index, (index * index) % 256],
@@ -130,7 +130,7 @@ def vistas_config(labels: int = 66, version: float = 1.1) -> dict:
 
 
 def vistas(root: Path, versioned: bool = False) -> Path:
-    """v1.2 in its own archive, or (`versioned`) as it lies in the archive of v2.0, whose own labels are there too."""
+    """v1.2 as in its own archive or (`versioned`) as in the v2.0 archive, beside the labels of v2.0."""
     config = vistas_config()
     colours = [label["color"] for label in config["labels"]]
     for split, count in VISTAS_SPLITS.items():

@@ -1,4 +1,4 @@
-"""Drawn street scenes with exact labels: the pictures of the synthetic data set."""
+"""Drawn street scenes with exact labels: the pictures of the synthetic dataset."""
 
 from datasets.streets.scene import draw_street
 

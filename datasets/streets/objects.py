@@ -1,6 +1,7 @@
-"""The things in a street scene: each is drawn at the place (x, z) where it stands, in metres."""
+"""The objects of a street scene, each drawn at its position (x, z) in metres."""
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from datasets.streets.view import CAR, LIGHT, PERSON, POLE, SIGN, STATIC, VEGETATION, View
 
@@ -21,7 +22,7 @@ def draw_tree(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 def _draw_pole(view: View, x: float, z: float, height: float) -> None:
     foot, top = view.at(x, 0, z), view.at(x, height, z)
-    half = view.length(0.09, z, at_least=2)  # 4 pixels wide in the finished picture, or more
+    half = view.length(0.09, z, at_least=2)  # at least 4 pixels wide in the finished picture
     view.box(foot[0] - half, top[1], foot[0] + half, foot[1], view.colour((104, 108, 112), z), POLE)
     view.box(foot[0] - half, top[1], foot[0] - half // 3, foot[1], view.colour((140, 144, 148), z), None)
 
@@ -70,7 +71,9 @@ def draw_bin(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     paint = np.array(_PAINTS[rng.integers(len(_PAINTS))]) * rng.uniform(0.8, 1.1)
 
-    def part(x0: float, x1: float, y0: float, y1: float, rgb, label: int | None, narrower: float = 0.0) -> None:
+    def part(
+        x0: float, x1: float, y0: float, y1: float, rgb: ArrayLike, label: int | None, narrower: float = 0.0
+    ) -> None:
         points = [view.at(x + x0, y0, z), view.at(x + x1, y0, z)]
         points += [view.at(x + x1 - narrower, y1, z), view.at(x + x0 + narrower, y1, z)]
         view.polygon(points, view.colour(rgb, z), label)
@@ -94,15 +97,17 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 
 def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> None:
-    tall = rng.uniform(1.55, 1.9)
+    height = rng.uniform(1.55, 1.9)
     coat, legs = (np.array(_CLOTHES[rng.integers(len(_CLOTHES))]) for _ in range(2))
     skin = np.array([205, 160, 130]) * rng.uniform(0.5, 1.1)
     stride = rng.uniform(0.05, 0.22)
     for foot in (-stride, stride):
         points = [view.at(x + foot - 0.09, 0, z), view.at(x + foot + 0.09, 0, z)]
-        points += [view.at(x + 0.16, 0.52 * tall, z), view.at(x - 0.16, 0.52 * tall, z)]
+        points += [view.at(x + 0.16, 0.52 * height, z), view.at(x - 0.16, 0.52 * height, z)]
         view.polygon(points, view.colour(legs * 0.7, z), PERSON)
     view.ellipse(
-        view.at(x, 0.66 * tall, z), (view.length(0.26, z), view.length(0.2 * tall, z)), view.colour(coat, z), PERSON
+        view.at(x, 0.66 * height, z), (view.length(0.26, z), view.length(0.2 * height, z)), view.colour(coat, z), PERSON
     )
-    view.ellipse(view.at(x, 0.92 * tall, z), (view.length(0.12, z), view.length(0.15, z)), view.colour(skin, z), PERSON)
+    view.ellipse(
+        view.at(x, 0.92 * height, z), (view.length(0.12, z), view.length(0.15, z)), view.colour(skin, z), PERSON
+    )

@@ -1,6 +1,9 @@
-"""Composes a street: sky, ground, houses and gardens along it, and what stands and moves there, from far to near."""
+"""Composes a street scene: sky, ground, houses and gardens along the road, then objects from far to near."""
+
+from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from datasets.streets.objects import (
     draw_bin,
@@ -12,6 +15,11 @@ from datasets.streets.objects import (
     draw_tree,
 )
 from datasets.streets.view import BUILDING, EGO, FENCE, ROAD, SIDEWALK, TERRAIN, VEGETATION, View, expose
+
+# Side (-1: left, 1: right) -> distances in metres from x = 0 to the road edge, the sidewalk edge and the lots.
+_Sides = dict[int, tuple[float, float, float]]
+# Distance ahead z, function that draws the object, position x.
+_Placed = tuple[float, Callable[[View, np.random.Generator, float, float], None], float]
 
 _FACADES = ((196, 178, 150), (150, 90, 74), (168, 168, 164), (214, 206, 190), (120, 108, 100), (186, 150, 116))
 
@@ -39,7 +47,7 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
         centre = (rng.uniform(0, view.width), rng.uniform(0, view.horizon * 0.8))
         view.ellipse(centre, (rng.uniform(20, 70), rng.uniform(4, 12)), (view.haze * 1.1).clip(0, 255).tolist(), None)
     x = -60.0
-    while x < 60:  # what closes the street far away
+    while x < 60:  # the far end of the street
         width, height = rng.uniform(6, 16), rng.uniform(3, 11)
         left, top_row = view.at(x, height, 95)
         right, bottom = view.at(x + width, 0, 95)
@@ -51,11 +59,11 @@ def _draw_sky(view: View, rng: np.random.Generator) -> None:
         x += width
 
 
-def _draw_ground(view: View, rng: np.random.Generator) -> dict[int, tuple[float, float, float]]:
-    """Grass, sidewalks, road and its marks; gives per side the distances of road edge, sidewalk edge and lots."""
+def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
+    """Draw grass, sidewalks, road and markings."""
     near, far = 2.0, 95.0
 
-    def strip(x0: float, x1: float, rgb, label: int | None, z0: float = near, z1: float = far) -> None:
+    def strip(x0: float, x1: float, rgb: ArrayLike, label: int | None, z0: float = near, z1: float = far) -> None:
         points = [view.at(x0, 0, z0), view.at(x0, 0, z1), view.at(x1, 0, z1), view.at(x1, 0, z0)]
         view.polygon(points, view.colour(rgb, (z0 * z1) ** 0.5 / 2), label)
 
@@ -86,7 +94,7 @@ def _draw_ground(view: View, rng: np.random.Generator) -> dict[int, tuple[float,
 
 
 def _draw_lots(view: View, rng: np.random.Generator, side: int, edges: tuple[float, float, float]) -> None:
-    """Along one side, from far to near: houses, and gardens behind fences."""
+    """Draw houses, and gardens behind fences, along one side, from far to near."""
     lots, z = edges[2], 4.0
     row = []
     while z < 85:
@@ -139,8 +147,8 @@ def _draw_bush(view: View, rng: np.random.Generator, x: float, z: float) -> None
         view.ellipse(centre, axes, view.colour(green, z), VEGETATION)
 
 
-def _street_furniture(rng: np.random.Generator, sides: dict) -> list[tuple]:
-    placed = []
+def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
+    placed: list[_Placed] = []
     for side, (road, walk, _) in sides.items():
         for z in np.arange(rng.uniform(8, 14), 45, rng.uniform(8, 16)):
             if rng.random() < 0.6:
@@ -152,8 +160,10 @@ def _street_furniture(rng: np.random.Generator, sides: dict) -> list[tuple]:
     return placed
 
 
-def _traffic(rng: np.random.Generator, sides: dict) -> list[tuple]:
-    placed = [(z, draw_car, sides[1][0] * 0.4) for z in np.arange(rng.uniform(9, 30), 50, rng.uniform(9, 20))]
+def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
+    placed: list[_Placed] = [
+        (z, draw_car, sides[1][0] * 0.4) for z in np.arange(rng.uniform(9, 30), 50, rng.uniform(9, 20))
+    ]
     placed += [(z, draw_car, -sides[-1][0] * 0.35) for z in np.arange(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
     for side, (road, _, _) in sides.items():
         if road > 4.6 and rng.random() < 0.8:  # room to park
@@ -162,8 +172,8 @@ def _traffic(rng: np.random.Generator, sides: dict) -> list[tuple]:
     return placed
 
 
-def _walkers(rng: np.random.Generator, sides: dict) -> list[tuple]:
-    placed = []
+def _walkers(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
+    placed: list[_Placed] = []
     for side, (road, walk, _) in sides.items():
         for _ in range(rng.integers(1, 4)):
             placed.append((rng.uniform(6.5, 18), draw_person, side * rng.uniform(road + 0.6, walk - 0.3)))

@@ -1,10 +1,13 @@
 """The canvas of a street scene with its pinhole camera, and the exposure that turns the drawing into a photograph."""
 
+from collections.abc import Sequence
+
 import cv2
 import numpy as np
+from numpy.typing import ArrayLike
 
 _HEIGHT, _WIDTH = 128, 256  # of the finished picture, pixels
-_FINER = 2  # drawn this much larger and averaged down, so that edges are as soft as a camera's
+_FINER = 2  # draw this much larger and average down: edges get as soft as a camera's
 
 # Cityscapes label ids
 EGO, BORDER, STATIC = 1, 2, 4
@@ -15,7 +18,7 @@ _GRAIN = {ROAD: 0.06, SIDEWALK: 0.08, BUILDING: 0.06, FENCE: 0.08, VEGETATION: 0
 
 
 class View:
-    """The canvas with its camera. World coordinates in metres: x right, y up from the street, z ahead."""
+    """The canvas and its camera. World coordinates in metres: x right, y up from the street, z ahead."""
 
     def __init__(self, rng: np.random.Generator):
         self.height, self.width = _HEIGHT * _FINER, _WIDTH * _FINER
@@ -26,8 +29,8 @@ class View:
         self.camera = rng.uniform(1.5, 2.0)  # metres above the street
         self.focal = self.width * 0.8
         self.haze = np.array([200, 208, 216]) * rng.uniform(0.85, 1.1)
-        self.clear = rng.uniform(60, 250)  # metres after which haze wins
-        self.sun = rng.uniform(0.75, 1.0, size=2)  # light on the left and on the right side of the street
+        self.clear = rng.uniform(60, 250)  # metres; haze covers 1 - exp(-z / clear) of a colour
+        self.sun = rng.uniform(0.75, 1.0, size=2)  # light on the left and right side of the street
 
     def at(self, x: float, y: float, z: float) -> tuple[int, int]:
         """World to canvas pixels."""
@@ -35,32 +38,34 @@ class View:
         return round(self.centre + x * scale), round(self.horizon + (self.camera - y) * scale)
 
     def length(self, metres: float, z: float, at_least: int = 1) -> int:
-        """Length in canvas pixels, not below `at_least` pixels of the finished picture."""
+        """Length in canvas pixels: at least `at_least` pixels in the finished picture."""
         return max(round(metres * self.focal / z), at_least * _FINER)
 
-    def colour(self, rgb, z: float, light: float = 1.0) -> list[float]:
+    def colour(self, rgb: ArrayLike, z: float, light: float = 1.0) -> list[float]:
         rgb = np.clip(np.asarray(rgb) * light, 0, 255)
         mixed = self.haze + (rgb - self.haze) * np.exp(-z / self.clear)
         return np.clip(mixed, 0, 255).tolist()
 
-    def polygon(self, points, rgb, label: int | None) -> None:
-        points = np.clip(np.asarray(points), -30000, 30000).astype(np.int32)
-        cv2.fillPoly(self.image, [points], rgb)
+    def polygon(self, points: ArrayLike, rgb: Sequence[float], label: int | None) -> None:
+        corners = np.clip(np.asarray(points), -30000, 30000).astype(np.int32)
+        cv2.fillPoly(self.image, [corners], rgb)
         if label is not None:
-            cv2.fillPoly(self.label, [points], label)
+            cv2.fillPoly(self.label, [corners], label)
 
-    def box(self, left: float, top: float, right: float, bottom: float, rgb, label: int | None) -> None:
+    def box(
+        self, left: float, top: float, right: float, bottom: float, rgb: Sequence[float], label: int | None
+    ) -> None:
         self.polygon([(left, top), (right, top), (right, bottom), (left, bottom)], rgb, label)
 
-    def ellipse(self, centre, axes, rgb, label: int | None) -> None:
-        centre, axes = tuple(map(round, centre)), tuple(map(round, axes))
-        cv2.ellipse(self.image, centre, axes, 0, 0, 360, rgb, -1)
+    def ellipse(self, centre: Sequence[float], axes: Sequence[float], rgb: Sequence[float], label: int | None) -> None:
+        centre_pixel, axes_pixels = tuple(map(round, centre)), tuple(map(round, axes))
+        cv2.ellipse(self.image, centre_pixel, axes_pixels, 0, 0, 360, rgb, -1)
         if label is not None:
-            cv2.ellipse(self.label, centre, axes, 0, 0, 360, label, -1)
+            cv2.ellipse(self.label, centre_pixel, axes_pixels, 0, 0, 360, label, -1)
 
 
 def expose(view: View, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Grain of the materials, light of the day, lens and sensor; then down to the finished size."""
+    """Average down to the finished size, then add material grain, light and shade, a colour tint and sensor noise."""
     size = (_WIDTH, _HEIGHT)
     image = cv2.resize(view.image, size, interpolation=cv2.INTER_AREA).astype(np.float32)
     label = np.ascontiguousarray(view.label[_FINER // 2 :: _FINER, _FINER // 2 :: _FINER])

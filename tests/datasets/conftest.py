@@ -1,4 +1,4 @@
-"""The fake data sets of tests/trees.py, in a folder of every test's own."""
+"""The fake datasets of tests/trees.py, in a fresh folder for every test."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests import trees
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch) -> Path:
-    """A cache folder of its own for every test."""
+    """A fresh cache folder for every test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder

@@ -19,7 +19,7 @@ def test_table_is_the_official_one():
     assert table.names == tuple(label.name for label in evaluated)
     assert table.palette == tuple(label.color for label in evaluated)
     assert table.official_ids == tuple(label.id for label in evaluated)
-    expected = {label.id % 256: label.trainId % 256 for label in official_labels}  # -1, of licence plates, is 255
+    expected = {label.id % 256: label.trainId % 256 for label in official_labels}  # -1 (licence plates) becomes 255
     assert dict(table.label_ids) == expected
 
 
@@ -34,7 +34,7 @@ def test_instances_are_numbered_by_train_id_and_groups_are_none(cityscapes_root)
     dataset = cityscapes(cityscapes_root, "val")
     sample, instances = dataset.scored(0)
     raw = cv2.imread(str(dataset.files[0].instances), cv2.IMREAD_UNCHANGED).astype(int)
-    assert {29_000, 26_001, 26} <= set(raw.flatten())  # of a caravan, which is ignored; of a car; a group of cars
+    assert {29_000, 26_001, 26} <= set(raw.flatten())  # an ignored caravan, a car, a group of cars
     expected = [
         1000 * official_labels_by_id[value // 1000].trainId + value % 1000
         if value >= 1000 and not official_labels_by_id[value // 1000].ignoreInEval

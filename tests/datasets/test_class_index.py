@@ -1,4 +1,4 @@
-"""Counts and positions of classes: exact, uniform, made once, whoever asks and however often it is interrupted."""
+"""The class index: exact counts, uniform positions, built once by any number of processes, despite interruptions."""
 
 import multiprocessing
 import os
@@ -48,7 +48,7 @@ def test_counts_are_exact_and_positions_lie_in_their_class(size, classes, positi
 
 
 def test_every_pixel_of_a_class_is_as_likely(monkeypatch):
-    """Also across the bands in which they are looked for."""
+    """Also across the bands that are searched."""
     monkeypatch.setattr("datasets.class_index._BAND", 7)
     label = np.zeros((6, 10), np.uint8)
     label[::2, 3:] = 1  # 21 pixels
@@ -62,7 +62,7 @@ def test_every_pixel_of_a_class_is_as_likely(monkeypatch):
 
 
 def test_large_images_fit_their_positions():
-    """22 megapixels, as the largest of Mapillary Vistas; the only pixel of a class is the last one."""
+    """22 megapixels, like the largest images of Mapillary Vistas; the only pixel of a class is the last one."""
     label = np.zeros((4000, 5632), np.uint8)
     label[-1, -1] = 1
     counts, places = index_label(label, 2, 3, np.random.default_rng(0))
@@ -194,7 +194,7 @@ def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_pa
 
 
 def test_unreadable_labels_can_be_skipped(camvid_folders, tmp_path):
-    """Their images have no pixel of any class; the others what they had. Such an index is another one."""
+    """Their images have no pixel of any class, the others keep theirs. Such an index is stored under another name."""
     dataset = camvid(camvid_folders, "train")
     good = index_classes(dataset, tmp_path, workers=0)
     bad = dataset.files[1].label

@@ -10,7 +10,7 @@ from tests import trees
 
 
 def test_classes_are_those_of_the_official_list():
-    """Ids and names at both ends and around every place where a slip would move them."""
+    """Ids and names at both ends and around every place where a slip would shift them."""
     table = coco_stuff_classes(other_class=True)
     by_id = dict(zip(table.official_ids, table.names, strict=True))
     assert sorted(by_id) == list(range(92, 184))
@@ -29,13 +29,13 @@ def test_colours_are_distinct_and_always_the_same():
     palette = np.array(coco_stuff_classes(other_class=True).palette, int)
     assert palette.shape == (92, 3) and palette.min() >= 0 and palette.max() == 255
     distance = np.abs(palette[:, None] - palette[None]).max(axis=2) + 255 * np.eye(92, dtype=int)
-    assert distance.min() > 8 and palette.max(axis=1).min() > 100  # of each other, and of the black of what is ignored
+    assert distance.min() > 8 and palette.max(axis=1).min() > 100  # also from black, the colour of ignored pixels
     assert np.array_equal(palette, coco_stuff_classes(other_class=True).palette)
 
 
 @pytest.mark.parametrize("other_class", [False, True])
 def test_both_label_archives_give_the_same_labels(tmp_path, other_class):
-    """The off-by-one: a value of stuffthingmaps is the id minus one, and its things are the challenge's `other`."""
+    """The off-by-one: stuffthingmaps hold the id minus one, and their things are the challenge's `other`."""
     challenge = trees.coco_stuff(tmp_path / "challenge", stuffthingmaps=False)
     everything = trees.coco_stuff(tmp_path / "stuffthingmaps", pixel_maps=False)
     for split, count in (("train", 3), ("val", 2)):
@@ -65,7 +65,7 @@ def test_scores_tell_other_from_unlabelled_whether_it_is_trained_or_not(coco_roo
 
 
 def test_labels_of_one_archive_in_the_place_of_the_other_are_refused(coco_root):
-    """Read with the other table, every class would be the next one."""
+    """Read with the other table, every class would shift by one."""
     pixel_maps = coco_root / "annotations" / "stuff_val2017_pixelmaps"
     stuffthingmaps = coco_root / "stuffthingmaps" / "val2017"
     pixel_maps.rename(coco_root / "aside")
@@ -129,7 +129,7 @@ def test_test_images_are_predicted_in_coco_ids(coco_root):
 
 @pytest.mark.parametrize("parent", ["stuffthingmaps_trainval2017", "annotations", "images", "."])
 def test_stuffthingmaps_are_found_where_people_unpack_them(tmp_path, parent):
-    """`images` and the folder itself: into the folders of the images."""
+    """With `images` and `.`, they share the folders of the images."""
     root = trees.coco_stuff(tmp_path / "coco", pixel_maps=False)
     expected = [sample.label for sample in coco_stuff(root, "val")]
     if parent != ".":

@@ -39,7 +39,7 @@ def test_good_data_has_no_problem_and_exact_counts(kind, split, tmp_path):
 
 
 def test_counts_are_exact_beyond_the_numbers_that_float32_holds(tmp_path):
-    """Of 22 megapixels, the largest photographs of Vistas."""
+    """At 22 megapixels, like the largest photographs of Vistas."""
     root = trees.camvid_folders(tmp_path / "camvid")
     label = np.full((4000, 5500), 3, np.uint8)
     label[1234, 567:570] = 7
@@ -91,7 +91,7 @@ FILES = {
 CASES = [(file, damage) for file in FILES for damage in DAMAGE] + [
     (file, "one bit flipped")
     for file in FILES
-    if file != "jpeg image"  # has no check sums
+    if file != "jpeg image"  # has no checksums
 ]
 
 
@@ -114,7 +114,7 @@ def test_finds_damaged_files_and_counts_the_others(file, damage, tmp_path, capfd
 
 
 def test_finds_a_pixel_of_a_palette_that_only_the_check_sum_betrays(tmp_path):
-    """Pillow decodes such files, about one in twenty with a flipped bit, and says nothing. Nor does a crop read it."""
+    """Pillow silently decodes such files, about one in twenty with a flipped bit. Other windows must fail too."""
     root = trees.coco_stuff(tmp_path / "data")
     dataset = coco_stuff(root, "train")
     path = dataset.files[0].label
@@ -150,7 +150,7 @@ def test_finds_sizes_ids_and_files_without_counterparts_in_one_pass(tmp_path):
         ("unknown ids", str(labels / "0001TP_000001.png")),
     ]
     with pytest.raises(ValueError, match="1 of 5 images have no label"):
-        camvid(root, "train")  # which trains only on complete data
+        camvid(root, "train")  # training needs complete data
 
 
 @pytest.mark.parametrize("kind, image, label", [
@@ -164,7 +164,7 @@ def test_every_dataset_reports_files_without_counterparts(kind, image, label, tm
     first, second = (entry.name for entry in make(root, "train").files[:2])
     (root / label.format(first)).unlink()
     if kind == "vistas":
-        (root / f"training/instances/{first}.png").unlink()  # is read in the place of the label
+        (root / f"training/instances/{first}.png").unlink()  # would be read instead of the label
     (root / image.format(second)).unlink()
     with pytest.raises(ValueError):
         make(root, "train")
@@ -184,7 +184,7 @@ def test_a_split_in_which_no_image_has_its_label_is_refused(tmp_path):
 
 
 def test_labels_beyond_the_challenge_are_no_problem(tmp_path):
-    """Its label archive holds those of all images, its lists choose some, and the others need not be there."""
+    """The label archive covers all images, but images that are not on the lists may be missing."""
     root = trees.coco_stuff(tmp_path / "data")
     (root / "train2017" / "000000000025.jpg").unlink()
     assert found(coco_stuff(root, "train", strict=False)).problems == ()

@@ -1,4 +1,4 @@
-"""What real archives and real disks hold besides the ordinary: every dataset must read it."""
+"""Oddities of real archives and disks, which every dataset must read."""
 
 import os
 from io import BytesIO
@@ -92,7 +92,7 @@ def test_cmyk_grayscale_and_rotated_photographs(make, tree, tmp_path):
     assert np.abs(gray[..., 0] - pixels @ [0.299, 0.587, 0.114]).mean() < 3
 
     rotated = Image.Exif()
-    rotated[0x0112] = 6  # a quarter turn, for viewers; the labels lie on the pixels as they are stored
+    rotated[0x0112] = 6  # viewers apply a quarter turn; labels match the pixels as stored
     entry.image.write_bytes(jpeg(pixels, "RGB", exif=rotated))
     assert np.array_equal(read(), colour)
 

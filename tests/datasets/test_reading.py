@@ -1,4 +1,4 @@
-"""Windows of image files: exactly the pixels of the whole image, without decoding what lies below them."""
+"""Windows of image files: exactly the pixels of the whole image, without decoding the rows below."""
 
 import zlib
 from io import BytesIO
@@ -12,7 +12,7 @@ from PIL import Image
 from datasets.reading import decode_image, decode_instance_classes, decode_label, decode_uint16, read_size
 
 HEIGHT, WIDTH = 75, 53
-# A row, the first and the last rows, and windows whose end lies anywhere in a JPEG's blocks of 8 or 16 rows.
+# The first row, the last, all rows, and windows that end at any row of a JPEG's blocks of 8 or 16 rows.
 WINDOWS = [(slice(start, stop), slice(5, 48)) for start, stop in [(0, 1), (74, 75), (0, 75)]] + [
     (slice(stop - 9, stop), slice(0, 53)) for stop in range(9, 75)
 ]
@@ -64,7 +64,7 @@ def test_a_window_of_an_image_is_that_of_the_whole(kind, tmp_path, capfd):
     assert whole.shape == (HEIGHT, WIDTH, 3)
     for window in WINDOWS:
         assert np.array_equal(decode_image(path, window), whole[window]), window
-    assert capfd.readouterr().err == ""  # where libraries complain of what lies below the window
+    assert capfd.readouterr().err == ""  # where libraries complain about rows below the window
 
 
 LABELS = {
@@ -126,7 +126,7 @@ def test_damaged_headers_are_reported(name, content, complaint, tmp_path):
 
 @pytest.mark.parametrize("decode", [decode_label, decode_uint16, decode_instance_classes])
 def test_a_jpeg_is_no_label(decode, tmp_path):
-    """Its values would nearly all be classes, too, but others."""
+    """Nearly all its values would be valid ids, but the wrong ones."""
     path = saved(tmp_path / "x.jpg", Image.fromarray(labels()))
     path = path.rename(tmp_path / "x.png")
     for window in [()] if decode is decode_uint16 else [(), (WINDOWS[0],)]:
@@ -135,7 +135,7 @@ def test_a_jpeg_is_no_label(decode, tmp_path):
 
 
 def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
-    """Pillow's error for them is none of the kinds that others are."""
+    """Pillow's error for them is unrelated to its other errors."""
     path = saved(tmp_path / "x.jpg", Image.fromarray(photograph()))
     data = path.read_bytes()
     size = data.index(HEIGHT.to_bytes(2, "big") + WIDTH.to_bytes(2, "big"))

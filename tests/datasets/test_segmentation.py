@@ -91,7 +91,7 @@ def test_palette_png_gives_indices(camvid_folders):
 
 
 def test_label_of_four_bits_is_refused(camvid_folders):
-    """Decoders stretch 0 … 15 to 0 … 255, and some of those are other classes."""
+    """Decoders stretch 0 … 15 to 0 … 255, and some of these are other classes."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -160,7 +160,7 @@ def test_datasets_imports_nothing_else_of_ours():
 
 
 def test_datasets_knows_no_configuration_key():
-    """Neither group.key nor group=choice of the program above it: its messages name arguments, or keys given to it."""
+    """No group.key or group=choice: messages name arguments, or keys passed in by the caller."""
     folder = Path(datasets.__file__).parent
     groups = {entry.name for entry in (folder.parent / "configs").iterdir() if entry.is_dir()} | {"init", "resume"}
     assert {"data", "sampler"} < groups

@@ -67,7 +67,7 @@ def test_two_processes_may_start_at_once(tmp_path):
     alone = tmp_path / "alone"
     write(str(alone))
     assert contents(root) == contents(alone)
-    assert {entry.name for entry in tmp_path.iterdir()} == {"streets", "alone"}  # nothing half-written stays
+    assert {entry.name for entry in tmp_path.iterdir()} == {"streets", "alone"}  # no partial output remains
 
 
 def test_an_interrupted_writer_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ FILL, IGNORE = (10, 20, 30), 255
 
 
 def resize_then_crop(image, label, scaled_size, offset, crop_size):
-    """The definition: the whole resized image, in an endless plane of padding, seen through the crop."""
+    """The definition: resize the whole image, pad it, cut out the crop."""
     height, width = scaled_size
     image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
     label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
@@ -164,7 +164,7 @@ def test_a_crop_contains_the_pixel_it_is_told_to(size, scale, crop_size, place, 
     """Larger and smaller images than the crop, pixels on borders and in corners, mirrored or not.
 
     The label holds the coordinate of its pixels along one axis. An image that shrinks loses some of its pixels: the
-    crop shows the one that stands for it, at most half a pixel of the scaled image (and a rounding) away.
+    crop then shows a neighbour, at most half a pixel of the scaled image (plus rounding) away.
     """
     pixel = tuple(round(share * (length - 1)) for share, length in zip(place, size, strict=True))
     transform = TrainingTransform(crop_size, scale=(scale, scale), flip=flip, base_size=base_size, ignore_index=IGNORE)
@@ -209,7 +209,7 @@ def test_the_pixels_place_after_scaling_is_that_of_its_centre():
 
 
 def test_a_pixel_changes_neither_flip_nor_scale():
-    """The random numbers are drawn in the same order, so that sampling strategies differ in the window alone."""
+    """The random numbers are drawn in the same order, so sampling strategies differ only in the window."""
     label = np.broadcast_to(np.arange(64, dtype=np.uint8), (48, 64)).copy()
     image = np.zeros((48, 64, 3), np.uint8)
     transform = TrainingTransform((100, 140))  # the whole image at every scale
@@ -222,7 +222,7 @@ JITTER = ColourJitter(brightness=0.4, contrast=0.7, saturation=1.5, hue=0.2)
 
 
 def test_colours_change_as_torchvision_changes_them(monkeypatch):
-    """Its functions, its ranges, any order; with our random numbers."""
+    """The same functions and ranges, in any order, with our random numbers."""
     image = np.random.default_rng(0).integers(0, 256, (6, 7, 3), dtype=np.uint8)
     functions = {name: getattr(v2.functional, f"adjust_{name}") for name in vars(JITTER)}
     changes = []
@@ -264,7 +264,7 @@ def test_jitter_changes_neither_the_crop_nor_its_padding_nor_the_label(size):
         padding = plain_label == IGNORE
         assert np.array_equal(got_label, plain_label) and (got[padding] == FILL).all()
         changed += not np.array_equal(got, plain)
-        # Only what is seen counts, where a change depends on the whole image.
+        # A change that depends on the whole image sees only the visible part.
         rows, columns = (np.flatnonzero((~padding).any(axis=axis)) for axis in (1, 0))
         seen = np.ix_(rows, columns)
         after_crop = np.random.default_rng(seed)
@@ -275,7 +275,7 @@ def test_jitter_changes_neither_the_crop_nor_its_padding_nor_the_label(size):
 
 
 def test_without_jitter_no_random_number_is_drawn_for_it():
-    """The crops of older runs are those of new ones."""
+    """Crops are the same as in older runs."""
     image, label = np.zeros((60, 80, 3), np.uint8), np.zeros((60, 80), np.uint8)
     transform, drawn, called = TrainingTransform((40, 50)), np.random.default_rng(5), np.random.default_rng(5)
     transform.draw((60, 80), drawn)

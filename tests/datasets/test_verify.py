@@ -21,7 +21,7 @@ def test_good_data_passes_and_reports_progress(camvid_folders, camvid_annot, cit
     assert seen == [(done, 6) for done in range(1, 7)]
     verify(camvid(camvid_annot, "val"))
     verify(cityscapes(cityscapes_root, "val"))
-    verify(cityscapes(cityscapes_root, "test"))  # no labels: the images alone
+    verify(cityscapes(cityscapes_root, "test"))  # no labels: only the images
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_finds_foreign_ids_and_sizes(camvid_folders):
 
 
 def test_looks_at_files_of_instances_too(cityscapes_root):
-    """They are read in evaluations only: hours after the start."""
+    """They are read only in evaluations, hours after the start."""
     files = cityscapes(cityscapes_root, "val").files
     verify(cityscapes(cityscapes_root, "val"))
     cv2.imwrite(str(files[0].instances), np.zeros((12, 20), np.uint16))
@@ -85,7 +85,7 @@ def test_agrees_with_reading(camvid_folders):
 
 
 def checked_files(dataset) -> int:
-    """How many images a call of verify looks at."""
+    """How many images a call of verify checks."""
     seen = []
     verify(dataset, progress=lambda done, total: seen.append(done))
     return len(seen)
@@ -105,7 +105,7 @@ def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path):
 
 @pytest.mark.parametrize("workers, reads_here", [(0, 6), (2, 0)])
 def test_no_other_thread_decodes(camvid_folders, monkeypatch, workers, reads_here):
-    """A process that is forked as such a thread ends inherits mutexes of OpenCV that nobody unlocks."""
+    """A process forked while such a thread ends may inherit OpenCV mutexes that stay locked."""
     dataset, threads = camvid(camvid_folders, "train"), []
     read_label = dataset.read_label
     monkeypatch.setattr(dataset, "read_label", lambda i: threads.append(threading.current_thread()) or read_label(i))

@@ -15,7 +15,7 @@ def labels(root, split: str) -> list[np.ndarray]:
 
 
 def test_both_folder_styles_hold_the_same_labels(tmp_path):
-    """The versioned one has labels of v2.0 beside those of v1.2, and they are not read."""
+    """The versioned style also holds labels of v2.0, which are not read."""
     plain, versioned = trees.vistas(tmp_path / "a"), trees.vistas(tmp_path / "b", versioned=True)
     for split, count in (("train", 3), ("val", 2)):
         ours, theirs = labels(plain, split), labels(versioned, split)
@@ -58,7 +58,7 @@ def test_instances_give_the_same_labels_where_labels_are_missing(tmp_path, versi
 
 
 def test_bits_tell_labels_from_instances(vistas_root):
-    """A label that was put into the other folder is refused, not read as something else."""
+    """A file in the wrong folder is refused, not misread."""
     label = vistas_root / "training" / "labels" / "street-000000000000000.png"
     instances = vistas_root / "training" / "instances" / label.name
     wide = instances.read_bytes()
@@ -125,7 +125,7 @@ def test_a_broken_config_file_is_named(vistas_root, content):
 def test_the_version_may_be_written_in_any_way(vistas_root, version):
     expected = vistas(vistas_root, "train").table
     config = json.dumps({**trees.vistas_config(), "version": version})
-    (vistas_root / "config.json").write_text(config, encoding="utf-8-sig")  # some editors add a mark in front
+    (vistas_root / "config.json").write_text(config, encoding="utf-8-sig")  # some editors add a byte-order mark
     assert vistas(vistas_root, "train").table == expected
 
 
@@ -167,4 +167,4 @@ def test_pillow_shows_the_official_labels_in_the_palette_of_the_table(vistas_roo
     dataset = vistas(vistas_root, "train")
     shown = np.asarray(Image.open(dataset.files[0].label).convert("RGB"))
     assert np.array_equal(shown, dataset.colour(dataset[0].label))
-    assert cv2.imread(str(dataset.files[0].label), cv2.IMREAD_UNCHANGED).ndim == 3  # what we must not read
+    assert cv2.imread(str(dataset.files[0].label), cv2.IMREAD_UNCHANGED).ndim == 3  # colours, not indices

@@ -1,4 +1,4 @@
-"""Processes that read data: what they survive, how they end, and what is said of them."""
+"""Worker processes that read data: what they survive, how they end, and what errors say about them."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ class Asked:
         self.answers, answers = Workers().Pipe(duplex=False)
         self.process = Workers().Process(target=answers_each_question, args=(questions, answers), daemon=True)
         self.process.start()
-        questions.close(), answers.close()  # so that a dead worker is an error here, not silence
+        questions.close(), answers.close()  # so a dead worker raises an error here instead of hanging
 
     def answer(self, question: str) -> str:
         self.questions.send(question)
@@ -81,20 +81,20 @@ def test_failures_name_the_settings_and_end_with_the_advice(words, keys, advice)
     with pytest.raises(TimeoutError) as timed_out, worker_failures(2, 5, **words):
         raise RuntimeError(TIMED_OUT)
     message = str(timed_out.value)
-    waited = f"brought none for {keys}timeout_seconds=5 seconds: "
+    waited = f"delivered none for {keys}timeout_seconds=5 seconds: "
     assert message.startswith(f"the {keys}workers=2 processes that read images {waited}")
-    assert message.endswith(f"(then raise {keys}timeout_seconds); {keys}workers=0 reads without them.{advice}")
+    assert message.endswith(f"raise {keys}timeout_seconds; {keys}workers=0 reads in the main process.{advice}")
 
     with pytest.raises(ChildProcessError) as killed, worker_failures(2, 5, **words):
         raise RuntimeError(KILLED)
     message = str(killed.value)
-    assert message.startswith(f"one of the {keys}workers=2 processes that read images ended: {KILLED.strip()} ")
-    assert message.endswith(f"fewer {keys}workers need less.{advice}")
+    assert message.startswith(f"one of the {keys}workers=2 processes that read images died: {KILLED.strip()} ")
+    assert message.endswith(f"use fewer {keys}workers.{advice}")
 
 
 def test_a_dead_worker_is_reported_even_if_it_interrupted_a_save():
-    """torch.save raises an error of its own when the signal handler's error ends it."""
-    with pytest.raises(ChildProcessError, match="ended: DataLoader worker"), worker_failures(2, 5):
+    """torch.save raises another error when the signal handler's error interrupts it."""
+    with pytest.raises(ChildProcessError, match="died: DataLoader worker"), worker_failures(2, 5):
         try:
             raise RuntimeError(KILLED)
         finally:
@@ -121,7 +121,7 @@ def test_a_pass_gives_items_in_order_and_unchanged(workers):
 
 
 def test_a_pass_uses_the_cores_that_it_may_use(camvid_folders, monkeypatch):
-    """A scheduler may have given it one of many."""
+    """A scheduler may grant one of many."""
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
     assert in_order(camvid(camvid_folders, "train"), range(6)).num_workers == 1

@@ -100,7 +100,7 @@ def test_a_stuck_worker_is_reported(tmp_path, whole, workers):
     options = (f"data.workers={workers}", "data.timeout_seconds=2")
     run = Run(tmp_path / "run", *options, inject=hangs)
     assert run.ends(seconds=40) == 1
-    assert f"error: the data.workers={workers} processes that read images brought none for" in run.output
+    assert f"error: the data.workers={workers} processes that read images delivered none for" in run.output
     assert "data.timeout_seconds=2 seconds" in run.output and "Traceback" not in run.output
     survived(tmp_path / "run", whole, *options)
 
@@ -114,5 +114,5 @@ def test_a_killed_worker_is_reported(tmp_path, whole):
     worker = children(run.process.pid)[0]
     os.kill(worker, signal.SIGKILL)
     assert run.ends() == 1, run.output
-    assert "error: one of the data.workers=2 processes that read images ended: DataLoader worker" in run.output
+    assert "error: one of the data.workers=2 processes that read images died: DataLoader worker" in run.output
     survived(tmp_path / "run", whole, *options)
