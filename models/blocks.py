@@ -1,4 +1,4 @@
-"""What the bodies are made of: residual blocks with an injected norm and activation, stages of them, the classifier."""
+"""Building blocks of the bodies: residual blocks with an injected norm and activation, stages, the classifier."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,16 +11,16 @@ NormAct = Callable[[int], nn.Module]  # number of channels -> norm followed by a
 class IdentityResidualBlock(nn.Module):
     """Pre-activation residual block: z = phi(BN(x)); y = F(z) + shortcut (He et al., Identity Mappings, 2016).
 
-    The shortcut is x itself, or, where the stride or the number of channels changes, a 1x1 convolution of z without a
-    norm of its own. This is the block of the in-place ABN paper's Figure 1: for the backward pass it keeps x, the two
-    inner convolution outputs and three activations with a standard norm, and the three activations alone with an
-    in-place one.
+    The shortcut is x itself or, if the stride or the number of channels changes, a 1x1 convolution of z without a norm
+    of its own. This is the block of the in-place ABN paper's Figure 1. For the backward pass a bottleneck keeps x, the
+    two inner convolution outputs and three activations with a standard norm, but only the activations with an in-place
+    norm.
 
     Args:
         in_channels: C of the input.
         channels: two values make two 3x3 convolutions; three make a 1x1, 3x3, 1x1 bottleneck.
-        norm_act: number of channels -> norm followed by an activation. A norm that writes over its input fits all its
-            places here but one: bn1 of a block whose shortcut is x. The forward pass then refuses.
+        norm_act: number of channels -> norm followed by an activation. It may write over its input, except as bn1 of a
+            block whose shortcut is x; the forward pass then raises.
         stride: of the first convolution, a 1x1 in a bottleneck, and of the projection.
         dilation: of every 3x3 convolution.
         groups: of the 3x3 convolution of a bottleneck (ResNeXt's cardinality).
@@ -83,11 +83,11 @@ class IdentityResidualBlock(nn.Module):
         activated = self.bn1(x)
         if self.proj_conv is not None:
             return self.convs(activated) + self.proj_conv(activated)
-        # An addition keeps neither of its operands, so autograd's version check would let a ruined shortcut pass.
+        # An addition saves neither operand, so autograd's version check would miss an overwritten shortcut.
         if activated is x:
             raise ValueError(
                 f"{type(self.bn1).__name__} wrote over the input of a residual block, which is also the shortcut: "
-                f"inject a norm that writes to a new buffer (overwrite_input=False), it keeps as few bytes"
+                f"inject a norm that writes to a new buffer (overwrite_input=False); it saves as much memory"
             )
         return self.convs(activated) + x
 
@@ -103,9 +103,9 @@ def identity_stage(
     groups: int = 1,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """`blocks` identity residual blocks, named block1, block2, …; the first has the stride and the new channels."""
+    """`blocks` identity residual blocks, named block1, block2, …; the first changes stride and channels."""
     if blocks < 1:
-        raise ValueError(f"a stage of {blocks} blocks in the structure: expected at least 1 block per stage")
+        raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
     stage = nn.Sequential()
     for index in range(blocks):
         stage.add_module(
@@ -124,10 +124,10 @@ def identity_stage(
 
 
 def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: int) -> list[tuple[int, int]]:
-    """The (stride, dilation) of each stage that make a network stop downsampling at `output_stride`.
+    """The (stride, dilation) of each stage for a network that stops downsampling at `output_stride`.
 
-    Once the output stride is reached, every further stride multiplies the dilation instead, from the first block of
-    its stage on: strides (1, 2, 2, 2) after a stem of stride 4 become dilations (1, 1, 2, 4) at output stride 8.
+    Once the output stride is reached, further strides multiply the dilation instead, starting with the first block of
+    their stage. At output stride 8, strides (1, 2, 2, 2) after a stem of stride 4 become dilations (1, 1, 2, 4).
 
     Raises:
         ValueError: output_stride is not 8, 16 or 32.

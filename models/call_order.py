@@ -1,4 +1,4 @@
-"""Which modules of a network are called one after the other, as far as the modules themselves tell."""
+"""The order in which modules are called, as far as the module tree of a network determines it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,11 +14,13 @@ class Place(NamedTuple):
 
     @property
     def module(self) -> nn.Module:
-        return self.parent._modules[self.name]
+        module = self.parent._modules[self.name]
+        assert module is not None, self
+        return module
 
 
 class CallOrder:
-    """All modules of a network, where they are registered, and in which order its Sequentials call them."""
+    """The modules of a network, where they are registered, and in what order Sequentials call them."""
 
     def __init__(self, root: nn.Module):
         self.names = {module: name for name, module in root.named_modules()}
@@ -27,13 +29,13 @@ class CallOrder:
             for name, child in parent._modules.items():
                 if child is not None:
                     self.places[child].append(Place(parent, name))
-        self.following: dict[Place, list[Place]] = {}  # the places called after a place, of those in Sequentials
+        self.following: dict[Place, list[Place]] = {}  # in Sequentials: the places called after each place
         for module in self.names:
             if _calls_in_order(module) and not self._is_part_of_a_chain(module):
                 chain = list(self._chain(module))
                 self.following |= {place: chain[index + 1 :] for index, place in enumerate(chain)}
 
-    def _chain(self, sequential: nn.Sequential) -> Iterator[Place]:
+    def _chain(self, sequential: nn.Module) -> Iterator[Place]:
         for name, child in sequential._modules.items():
             if child is not None and self._is_part_of_a_chain(child):
                 yield from self._chain(child)
@@ -41,7 +43,7 @@ class CallOrder:
                 yield Place(sequential, name)
 
     def _is_part_of_a_chain(self, module: nn.Module) -> bool:
-        """Whether a module is a Sequential inside another, called by nobody else, with nobody to look at its output."""
+        """Whether a module is a Sequential inside another, with no other caller and no hooks that see its output."""
         places = self.places[module]
         return (
             _calls_in_order(module)
@@ -52,10 +54,10 @@ class CallOrder:
 
 
 def _calls_in_order(module: nn.Module) -> bool:
-    """Whether a module is a Sequential with the forward pass of one."""
+    """Whether a module is a Sequential with the original forward pass."""
     return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own."""
+    """Whether a module has hooks, or its own forward as an instance attribute."""
     return "forward" in vars(module) or any(value for key, value in vars(module).items() if key.endswith("_hooks"))

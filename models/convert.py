@@ -1,8 +1,8 @@
-"""Conversions of whole networks, standard to in-place and back, with the same Parameters under the same names.
+"""Convert whole networks from standard to in-place layers and back, keeping the same Parameters and names.
 
-In eval mode every layer of ours is batch normalisation with the raw weight, so outputs stay what they were, for any
-sign of gamma. Both functions change the network itself and return it, as `nn.SyncBatchNorm.convert_sync_batchnorm`
-does. Parameters and buffers stay the same objects under the same names: optimizers go on, checkpoints fit both ways.
+In eval mode all our layers are batch normalisation with the raw weight, so outputs do not change, for any sign of
+gamma. Both functions change the network itself and return it, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
+Parameters and buffers stay the same objects under the same names, so optimizers and checkpoints keep working.
 """
 
 # Over 250 lines: both directions of the conversion share the matching of norms with their activations.
@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,15 +27,15 @@ STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 OWN_LAYERS = (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync)
 PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
-SHOWN_NAMES = 4  # of the layers that are listed with one reason
+SHOWN_NAMES = 4  # layers listed per reason
 
 
 @dataclass
 class Report:
-    """What a conversion did. Names are those of `network.named_modules()`; "" is the converted module itself.
+    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself.
 
     Attributes:
-        replaced: name of the layer -> "what it was -> what it is".
+        replaced: name of the layer -> "old layer -> new layer".
         kept: name of the layer -> why it was not replaced.
     """
 
@@ -54,7 +54,7 @@ class Report:
 
 
 def log_report(report: Report) -> None:
-    """Log a report: as a warning where layers were not replaced, otherwise as information."""
+    """Log a report: as a warning if layers were not replaced, otherwise as information."""
     logger.log(logging.WARNING if report.kept else logging.INFO, "%s", report)
 
 
@@ -63,20 +63,20 @@ def to_inplace(
 ) -> nn.Module:
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
-    Of ours, `ABN` and `CheckpointedABN` are replaced wherever they are. Of PyTorch's, a BatchNorm1d, 2d, 3d or
-    SyncBatchNorm directly followed by a LeakyReLU, ELU, Sigmoid, Tanh or Identity in an `nn.Sequential`, or across the
-    ends of nested ones: the layer takes the name of the batch normalisation, and an Identity that of the activation, so
-    that indices and state dicts stay valid. In any other forward pass the modules do not tell the order of the calls.
-    Code that takes single modules out of a Sequential finds the activation at the place of the batch normalisation.
+    Our `ABN` and `CheckpointedABN` are replaced everywhere. PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm are
+    replaced if a LeakyReLU, ELU, Sigmoid, Tanh or Identity directly follows in an `nn.Sequential`, or across the ends
+    of nested ones. Elsewhere the modules do not determine the order of calls. The new layer takes the name of the batch
+    normalisation and an Identity takes the name of the activation, so indices and state dicts stay valid. Code that
+    picks single modules out of a Sequential finds the activation in place of the batch normalisation.
 
-    An in-place layer keeps its output. What writes over it, such as `x += shortcut` in a forward pass, makes the
-    backward pass raise PyTorch's error about a modified variable; write `x = x + shortcut`.
+    An in-place layer keeps its output. If a forward pass writes over it, as in `x += shortcut`, the backward pass
+    raises PyTorch's error about a modified variable; write `x = x + shortcut`.
 
     Args:
         module: a network, which is changed, or a single layer, for which a new one is returned.
-        relu_slope: replace ReLU, which cannot be inverted, by a leaky ReLU with this slope (the paper's is 0.01). This
+        relu_slope: replace ReLU, which cannot be inverted, by a leaky ReLU with this slope (0.01 in the paper). This
             changes the function of the network; its weights are then a starting point for training.
-        report: what is called with the `Report`, for example `print` or the append method of a list.
+        report: called with the `Report`, e.g. `print` or the append method of a list.
 
     Returns:
         The module itself, or the new layer.
@@ -85,7 +85,7 @@ def to_inplace(
         ValueError: relu_slope is not above 0.
     """
     if relu_slope is not None and not relu_slope > 0:
-        raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0, such as the paper's 0.01, or None")
+        raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0 (0.01 in the paper), or None")
 
     def planned(tree: CallOrder, layer: nn.Module) -> "_Replacement | None":
         if isinstance(layer, _BatchNorm):
@@ -98,13 +98,13 @@ def to_inplace(
 
 
 def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_report) -> nn.Module:
-    """Replace every in-place and checkpointed layer by the standard `ABN`, wherever it is.
+    """Replace every in-place and checkpointed layer by the standard `ABN`.
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
 
     Args:
         module: a network, which is changed, or a single layer, for which a new one is returned.
-        report: what is called with the `Report`, for example `print` or the append method of a list.
+        report: called with the `Report`, e.g. `print` or the append method of a list.
 
     Returns:
         The module itself, or the new layer.
@@ -123,7 +123,7 @@ class _Replacement(NamedTuple):
     old: nn.Module
     new: nn.Module
     before: str  # for the report
-    emptied: Place | None = None  # the activation that is part of the new layer
+    emptied: Place | None = None  # of the activation, which the new layer includes
 
 
 def _convert(
@@ -131,8 +131,9 @@ def _convert(
     planned: Callable[[CallOrder, nn.Module], _Replacement | None],
     report: Callable[[Report], object],
 ) -> nn.Module:
-    """Plan all replacements on the network as it is, then make them."""
-    tree, result, plan = CallOrder(module), Report(), []
+    """Plan all replacements on the unchanged network, then carry them out."""
+    tree, result = CallOrder(module), Report()
+    plan: list[_Replacement] = []
     for layer, name in tree.names.items():
         try:
             replacement = planned(tree, layer)
@@ -155,7 +156,7 @@ def _convert(
     return module
 
 
-# The planning functions raise ValueError with the reason why a layer is not replaced.
+# The planning functions raise a ValueError with the reason if a layer cannot be replaced.
 
 
 def _own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> _Replacement:
@@ -172,17 +173,17 @@ def _batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float
     _check_batch_norm(layer)
     places = tree.places[layer]
     if len(places) > 1:
-        raise ValueError(f"it is registered at {len(places)} places, which may be followed by different activations")
+        raise ValueError(f"it is registered at {len(places)} places, where different activations may follow")
     if not places or places[0] not in tree.following:
         parent = f", but in {type(places[0].parent).__name__}" if places else ""
         raise ValueError(
-            f"it is not in a plain nn.Sequential{parent}: the order of calls is unknown; build it with InPlaceABN there"
+            f"it is not in a plain nn.Sequential{parent}: the order of calls is unknown; use InPlaceABN there instead"
         )
-    behind = tree.following[places[0]]
-    if not behind:
-        raise ValueError("nothing follows it in its nn.Sequential; an nn.Identity there asks for no activation")
-    index = _activation_index(behind, relu_slope)
-    activation = behind[index].module
+    following = tree.following[places[0]]
+    if not following:
+        raise ValueError("nothing follows it in its nn.Sequential; add an nn.Identity for no activation")
+    index = _activation_index(following, relu_slope)
+    activation = following[index].module
     name, param = _inplace_activation(activation, relu_slope)
     new = _like(
         layer,
@@ -192,49 +193,49 @@ def _batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float
         sync=isinstance(layer, nn.SyncBatchNorm),
         group=getattr(layer, "process_group", None),
     )
-    _check_output_is_left_alone(behind[index + 1 :])
-    emptied = None if type(activation) is nn.Identity else behind[index]
+    _check_output_is_left_alone(following[index + 1 :])
+    emptied = None if type(activation) is nn.Identity else following[index]
     return _Replacement(layer, new, f"{type(layer).__name__} + {type(activation).__name__}", emptied)
 
 
 def _check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
-    """A layer must be what its class says and no more, for another class to take its place."""
+    """Raise ValueError if another class in place of a layer would lose its customisation."""
     if type(layer) not in classes:
-        raise ValueError("it is a subclass, whose forward pass may be another")
+        raise ValueError("it is a subclass, whose forward pass may differ")
     if is_customised(layer):
-        raise ValueError("it has hooks, which would not run or would see another output; remove them first")
+        raise ValueError("it has hooks, which would not run or would see a different output; remove them first")
     if {*layer._parameters, *layer._buffers, *layer._modules} != set(STATE):
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
 
 
 def _check_batch_norm(layer: _BatchNorm) -> None:
     if isinstance(layer, _LazyNormBase):
-        raise ValueError("its number of channels is not known before a first forward pass")
+        raise ValueError("its number of channels is not known before the first forward pass")
     _check_plain(layer, BATCH_NORMS)
     statistics = [getattr(layer, name) is not None for name in STATE[2:]]
     if statistics != [layer.track_running_stats] * len(statistics):
-        raise ValueError("its track_running_stats was changed after it was made, and does not agree with its buffers")
+        raise ValueError("its track_running_stats was changed after construction and does not match its buffers")
     dtypes = {values.dtype for name in STATE[:4] if (values := getattr(layer, name)) is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
         listed = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float(), and autocast")
+        raise ValueError(f"it holds {listed}: an in-place layer needs float32 parameters; use .float() and autocast")
 
 
-def _check_output_is_left_alone(behind: list[Place]) -> None:
-    """The next module must not write over its input, which an in-place layer keeps for the backward pass."""
-    for place in behind:
+def _check_output_is_left_alone(following: list[Place]) -> None:
+    """The next module must not write over its input, which the in-place layer keeps for the backward pass."""
+    for place in following:
         if getattr(place.module, "inplace", False) or getattr(place.module, "overwrite_input", False):
             raise ValueError(
                 f"the output is overwritten by the {type(place.module).__name__} that follows, but an in-place layer "
-                f"keeps it; use inplace=False there"
+                f"needs it for its backward pass; use inplace=False there"
             )
         if not isinstance(place.module, PASSES_ON):
             return
 
 
-def _activation_index(behind: list[Place], relu_slope: float | None) -> int:
-    """The activation of a batch normalisation: behind an Identity (a dropout of 0, say) may come the real one."""
-    for index, place in enumerate(behind):
+def _activation_index(following: list[Place], relu_slope: float | None) -> int:
+    """Index of a batch normalisation's activation, which may follow Identities (e.g. a disabled dropout)."""
+    for index, place in enumerate(following):
         if type(place.module) is not nn.Identity or is_customised(place.module):
             try:
                 _inplace_activation(place.module, relu_slope)
@@ -245,7 +246,7 @@ def _activation_index(behind: list[Place], relu_slope: float | None) -> int:
 
 
 def _inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[str, float]:
-    """The activation and activation_param of an InPlaceABN that stand for a module."""
+    """The activation and activation_param of an InPlaceABN that replaces a module."""
     if is_customised(module):
         raise ValueError(f"the {type(module).__name__} that follows has hooks; remove them first")
     if type(module) is nn.LeakyReLU:
@@ -259,20 +260,20 @@ def _inplace_activation(module: nn.Module, relu_slope: float | None) -> tuple[st
         return plain[type(module)], 0.01
     raise ValueError(
         f"followed by {type(module).__name__}, not by an activation that an in-place layer computes (LeakyReLU, ELU, "
-        f"Sigmoid, Tanh); an nn.Identity in between makes it one without activation"
+        f"Sigmoid, Tanh); add an nn.Identity in between for no activation"
     )
 
 
 def _slope_for_relu(relu_slope: float | None) -> float:
     if relu_slope is None:
-        raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, which changes the outputs")
+        raise ValueError("a ReLU cannot be inverted; relu_slope=0.01 makes it leaky, but changes the outputs")
     return relu_slope
 
 
-def _like(layer: nn.Module, cls: type[ABN], **options) -> ABN:
-    """A layer of class `cls` with the options of another one, where not given, and its Parameters and buffers."""
+def _like(layer: nn.Module, cls: type[ABN], **options: Any) -> ABN:
+    """A layer of class `cls` with the Parameters, buffers and (unless given) options of another layer."""
     given = {name: getattr(layer, name) for name in inspect.signature(cls).parameters if hasattr(layer, name)}
-    with torch.device("meta"):  # what the constructor allocates is replaced at once
+    with torch.device("meta"):  # the constructor's tensors are replaced below
         new = cls(**(given | options))
     for name in STATE:
         setattr(new, name, getattr(layer, name))

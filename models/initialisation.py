@@ -1,4 +1,4 @@
-"""The initialisation of the networks, as the in-place ABN release trains them from scratch."""
+"""Weight initialisation as in the in-place ABN release, for training from scratch."""
 
 import math
 
@@ -6,14 +6,14 @@ from torch import nn
 
 
 def initialise(network: nn.Module, negative_slope: float = 0.01) -> None:
-    """Initialise the convolutions and linear layers of a network in place, on any device, the meta device included.
+    """Initialise the convolutions and linear layers of a network in place, on any device (including meta).
 
     Convolutions: Xavier normal, var = gain^2 * 2 / (fan_in + fan_out), gain^2 = 2 / (1 + negative_slope^2) as for a
-    leaky ReLU. Linear layers: Xavier uniform with gain 0.1. Biases: 0. Norms are left alone: their constructors
-    already set a scale of 1 and a shift of 0.
+    leaky ReLU. Linear layers: Xavier uniform with gain 0.1. Biases: 0. Norms are skipped: their constructors set a
+    scale of 1 and a shift of 0.
 
-    The gain does not follow the activation: almost every convolution feeds a norm, which removes the scale.
-    Draws from torch's global generator, so a seed fixes the weights.
+    The gain does not depend on the activation, because almost every convolution feeds a norm, which removes the scale.
+    Random numbers come from torch's global generator, so a seed fixes the weights.
     """
     gain = math.sqrt(2 / (1 + negative_slope**2))
     for module in network.modules():

@@ -9,23 +9,23 @@ PACKAGE_ACTIVATIONS = ("leaky_relu", "elu", "identity")
 
 @cache
 def package_abn() -> type[nn.Module]:
-    """The package's InPlaceABN, made to fit every place of a network.
+    """The package's InPlaceABN, adapted to work anywhere in a network.
 
-    It writes over its input, which residual blocks need for their shortcut, so it is given a copy: the bytes kept for
-    the backward pass are the same. Its scale is |weight| + eps: the sign of a weight has no meaning in it. It computes
-    in float32 and float64. Its synchronised layer is not offered: version 1.1.0 silently does not synchronise with
-    the default group.
+    It writes over its input, which residual blocks need for their shortcut, so it gets a copy; the bytes kept for the
+    backward pass are the same. Its scale is |weight| + eps, so the sign of a weight has no effect. It supports float32
+    and float64. Its synchronised layer is not offered: version 1.1.0 silently does not synchronise over the default
+    group.
 
     Raises:
-        ValueError: the package is not installed, or does not load.
+        ValueError: the package is not installed or fails to load.
     """
     try:
         from inplace_abn import InPlaceABN
     except ImportError as error:
         raise ValueError(
             f"norm=package needs the released inplace_abn package ({error}): build it against the installed PyTorch "
-            f"with `pip install --no-build-isolation inplace-abn` (a compiler, and for CUDA its toolkit, are needed), "
-            f"or use norm=inplace, which needs nothing"
+            f"with `pip install --no-build-isolation inplace-abn` (needs a compiler, and the CUDA toolkit for CUDA), "
+            f"or use norm=inplace, which needs no package"
         ) from error
 
     class PackageABN(InPlaceABN):

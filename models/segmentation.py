@@ -1,4 +1,4 @@
-"""A segmentation network: body, head and a classifier of every cell."""
+"""A segmentation network: body, head and a classifier per feature cell."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,9 +11,9 @@ class SegmentationNetwork(nn.Module):
     """images -> body -> head -> `cls`, a 1x1 convolution with bias -> logits, upsampled (section 4.2 of the paper).
 
     Args:
-        body: (N, 3, H, W) -> features, as `models.bodies` build with classes=0.
+        body: (N, 3, H, W) -> features, e.g. from `models.bodies` with classes=0.
         head: the body's features -> features with `head.out_channels` channels.
-        classes: number of classes, without the ignored one.
+        classes: number of classes, not counting the ignored label.
 
     Raises:
         ValueError: the body ends in a classifier, or classes is below 1.
@@ -22,22 +22,23 @@ class SegmentationNetwork(nn.Module):
     def __init__(self, body: nn.Module, head: nn.Module, classes: int):
         super().__init__()
         if getattr(body, "classes", 0):
-            raise ValueError(f"the body classifies whole images in {body.classes} classes: build it with classes=0")
+            raise ValueError(f"the body classifies whole images into {body.classes} classes: build it with classes=0")
         if classes < 1:
             raise ValueError(f"classes={classes}: expected the number of classes to segment, at least 1")
         self.body = body
         self.head = head
+        assert isinstance(head.out_channels, int)
         self.cls = nn.Conv2d(head.out_channels, classes, 1)
         self.classes = classes
         initialise(self.cls)
         recompute_activations(self)
 
     def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        """Logits of every pixel, before any softmax.
+        """Logits per pixel, before any softmax.
 
         Args:
             images: (N, 3, H, W), normalised.
-            size: (height, width) of the logits, by default that of the images; a label of another size may ask for it.
+            size: (height, width) of the logits, e.g. the labels'; by default the images'.
 
         Returns:
             (N, classes, *size), interpolated bilinearly between the centres of the feature cells.

@@ -1,4 +1,4 @@
-"""ResNeXt with pre-activation bottlenecks: sections 4.1 and 4.2 of the in-place ABN paper, names as in its release."""
+"""ResNeXt with pre-activation bottlenecks (in-place ABN paper, sections 4.1 and 4.2), with the names of its release."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -11,17 +11,17 @@ from models.layers import InPlaceABN, recompute_activations
 
 
 class ResNeXt(nn.Module):
-    """A stem of stride 4 (mod1), four stages of grouped bottlenecks (mod2 … mod5), a last norm (bn_out).
+    """A stem of stride 4 (mod1), four stages of grouped bottlenecks (mod2 … mod5) and a final norm (bn_out).
 
     Args:
         structure: blocks in each of the four stages.
         norm_act: number of channels -> norm followed by an activation.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
-        output_stride: 32, or 16 or 8, where the last one or two stages are dilated instead of strided. The parameters
-            do not change: a dilated network has the features of the strided one at every second or fourth place.
+        output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
+            same, and at every second or fourth place a dilated network has the features of the strided one.
         groups: cardinality of the 3x3 convolutions.
-        base_channels: of the three convolutions of mod2's bottlenecks; doubled in each later stage.
-        stem_channels: of mod1.
+        base_channels: channels of the three convolutions in mod2's bottlenecks; doubled in each later stage.
+        stem_channels: channels of mod1.
         stem: "3x3" (three 3x3 convolutions, two norms) or "7x7" (one convolution, no norm).
 
     Attributes:
@@ -30,8 +30,13 @@ class ResNeXt(nn.Module):
         classes: as given.
 
     Raises:
-        ValueError: an option has a value that is not listed above, or groups do not divide the channels.
+        ValueError: an option has a value not listed above, or groups do not divide the channels.
     """
+
+    mod2: nn.Sequential
+    mod3: nn.Sequential
+    mod4: nn.Sequential
+    mod5: nn.Sequential
 
     def __init__(
         self,
@@ -47,7 +52,7 @@ class ResNeXt(nn.Module):
     ):
         super().__init__()
         if len(structure) != 4:
-            raise ValueError(f"structure={tuple(structure)}: expected four numbers of blocks, one for each stage")
+            raise ValueError(f"structure={tuple(structure)}: expected four numbers of blocks, one per stage")
         if len(base_channels) != 3:
             raise ValueError(f"base_channels={tuple(base_channels)}: expected three, for the bottleneck's convolutions")
 
@@ -101,7 +106,7 @@ def _stem(stem: str, channels: int, norm_act: NormAct) -> nn.Sequential:
     raise ValueError(f"stem={stem!r}: expected '3x3' or '7x7'")
 
 
-# The paper does not say which stem it trained; the released checkpoints have the 3x3 one, so that is the default.
+# The paper does not say which stem it used. The released checkpoints have the 3x3 one, hence the default.
 
 
 def resnext101(

@@ -15,32 +15,44 @@ NO_DROPOUT = (0.0,) * 6
 
 
 class WiderResNet(nn.Module):
-    """A convolution of stride 1 (mod1), six stages of identity residual blocks (mod2 … mod7), a last norm (bn_out).
+    """A convolution of stride 1 (mod1), six stages of identity residual blocks (mod2 … mod7), a final norm (bn_out).
 
     Args:
         structure: blocks in each of the six stages.
-        channels: of the convolutions of each stage's blocks: two values for 3x3, 3x3, three for a bottleneck.
+        channels: per stage, channels of a block's convolutions: two values for 3x3, 3x3, three for a bottleneck.
         norm_act: number of channels -> norm followed by an activation.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
-        output_stride: with strided convolutions 32, 16 or 8; with max-pooling 32.
+        output_stride: 32, 16 or 8 with strided convolutions; 32 with max-pooling.
         downsampling: "pool" (plain): max-pooling before mod2 … mod6. "stride" (A2): max-pooling before mod2 and mod3,
-            a strided first convolution in mod4, mod5 and mod6. Both have the same parameter names and shapes, so that
-            weights of the plain network, trained on ImageNet, load into A2.
-        dropout: for each stage, the probability of dropping a channel before a block's last convolution.
-        stem_channels: of mod1.
+            a strided first convolution in mod4, mod5 and mod6. Parameter names and shapes are the same, so ImageNet
+            weights of the plain network load into A2.
+        dropout: per stage, the probability of dropping a channel before a block's last convolution.
+        stem_channels: channels of mod1.
 
     Attributes:
         out_channels: C of the features.
         output_stride: image pixels per feature cell.
         classes: as given.
 
-    At output stride 8 every 3x3 convolution of A2's mod5 has dilation 2, of mod6 and mod7 dilation 4, as in the
-    release. Unlike in a network whose strides are all on 1x1 convolutions, this is not the strided network at more
-    places: the first convolution of mod5 is a strided 3x3, which had no dilation. Output stride 16 is exact.
+    At output stride 8 every 3x3 convolution of A2 has dilation 2 in mod5 and dilation 4 in mod6 and mod7, as in the
+    release. This does not reproduce the strided network's features: mod5 starts with a 3x3 convolution, which is
+    strided but not dilated there. Output stride 16 is exact.
 
     Raises:
-        ValueError: an option has a value that is not listed above.
+        ValueError: an option has a value not listed above.
     """
+
+    pool2: nn.Module
+    pool3: nn.Module
+    pool4: nn.Module
+    pool5: nn.Module
+    pool6: nn.Module
+    mod2: nn.Sequential
+    mod3: nn.Sequential
+    mod4: nn.Sequential
+    mod5: nn.Sequential
+    mod6: nn.Sequential
+    mod7: nn.Sequential
 
     def __init__(
         self,
@@ -101,15 +113,15 @@ class WiderResNet(nn.Module):
 
 
 def _downsampling_plan(downsampling: str, output_stride: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """The numbers of the stages that a pooling precedes, and the (stride, dilation) of mod2 … mod7."""
+    """Numbers of the stages preceded by max-pooling, and the (stride, dilation) of mod2 … mod7."""
     if downsampling == "stride":
         return (2, 3), dilate_strides((1, 1, 2, 2, 2, 1), stem_stride=4, output_stride=output_stride)
     if downsampling != "pool":
         raise ValueError(f"downsampling={downsampling!r}: expected 'pool' (plain) or 'stride' (A2)")
     if output_stride != 32:
         raise ValueError(
-            f"output_stride={output_stride} with downsampling='pool': expected 32, dilation cannot stand in for "
-            f"max-pooling; use wider_resnet38_a2, which loads the same weights, for 8 and 16"
+            f"output_stride={output_stride} with downsampling='pool': expected 32, because dilation cannot replace "
+            f"max-pooling; for 8 and 16 use wider_resnet38_a2, which loads the same weights"
         )
     return (2, 3, 4, 5, 6), [(1, 1)] * 6
 
@@ -139,7 +151,7 @@ def wider_resnet38_a2(
     stem_channels: int = 64,
     dropout: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5),
 ) -> WiderResNet:
-    """The A2 variant, for segmentation: names and shapes of `wider_resnet38`, strides, dropout; see `WiderResNet`."""
+    """The A2 variant, for segmentation: `wider_resnet38` with strides and dropout, same names; see `WiderResNet`."""
     return WiderResNet(
         structure,
         channels,

@@ -1,4 +1,4 @@
-"""Heads: the features of a body -> features that a 1x1 convolution classifies."""
+"""Heads: features of a body -> features for a 1x1 convolution to classify."""
 
 from models.heads.deeplabv3 import DeepLabV3
 

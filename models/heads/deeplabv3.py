@@ -1,4 +1,4 @@
-"""The DeepLabV3 head (Chen et al., 2017) as section 4.2 of the in-place ABN paper uses it, with its release's names."""
+"""The DeepLabV3 head (Chen et al., 2017) as in section 4.2 of the in-place ABN paper, with the names of its release."""
 
 from collections.abc import Sequence
 
@@ -12,22 +12,21 @@ from models.layers import InPlaceABN
 
 
 class DeepLabV3(nn.Module):
-    """Parallel dilated convolutions and a crop-level pooled feature, each normalised, reduced to `out_channels`.
+    """Parallel dilated convolutions and a globally pooled feature, each normalised, reduced to `out_channels`.
 
-    The paper stacks 4 x 256 convolution outputs and 256 pooled ones and reduces the 1280 by one 1x1 convolution. That
-    convolution is split here in the part of the maps (`red_conv`) and the part of the pooled features
-    (`pool_red_conv`), whose results are added: the same function, without spreading the pooled features over the map.
+    The paper stacks 4 x 256 convolution outputs and 256 pooled features and reduces the 1280 with one 1x1 convolution.
+    Here that convolution is split into `red_conv` for the maps and `pool_red_conv` for the pooled features, whose
+    results are added: the same function, without expanding the pooled features to a map.
 
     Args:
         in_channels: C of the body's features.
-        hidden_channels: of each parallel convolution, and of the pooled branch.
+        hidden_channels: channels of each parallel convolution and of the pooled branch.
         dilations: of the 3x3 convolutions beside the 1x1 one; (12, 24, 36) is meant for features of output stride 8.
-        norm_act: number of channels -> norm followed by an activation. All its inputs are owned by the head, so it may
-            write over them.
-        pooling_size: in eval mode, (height, width) or side of the window that replaces global pooling, in feature
-            cells: the training crop's size / output stride, so that whole images are pooled as crops were. None pools
-            globally. Training always pools globally.
-        out_channels: of the result.
+        norm_act: number of channels -> norm followed by an activation. It may write over its input.
+        pooling_size: in eval mode, pool in a window of this (height, width) or side, in feature cells, instead of
+            globally. With the training crop's size / output stride, whole images are pooled like crops. None always
+            pools globally, as in training.
+        out_channels: channels of the result.
 
     Raises:
         ValueError: pooling_size is not one or two positive numbers.
@@ -65,31 +64,31 @@ class DeepLabV3(nn.Module):
         """(N, in_channels, H, W) -> (N, out_channels, H, W).
 
         Raises:
-            ValueError: from the norm of the pooled branch, which in training sees one value per channel and image, so
-                a single crop: its batch statistics need at least two crops.
+            ValueError: a single crop in training. The pooled branch has one value per channel and crop, so its norm
+                needs at least two crops.
         """
         maps = torch.cat([conv(x) for conv in self.map_convs], dim=1)  # (N, 4 * hidden, H, W)
         reduced = self.red_conv(self.map_bn(maps))  # (N, out, H, W)
         if self.training or self.pooling_size is None:
             pooled = self._pooled_branch(x.mean((2, 3), keepdim=True))  # (N, out, 1, 1), broadcast by the sum
         else:
-            pooled = self._sliding_branch(x)  # (N, out, H, W)
+            pooled = self._sliding_branch(x, self.pooling_size)  # (N, out, H, W)
         return self.red_bn(reduced + pooled)
 
     def _pooled_branch(self, pooled: Tensor) -> Tensor:
         return self.pool_red_conv(self.global_pooling_bn(self.global_pooling_conv(pooled)))
 
-    def _sliding_branch(self, x: Tensor) -> Tensor:
-        """Pool in a window around each cell, moved inside the map where it would reach over its border."""
-        height, width = (min(side, size) for side, size in zip(self.pooling_size, x.shape[2:], strict=True))
+    def _sliding_branch(self, x: Tensor, window: tuple[int, int]) -> Tensor:
+        """Pool in a window around each cell, shifted to stay inside the map."""
+        height, width = (min(side, size) for side, size in zip(window, x.shape[2:], strict=True))
         # The mean over a window is a mean of means: h + w additions per cell instead of h * w.
         pooled = F.avg_pool2d(x, (height, 1), stride=1)  # (N, C, H - h + 1, W)
         pooled = F.avg_pool2d(pooled, (1, width), stride=1)  # (N, C, H - h + 1, W - w + 1)
-        # The branch works on each cell alone in eval mode, so repeating its border cells can come last.
+        # In eval mode the branch works on each cell alone, so border cells can be repeated at the end.
         pooled = self._pooled_branch(pooled)
         top, left = (height - 1) // 2, (width - 1) // 2
         padding = (left, width - 1 - left, top, height - 1 - top)
-        # Autocast on a CPU pads in float32, which must not spread to what follows.
+        # CPU autocast pads in float32, which must not spread to later layers.
         return F.pad(pooled, padding, mode="replicate").to(pooled.dtype)  # (N, out, H, W)
 
 
@@ -99,7 +98,7 @@ def _checked_pooling_size(pooling_size: int | Sequence[int] | None) -> tuple[int
     sides = (pooling_size, pooling_size) if isinstance(pooling_size, int) else tuple(pooling_size)
     if len(sides) != 2 or min(sides) < 1:
         raise ValueError(
-            f"pooling_size={pooling_size}: expected a side or (height, width) in feature cells, at least 1, for "
-            f"example the training crop's size divided by the output stride"
+            f"pooling_size={pooling_size}: expected a side or (height, width) in feature cells, at least 1, "
+            f"e.g. the training crop's size divided by the output stride"
         )
     return sides

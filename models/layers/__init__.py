@@ -1,6 +1,6 @@
 """Activated batch normalisation, in every strategy of the in-place ABN paper's Figure 2.
 
-Imports torch, and triton where it exists, alone: the folder can be lifted into another project.
+Imports only torch, and triton if installed, so the folder can be copied into another project.
 """
 
 from .abn import ABN

@@ -1,6 +1,7 @@
-"""Batch normalisation followed by an activation, the standard way: strategy (a) of the paper's Figure 2."""
+"""Standard batch normalisation followed by an activation: strategy (a) of the paper's Figure 2."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +30,23 @@ class ABN(nn.Module):
         activation: leaky_relu, elu, identity, sigmoid, tanh or relu.
         activation_param: slope of leaky_relu for negative inputs, alpha of elu.
         learn_scale: False fixes gamma to 1 and learns beta only (section 3.3: a following convolution absorbs gamma).
-        sync: use the statistics of the minibatches of all processes of `group` together. Without an initialised
-            `torch.distributed` the process is alone, and there is nothing to exchange.
-        group: a process group; None is the default group.
+        sync: compute minibatch statistics over all processes of `group`. Has no effect unless `torch.distributed` is
+            initialised.
+        group: process group; None is the default group.
         backend: "eager" (PyTorch's operators), "compiled" (TorchInductor), "triton" (fused CUDA kernels), or "auto".
-            Here "auto" is "eager", so that this layer is the standard one that others are compared with; a fused
-            backend computes the activation's derivative from x, and leaves keeping z to the operation that needs it.
-            Inside `torch.compile` every backend is traced as formulas, for the compiler to fuse.
+            Here "auto" means "eager", which makes this layer the standard baseline. A fused backend computes the
+            activation's derivative from x, so only operations that need z keep it. Inside `torch.compile` every backend
+            is traced as formulas for the compiler to fuse.
     """
 
-    _version = 2  # as torch.nn.BatchNorm2d: state dicts below 2 have no num_batches_tracked
+    _version = 2  # like torch.nn.BatchNorm2d: state dicts below 2 have no num_batches_tracked
     invertible_activation = False
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
 
     def __init__(
         self,
@@ -81,9 +88,10 @@ class ABN(nn.Module):
 
     def reset_running_stats(self) -> None:
         if self.track_running_stats:
-            self.running_mean.zero_()
-            self.running_var.fill_(1)
-            self.num_batches_tracked.zero_()
+            mean, var, minibatches = self._running_statistics()
+            mean.zero_()
+            var.fill_(1)
+            minibatches.zero_()
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -100,15 +108,15 @@ class ABN(nn.Module):
         """Normalise and activate x.
 
         Raises:
-            ValueError: x is not (N, num_features, *spatial), has a dtype that the parameters do not fit, or has a
-                single value per channel where minibatch statistics are needed; of a synchronised layer, on every rank
-                (except inside `torch.compile`, whose graphs cannot look at the other ranks' numbers of values).
+            ValueError: x is not (N, num_features, *spatial), its dtype does not fit the parameters, or minibatch
+                statistics are needed and it has a single value per channel. A synchronised layer raises on every rank
+                (except inside `torch.compile`, whose graphs cannot check the other ranks' counts).
         """
         group = synchronised_group(self.group) if self.sync and self.uses_batch_statistics else None
         try:
             self.check_input(x, alone=group is None)
             if group is not None:
-                backend_for(self.backend, x)  # raises before the others wait
+                backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:
             if group is not None:
                 refuse_jointly(self.num_features, x.device, group)
@@ -117,19 +125,25 @@ class ABN(nn.Module):
             return self._bn_act(x, self.running_mean, self.running_var, 0.0, None)
         if not self.track_running_stats or not self.training:
             return self._bn_act(x, None, None, 0.0, group)
+        running_mean, running_var, minibatches = self._running_statistics()
         if self.momentum is not None and not _is_recomputation():
-            z = self._bn_act(x, self.running_mean, self.running_var, self.momentum, group)
-            self.num_batches_tracked.add_(1)
+            z = self._bn_act(x, running_mean, running_var, self.momentum, group)
+            minibatches.add_(1)
             return z
-        mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
         z = self._bn_act(x, mean, var, 1.0, group)
         if not _is_recomputation():
-            # The average of all minibatches: 1 / count is the weight of the new one, a tensor that nobody waits for.
-            self.num_batches_tracked.add_(1)
-            weight = self.num_batches_tracked.to(mean.dtype).reciprocal()
-            self.running_mean.lerp_(mean, weight)
-            self.running_var.lerp_(var, weight)
+            # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
+            minibatches.add_(1)
+            weight = minibatches.to(mean.dtype).reciprocal()
+            running_mean.lerp_(mean, weight)
+            running_var.lerp_(var, weight)
         return z
+
+    def _running_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean, variance and number of minibatches of a layer that tracks them."""
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        return self.running_mean, self.running_var, self.num_batches_tracked
 
     def _bn_act(
         self,
@@ -139,7 +153,7 @@ class ABN(nn.Module):
         momentum: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        """z; updates the given running statistics, or uses them where the layer does not use the minibatch's."""
+        """z; updates the running statistics, or uses them if the layer does not use the minibatch's."""
         strategy = self.strategy()
         activation = Activation(self.activation, self.activation_param)
         use_batch = self.uses_batch_statistics
@@ -161,11 +175,11 @@ class ABN(nn.Module):
         )
 
     def strategy(self) -> Strategy | None:
-        """How the layer computes; None: by PyTorch's batch normalisation and activation, two nodes of the graph."""
+        """How to compute z; None means PyTorch's batch normalisation and activation, two autograd nodes."""
         return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
 
     def check_input(self, x: Tensor, alone: bool = True) -> None:
-        """Raise the ValueErrors of `forward`; not `alone`, the number of values is for all ranks to judge."""
+        """Raise the ValueErrors of `forward`. Unless `alone`, all ranks check the number of values together later."""
         name = type(self).__name__
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"{name} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)")
@@ -180,13 +194,15 @@ class ABN(nn.Module):
             )
         if alone and self.uses_batch_statistics and x.numel() <= self.num_features:
             raise ValueError(
-                f"{name} got an input of shape {tuple(x.shape)}, one value per channel, whose variance is not defined "
-                f"(the pooled branch of a head sees this with one crop per device): train with at least two crops "
-                f"per device, or call .eval() on this layer to use its running statistics"
+                f"{name} got an input of shape {tuple(x.shape)}: one value per channel has no variance (a head's "
+                f"pooled branch gets this with one crop per device); train with at least two crops per device, or call "
+                f".eval() on this layer to use its running statistics"
             )
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args) -> None:
-        # Checkpoints of the released package's first version carry no num_batches_tracked: keep our own count.
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        # Checkpoints of the released package's first version lack num_batches_tracked: keep our own count.
         key = prefix + "num_batches_tracked"
         added = self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict
         if added:
@@ -199,7 +215,7 @@ class ABN(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> "ABN":
         if self.group is not None:
-            memo[id(self.group)] = self.group  # the copy exchanges with the same processes
+            memo[id(self.group)] = self.group  # the copy shares the process group
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -220,5 +236,5 @@ class ABN(nn.Module):
 
 
 def _is_recomputation() -> bool:
-    """Whether a backward pass is running: a forward pass then repeats one that has counted (torch.utils.checkpoint)."""
+    """Whether a backward pass is running: `torch.utils.checkpoint` then repeats a forward pass already counted."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

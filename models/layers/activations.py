@@ -1,10 +1,10 @@
-"""Activation functions as an in-place layer needs them (paper, section 3.3).
+"""Activation functions for in-place layers (paper, section 3.3).
 
 Each activation phi is three maps: z = phi(y), written over y; dL/dy from dL/dz and the *output* z; and y = phi^-1(z).
 
-Three of them saturate: elu towards -alpha, sigmoid towards 0 and 1, tanh towards -1 and 1. Where rounding has carried z
-to such an asymptote, y is lost; the inverse then returns that of the nearest value which the dtype still tells apart,
-so it is finite (`invertible_range` gives the range). dL/dy there is zero to rounding, so y need only be finite.
+Three of them saturate: elu towards -alpha, sigmoid towards 0 and 1, tanh towards -1 and 1. Once z has rounded to an
+asymptote, y is lost: the inverse then uses the nearest value that the dtype can distinguish from the asymptote, which
+keeps y finite (see `invertible_range`). dL/dy is zero to rounding there, so a finite y is all that is needed.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 INVERTIBLE_ACTIVATIONS = ("leaky_relu", "elu", "identity", "sigmoid", "tanh")
 ACTIVATIONS = (*INVERTIBLE_ACTIVATIONS, "relu")
 
-# The y between which gradients in float64 are those of autograd to 1e-10 of the largest.
+# Range of y in which float64 gradients equal autograd's, to 1e-10 of the largest.
 EXACT_RANGES = {
     "leaky_relu": (-math.inf, math.inf),
     "elu": (-15.0, math.inf),
@@ -28,7 +28,7 @@ EXACT_RANGES = {
 
 
 class Activation(NamedTuple):
-    """An activation function by its name in ACTIVATIONS.
+    """An activation function, by its name in ACTIVATIONS.
 
     `param` is the slope of leaky_relu for negative inputs and the alpha of elu; the others ignore it.
     """
@@ -38,7 +38,7 @@ class Activation(NamedTuple):
 
 
 def check_activation(activation: Activation, invertible: bool) -> None:
-    """Raise ValueError for an activation that does not exist or, with `invertible`, cannot be inverted."""
+    """Raise ValueError if an activation does not exist or, with `invertible`, cannot be inverted."""
     name, param = activation
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is not known; choose one of {', '.join(ACTIVATIONS)}")
@@ -58,9 +58,9 @@ def check_activation(activation: Activation, invertible: bool) -> None:
 
 
 def activate_(activation: Activation, y: Tensor) -> Tensor:
-    """z = phi(y), in the memory of y. Any shape and floating dtype."""
+    """z = phi(y), written over y. Any shape and floating dtype."""
     name, param = activation
-    # A compiler decides about memory by itself; of an in-place operation TorchInductor also keeps a mask of the signs.
+    # A compiler manages memory itself; for an in-place operation TorchInductor would also keep a mask of the signs.
     inplace = not torch.compiler.is_compiling()
     if name == "leaky_relu":
         return F.leaky_relu(y, negative_slope=param, inplace=inplace)
@@ -81,7 +81,7 @@ def activation_backward(activation: Activation, z: Tensor, dz: Tensor) -> Tensor
     name, param = activation
     aten = torch.ops.aten
     if name == "leaky_relu":
-        return aten.leaky_relu_backward(dz, z, param, True)  # True: z is phi's result
+        return aten.leaky_relu_backward(dz, z, param, True)  # True: z is the output
     if name == "elu":
         return aten.elu_backward(dz, param, 1.0, 1.0, True, z)
     if name == "relu":
@@ -97,16 +97,16 @@ def activation_backward(activation: Activation, z: Tensor, dz: Tensor) -> Tensor
 def invert_activation(activation: Activation, z: Tensor, rounded_to: torch.dtype | None = None) -> Tensor:
     """y = phi^-1(z) (Algorithm 2, line 3). Same shape and dtype as z; `z` itself for identity.
 
-    `rounded_to` is the dtype whose rounding may have saturated z, by default its own.
+    `rounded_to`: dtype that z was rounded to and may have saturated in; by default its own.
     """
     name, param = activation
-    gap = torch.finfo(rounded_to or z.dtype).eps / 2  # between 1 and the value below it
+    gap = torch.finfo(rounded_to or z.dtype).eps / 2  # between 1 and the next smaller value
     if name == "leaky_relu":
-        return F.leaky_relu(z, negative_slope=1.0 / param)  # the inverse of a leaky ReLU is one with the inverse slope
+        return F.leaky_relu(z, negative_slope=1.0 / param)  # a leaky ReLU with the inverse slope
     if name == "elu":
         return torch.where(z > 0, z, torch.log1p((z / param).clamp(min=gap - 1)))
     if name == "sigmoid":
-        return torch.logit(z.clamp(gap**2, 1 - gap))  # values near 0 keep their digits; the gradient there is z dL/dz
+        return torch.logit(z.clamp(gap**2, 1 - gap))  # keeps digits near 0, where dL/dy = z dL/dz
     if name == "tanh":
         return torch.atanh(z.clamp(gap - 1, 1 - gap))
     assert name == "identity", name
@@ -114,7 +114,7 @@ def invert_activation(activation: Activation, z: Tensor, rounded_to: torch.dtype
 
 
 def invertible_range(activation: Activation, dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest and largest y that `invert_activation` returns for z of a dtype: beyond them y is lost."""
+    """Smallest and largest y that `invert_activation` returns for z of this dtype; beyond them y is lost."""
     gap = torch.finfo(dtype).eps / 2
     if activation.name == "elu":
         return math.log(gap), math.inf

@@ -1,11 +1,11 @@
-"""BN + ACT as one node of the autograd graph; the strategies differ in what it keeps for the backward pass."""
+"""BN + activation as a single autograd node; the strategies differ in what it keeps for the backward pass."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .activations import Activation
 from .backends import Kept, backend_for, update_running_statistics
@@ -16,11 +16,25 @@ class Strategy(NamedTuple):
     """How a layer computes and what it keeps."""
 
     keep: Literal["x", "x_hat", "z"]
-    recover_x_hat: bool = False  # of variant I: x_hat is formed for every value
-    recompute_output: bool = False  # later operations of the network need not keep z, see `recompute_activations`
-    gamma_floor: float = 0.0  # smallest |gamma| while minibatch statistics are used
+    recover_x_hat: bool = False  # variant I: form x_hat for every value
+    recompute_output: bool = False  # later operations need not keep z, see `recompute_activations`
+    gamma_floor: float = 0.0  # smallest |gamma| with minibatch statistics
     overwrite_input: bool = False
     backend: str = "auto"
+
+
+class Node(FunctionCtx):
+    """The attributes of a `BatchNormActivation` node, for type checkers only: PyTorch creates the actual class."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    use_batch_statistics: bool
+    count: int | Tensor  # values per channel over all ranks; only set with a group
+    activation: Activation
+    strategy: Strategy
+    group: dist.ProcessGroup | None
+    kept: Kept | None  # includes z, from its recomputation until this node's backward pass
+    output_version: int  # version of z; only set if z can be recomputed
 
 
 class BatchNormActivation(torch.autograd.Function):
@@ -28,7 +42,7 @@ class BatchNormActivation(torch.autograd.Function):
 
     @staticmethod
     def forward(  # over 60 lines: a dozen arguments, and Algorithm 1 for every strategy
-        ctx,
+        ctx: Node,
         x: Tensor,  # (N, C, *spatial)
         weight: Tensor | None,  # (C,), as are the other vectors
         bias: Tensor | None,
@@ -39,25 +53,25 @@ class BatchNormActivation(torch.autograd.Function):
         eps: float,
         activation: Activation,
         strategy: Strategy,
-        group: dist.ProcessGroup | None,  # exchange minibatch statistics with its ranks
+        group: dist.ProcessGroup | None,  # ranks that share minibatch statistics
     ) -> Tensor:
         """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
         backend = backend_for(strategy.backend, x)
         statistics_dtype = torch.promote_types(x.dtype, torch.float32)
-        # Kernels read vectors one value after the other; a hypernetwork, say, may give views.
+        # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).
         gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype)
         beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype)
         if use_batch_statistics and strategy.gamma_floor:
             gamma = floored(gamma, strategy.gamma_floor)
         values = x if is_packed(x) else x.contiguous()
         out = values if strategy.overwrite_input and values is x else None
-        # For x_hat to be kept, it is computed first, as a batch normalisation without scale, shift and activation.
+        # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
         first = (gamma, beta, activation)
         if strategy.keep == "x_hat":
             first = (torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
 
-        ctx.count = None  # of the values of each channel on all ranks, where the sums need them
         if not use_batch_statistics:
+            assert running_mean is not None and running_var is not None
             z, mean, invstd = backend.forward_frozen(values, *first[:2], running_mean, running_var, eps, first[2], out)
         elif group is None:
             z, mean, invstd = backend.forward(
@@ -67,8 +81,7 @@ class BatchNormActivation(torch.autograd.Function):
             count = values.numel() // values.shape[1]
             local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
             mean, var, ctx.count = joint_moments(*local, count, group)
-            if running_mean is not None:
-                update_running_statistics(running_mean, running_var, momentum, mean, var, ctx.count)
+            update_running_statistics(running_mean, running_var, momentum, mean, var, ctx.count)
             invstd = torch.rsqrt(var + eps)
             z = backend.normalise(values, mean, invstd, *first, out)
 
@@ -87,33 +100,38 @@ class BatchNormActivation(torch.autograd.Function):
         ctx.activation = activation
         ctx.strategy = strategy
         ctx.group = group
-        ctx.kept = None  # with z, between its recomputation and this node's backward pass
+        ctx.kept = None
         if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
             ctx.output_version = z._version
         return z
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dz: Tensor):
+    def backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
         """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
         kept, ctx.kept = ctx.kept or kept_by(ctx), None
         backend = backend_for(ctx.strategy.backend, kept.values)
-        if ctx.use_batch_statistics and ctx.group is None:
+        if not ctx.use_batch_statistics:
+            dbeta, dgamma = backend.sums(kept, dz)
+            zeros = torch.zeros_like(dbeta)
+            dx = backend.input_gradient(kept, dz, zeros, zeros)
+        elif ctx.group is None:
             dx, dgamma, dbeta = backend.backward(kept, dz)
         else:
             dbeta, dgamma = backend.sums(kept, dz)
-            if ctx.use_batch_statistics:
-                sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.group)
-                dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
-            else:
-                zeros = torch.zeros_like(dbeta)
-                dx = backend.input_gradient(kept, dz, zeros, zeros)
+            sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.group)
+            dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
         wanted = ctx.needs_input_grad
         return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, *(None,) * 8
 
 
-def kept_by(node) -> Kept:
-    """What a BatchNormActivation node keeps, in the terms of the backends."""
+def is_node(value: object) -> TypeGuard[Node]:
+    """Whether a value is a `BatchNormActivation` node."""
+    return isinstance(value, BatchNormActivation._backward_cls)
+
+
+def kept_by(node: Node) -> Kept:
+    """What a node keeps, as the backends expect it."""
     values, gamma, beta, invstd, *rest = node.saved_tensors
     strategy = node.strategy
     if strategy.keep == "x":
@@ -121,7 +139,7 @@ def kept_by(node) -> Kept:
     elif strategy.keep == "x_hat":
         offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
     else:
-        # With running statistics the raw weight is used, which may be too small to divide by.
+        # With running statistics gamma is the raw weight, which may be too small to divide by.
         scale = gamma if node.use_batch_statistics else floored(gamma, strategy.gamma_floor)
         offset, factor = beta, scale.reciprocal()
     return Kept(
@@ -137,22 +155,23 @@ def kept_by(node) -> Kept:
     )
 
 
-def recompute_output(node) -> Tensor:
-    """z of a BatchNormActivation node that kept x or x_hat, once for all operations that need it."""
-    if node.kept is None:
-        kept = kept_by(node)
-        backend = backend_for(node.strategy.backend, kept.values)
-        z = backend.normalise(kept.values, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
-        node.kept = kept._replace(output=z)
-    return node.kept.output
+def recompute_output(node: Node) -> Tensor:
+    """Recompute z from a node that kept x or x_hat, once for all operations that need it."""
+    kept = node.kept or kept_by(node)
+    if kept.output is not None:
+        return kept.output
+    backend = backend_for(node.strategy.backend, kept.values)
+    z = backend.normalise(kept.values, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
+    node.kept = kept._replace(output=z)
+    return z
 
 
 def floored(weight: Tensor, gamma_floor: float) -> Tensor:
-    """copysign(max(|weight|, gamma_floor), weight), (C,): a scale that can be inverted."""
+    """copysign(max(|weight|, gamma_floor), weight), (C,): an invertible scale."""
     return torch.copysign(weight.abs().clamp(min=gamma_floor), weight)
 
 
 def is_packed(x: Tensor) -> bool:
-    """Whether x is contiguous or channels_last, without gaps: the layouts that the backends read and write."""
+    """Whether x is contiguous or channels_last without gaps, the layouts that backends support."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))

@@ -1,6 +1,7 @@
 """Checkpointed batch normalisation and activation: strategies (b) and (c) of the paper's Figure 2."""
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .abn import ABN
-from .bn_act import BatchNormActivation, Strategy, recompute_output
+from .bn_act import Strategy, is_node, recompute_output
 
 STORES = ("x", "x_hat")
 
@@ -16,16 +17,16 @@ STORES = ("x", "x_hat")
 class CheckpointedABN(ABN):
     """`ABN` that keeps x (strategy b) or x_hat (strategy c) for the backward pass, and recomputes z from it.
 
-    The operations that follow need z in their own backward passes and would keep it. They do so unless the layer is in
-    a network that `recompute_activations` has prepared, as all networks of this project are: then z is recomputed
-    when the first of them asks for it, and the strategy keeps one activation-sized buffer. Any activation will do.
+    Later operations need z in their own backward passes and keep it, unless `recompute_activations` has prepared the
+    network (all networks of this project are). Then z is recomputed when the first of them needs it, and only one
+    activation-sized buffer is kept. Any activation works.
 
-    Under `torch.autocast` the convolution that follows must find z in the precision it computes in, or it keeps a
-    converted copy: so it is wherever x comes from a convolution.
+    Under `torch.autocast` z must have the precision that the following convolution computes in, or the convolution
+    keeps a converted copy. It does whenever x comes from a convolution.
 
-    Args beyond those of `ABN`:
-        store: "x", from which batch normalisation (with the statistics of the forward pass, so as one scale and
-            shift) and activation are repeated; or "x_hat", from which the scale and shift and the activation are.
+    Args (in addition to `ABN`):
+        store: "x" to recompute batch normalisation (one scale and shift with the forward pass's statistics) and the
+            activation, or "x_hat" to recompute the scale and shift and the activation.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class CheckpointedABN(ABN):
         track_running_stats: bool = True,
         activation: str = "leaky_relu",
         activation_param: float = 0.01,
-        store: str = "x",
+        store: Literal["x", "x_hat"] = "x",
         learn_scale: bool = True,
         *,
         sync: bool = False,
@@ -69,12 +70,11 @@ class CheckpointedABN(ABN):
 
 
 def recompute_activations(network: nn.Module) -> nn.Module:
-    """Let the operations in a network recompute the outputs of its `CheckpointedABN` layers instead of keeping them.
+    """Make a network's operations recompute the outputs of its `CheckpointedABN` layers instead of keeping them.
 
-    Nothing changes for a network without such layers. The network's own forward pass is what is covered, whatever
-    calls it. Other saved-tensor hooks, such as `torch.autograd.graph.save_on_cpu`, keep working around it. Inside
-    `torch.compile` the compiler decides what is kept; `torch._functorch.config.activation_memory_budget` is there what
-    this function is here.
+    Adds hooks around the network's own forward pass; does nothing if it has no such layers. Other saved-tensor hooks
+    around it, such as `torch.autograd.graph.save_on_cpu`, keep working. Inside `torch.compile` the compiler decides
+    what to keep: set `torch._functorch.config.activation_memory_budget` instead.
 
     Returns:
         The network itself.
@@ -87,7 +87,7 @@ def recompute_activations(network: nn.Module) -> nn.Module:
 
 
 def stop_recomputing(network: nn.Module) -> None:
-    """Undo `recompute_activations` in every module of a network that has no checkpointed layers any more."""
+    """Undo `recompute_activations` in every module that no longer contains checkpointed layers."""
     for module in network.modules():
         if not _has_checkpointed_layers(module):
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -101,14 +101,14 @@ def _has_checkpointed_layers(network: nn.Module) -> bool:
 
 
 def _hooks(registered: dict) -> list[int]:
-    """The keys of our hooks among those of a module."""
+    """Keys of our own hooks among the registered ones."""
     return [key for key, hook in registered.items() if isinstance(getattr(hook, "__self__", None), _ForwardHooks)]
 
 
 class _ForwardHooks:
-    """Module hooks that hold a `_Recomputation` open during a forward pass."""
+    """Module hooks that keep a `_Recomputation` open during a forward pass."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.open: list[_Recomputation] = []
 
     def enter(self, module: nn.Module, args: tuple) -> None:
@@ -117,38 +117,37 @@ class _ForwardHooks:
             recomputation.__enter__()
             self.open.append(recomputation)
 
-    def leave(self, module: nn.Module, args: tuple, output) -> None:
+    def leave(self, module: nn.Module, args: tuple, output: object) -> None:
         if not torch.compiler.is_compiling():
             self.open.pop().__exit__(None, None, None)
 
 
 class _Recomputation(saved_tensors_hooks):
-    """Autograd nodes made in this context keep, for the output of a checkpointed layer, the layer's node alone."""
+    """Context in which autograd saves the node of a checkpointed layer instead of its output."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(self.pack, self.unpack)
         self.outer: tuple[Callable, Callable] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
 
-    def pack(self, tensor: Tensor):
-        # A view, or an in-place operation that is differentiated, would have put another node there; one that is not
-        # (under no_grad, or on a detached z) has changed the version.
+    def pack(self, tensor: Tensor) -> Any:
+        # Views and differentiable in-place operations replace grad_fn. In-place operations that autograd does not see
+        # (under no_grad, or on a detached z) change the version.
         node = tensor.grad_fn
-        if isinstance(node, BatchNormActivation._backward_cls) and node.strategy.recompute_output:
-            if tensor._version == node.output_version:
-                return node
+        if is_node(node) and node.strategy.recompute_output and tensor._version == node.output_version:
+            return node
         if self.outer is not None:
             return self.outer[0](tensor)
-        return tensor.detach(), tensor._version  # with its grad_fn, an operation's output would keep itself alive
+        return tensor.detach(), tensor._version  # detached, or an operation's own output would keep itself alive
 
-    def unpack(self, packed) -> Tensor:
-        if isinstance(packed, BatchNormActivation._backward_cls):
+    def unpack(self, packed: Any) -> Tensor:
+        if is_node(packed):
             return recompute_output(packed)
         if self.outer is not None:
             return self.outer[1](packed)
         tensor, version = packed
-        if tensor._version != version:  # autograd checks this itself only where there are no hooks
+        if tensor._version != version:  # autograd does not check this under hooks
             raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that is needed for the gradient was modified by an inplace "
+                f"a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace "
                 f"operation: it is at version {tensor._version}, expected version {version}"
             )
         return tensor

@@ -1,4 +1,4 @@
-"""How close norm layers are to losing their input: |gamma| near 0, or a wrong reconstruction of x_hat."""
+"""How close norm layers are to losing their input: |gamma| near 0, or a poor reconstruction of x_hat."""
 
 import math
 from collections.abc import Callable
@@ -13,28 +13,28 @@ from .backends.interface import per_channel
 from .bn_act import floored, is_packed
 from .inplace_abn import InPlaceABN
 
-Extreme = tuple[str, float]  # a layer's name in the network, and its value
+Extreme = tuple[str, float]  # name of the layer in the network, value
 
 
 @torch.no_grad()
 def layer_health(
     network: nn.Module, images: Tensor, forward: Callable[[Tensor], object] | None = None
 ) -> dict[str, Extreme]:
-    """The layers that would fail first, found without changing anything that a training depends on.
+    """Find the layers closest to numerical failure, without side effects on the training.
 
-    The network sees the images as in an evaluation: no statistics change, no random numbers are drawn, and processes
+    The network runs on the images in eval mode: no statistics change, no random numbers are drawn, and processes
     exchange nothing.
 
     Args:
         network: neither compiled nor distributed. Its modules keep their modes.
-        images: (N, 3, H, W). N > 1, so that a norm behind a global pooling has a variance.
-        forward: calls the network with the images, under autocast say; the network itself by default.
+        images: (N, 3, H, W), with N > 1 so a norm after global pooling has a variance.
+        forward: calls the network on the images, e.g. under autocast; by default the network itself.
 
     Returns:
-        smallest_gamma: of the norms that learn a scale, |gamma| as training uses it: in-place layers have a floor.
-            (The released package adds its eps to the |weight| that is given here.)
-        largest_reconstruction_error: of the in-place layers, see `reconstruction_error`.
-        Each is missing if the network has no such layers; NaN is more extreme than any number.
+        smallest_gamma: over the norms that learn a scale, |gamma| as used in training (in-place layers have a floor;
+            for the released package, |weight| without its eps).
+        largest_reconstruction_error: over the in-place layers, see `reconstruction_error`.
+        Keys are missing if the network has no such layers. NaN is more extreme than any number.
     """
     norms = {name: layer for name, layer in network.named_modules() if hasattr(layer, "running_mean")}
     gammas = [(name, training_gamma(layer).abs().min()) for name, layer in norms.items() if layer.weight is not None]
@@ -59,20 +59,22 @@ def layer_health(
 
 
 def training_gamma(layer: nn.Module) -> Tensor:
-    """The scale (C,) that a norm layer with a weight uses in training: |gamma| of in-place layers has a floor."""
-    return floored(layer.weight, layer.gamma_floor) if isinstance(layer, InPlaceABN) else layer.weight
+    """The scale (C,) that a norm with a weight uses in training; |gamma| of in-place layers has a floor."""
+    weight = layer.weight
+    assert isinstance(weight, Tensor)
+    return floored(weight, layer.gamma_floor) if isinstance(layer, InPlaceABN) else weight
 
 
 @torch.no_grad()
 def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
-    """The largest |difference| between x_hat in the forward and in the backward pass of a training step on x, a scalar.
+    """Largest |difference| between x_hat in the forward and the backward pass of a training step on x, a scalar.
 
     Forward: x_hat = (x - mean) / sqrt(var + eps), and z = phi(gamma * x_hat + beta) in the dtype of x. Backward:
     x_hat = (phi^-1(z) - beta) / gamma (Algorithm 2), from z alone. Both are formed in float32 (float64 for
-    float64 x), as the fused backends do. x_hat has variance 1: the unit is a standard deviation of the layer's input.
+    float64 x), as in the fused backends. x_hat has variance 1, so the unit is one standard deviation of the input.
 
     Args:
-        x: (N, C, *spatial) with more than one value per channel, not changed. The statistics are of this process alone.
+        x: (N, C, *spatial) with more than one value per channel, not changed. Statistics are of this process alone.
     """
     backend = backend_for(layer.backend, x)
     values = x if is_packed(x) else x.contiguous()
@@ -81,7 +83,7 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
     channels = partial(torch.full, (x.shape[1],), dtype=wide, device=x.device)
     gamma = channels(1) if layer.weight is None else training_gamma(layer)
     beta = channels(0) if layer.bias is None else layer.bias
-    running_mean, running_var = channels(0), channels(0)  # nobody reads them
+    running_mean, running_var = channels(0), channels(0)  # unused
     z, mean, invstd = backend.forward(values, gamma, beta, running_mean, running_var, 0.0, layer.eps, activation)
     mean, invstd, gamma, beta = (per_channel(vector, x) for vector in (mean, invstd, gamma, beta))
     recovered = (invert_activation(activation, z.to(wide), rounded_to=z.dtype) - beta) * gamma.reciprocal()
@@ -93,7 +95,7 @@ def _measure(errors: list[tuple[str, Tensor]], name: str, layer: InPlaceABN, arg
 
 
 def _extreme(choose: Callable, values: list[tuple[str, Tensor]], nan: float) -> Extreme | None:
-    """The first entry that `choose` (min or max) prefers, with `nan` in place of NaN; None without entries."""
+    """The first entry that `choose` (min or max) picks, with NaN ordered as `nan`; None without entries."""
     if not values:
         return None
     numbers = torch.stack([value.double() for _, value in values]).tolist()

@@ -12,26 +12,26 @@ VARIANTS = ("I", "II")
 class InPlaceABN(ABN):
     """`ABN` that keeps only its output z (and O(C) values) for the backward pass.
 
-    The backward pass inverts the activation and works on y = phi^-1(z): variant I recovers x_hat = (y - beta) / gamma
-    for every value, variant II folds that inversion into per-channel constants. A convolution that follows keeps z
-    anyway, so the layer itself costs no memory.
+    The backward pass inverts the activation: y = phi^-1(z). Variant I also recovers x_hat = (y - beta) / gamma for
+    every value; variant II folds this inversion into per-channel constants. A following convolution keeps z anyway, so
+    the layer itself costs no memory.
 
-    z is written to a new buffer and the input is left as it was: whatever precedes the layer does not keep its output,
-    so this saves exactly as many bytes as overwriting x does, without its aliasing.
+    z is written to a new buffer and the input is left untouched. The preceding operation does not keep its output, so
+    this saves exactly as many bytes as overwriting x, without the aliasing.
 
-    While minibatch statistics are used, the scale is gamma = copysign(max(|weight|, gamma_floor), weight) with
-    dL/dweight = dL/dgamma, so that it can be inverted and a weight of zero can recover. With running statistics the
-    layer is exactly batch normalisation with the raw weight, followed by the activation; only dL/dweight of channels
-    with |weight| < gamma_floor is then scaled down, by |weight| / gamma_floor.
+    With minibatch statistics the scale is gamma = copysign(max(|weight|, gamma_floor), weight), which can be inverted,
+    and dL/dweight = dL/dgamma, so a zero weight can recover. With running statistics the layer is exactly batch
+    normalisation with the raw weight followed by the activation, except that dL/dweight of channels with
+    |weight| < gamma_floor is scaled by |weight| / gamma_floor.
 
-    Args beyond those of `ABN`:
-        variant: "I" or "II"; equal results, II needs one pass less.
+    Args (in addition to `ABN`):
+        variant: "I" or "II"; same results, but II needs one pass less.
         gamma_floor: smallest |gamma| in training.
         overwrite_input: write z over x, which saves one transient buffer in the forward pass. For a block that owns x,
-            directly after a convolution: like every in-place operation of PyTorch it changes x for all later readers,
-            and the backward pass raises if an earlier operation had kept x. Of an x whose memory is neither contiguous
-            nor channels_last the buffer is made all the same. PyTorch refuses a leaf that requires a gradient, or a
-            view made by `chunk` or `split`, after it was overwritten.
+            directly after a convolution: as with any in-place operation, later readers see the new values, and the
+            backward pass raises if an earlier operation kept x. An x that is neither contiguous nor channels_last
+            still needs the buffer. If x is a leaf that requires a gradient, or a view made by `chunk` or
+            `split`, PyTorch raises after x was overwritten.
     """
 
     invertible_activation = True
@@ -70,7 +70,7 @@ class InPlaceABN(ABN):
         if variant not in VARIANTS:
             raise ValueError(f"variant={variant!r}: expected 'I' or 'II'")
         if gamma_floor <= 0:
-            raise ValueError(f"gamma_floor={gamma_floor}: expected a number above 0, gamma is divided by")
+            raise ValueError(f"gamma_floor={gamma_floor}: expected a number above 0 (gamma is a divisor)")
         self.variant = variant
         self.gamma_floor = gamma_floor
         self.overwrite_input = overwrite_input
@@ -89,7 +89,7 @@ class InPlaceABN(ABN):
 
 
 class InPlaceABNSync(InPlaceABN):
-    """`InPlaceABN` with sync=True: minibatch statistics of all processes of `group` together."""
+    """`InPlaceABN` with sync=True: minibatch statistics over all processes of `group`."""
 
     def __init__(
         self,
@@ -127,10 +127,10 @@ class InPlaceABNSync(InPlaceABN):
 
     @classmethod
     def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Synchronise every `InPlaceABN` of a network over `group`, as `nn.SyncBatchNorm.convert_sync_batchnorm` does.
+        """Synchronise every `InPlaceABN` of a network over `group`, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
 
-        The layers stay the same objects with the same parameters. Layers that are synchronised already change to
-        `group`. For standard layers, ours or PyTorch's, use `models.convert.to_inplace` first.
+        The layers stay the same objects with the same parameters; already synchronised layers switch to `group`.
+        Convert standard layers, ours or PyTorch's, with `models.convert.to_inplace` first.
 
         Returns:
             The module itself.

@@ -1,6 +1,7 @@
-"""Running statistics of norms, computed anew."""
+"""Recompute the running statistics of norms."""
 
 from collections.abc import Callable, Iterable
+from typing import Protocol, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -9,19 +10,30 @@ from torch import Tensor, nn
 from .synchronisation import synchronised_group
 
 
+class _Norm(Protocol):
+    """Any norm with running statistics, ours or PyTorch's."""
+
+    momentum: float | None
+    running_mean: Tensor
+    running_var: Tensor
+
+    def train(self, mode: bool = True) -> object: ...
+
+
 @torch.no_grad()
 def renew_statistics(
     network: nn.Module, minibatches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None
 ) -> None:
-    """Running statistics of all norms from these minibatches alone, each with the same weight.
+    """Recompute the running statistics of all norms as the average over these minibatches.
 
-    PyTorch's `update_bn` for norms of any kind; everything else (dropout) works as in an evaluation. Each of several
-    processes gives its own minibatches, as many as the others, and gets the average of all. Ends in eval mode.
+    Like PyTorch's `update_bn`, but for any kind of norm, and with everything else (e.g. dropout) in eval mode. In
+    distributed training every process passes equally many minibatches and gets the average over all of them. Leaves the
+    network in eval mode.
 
     Args:
-        forward: calls the network with a minibatch, under autocast say; the network itself by default.
+        forward: calls the network on a minibatch, e.g. under autocast; by default the network itself.
     """
-    norms = [m for m in network.modules() if getattr(m, "running_mean", None) is not None]
+    norms = [module for module in network.modules() if _has_running_statistics(module)]
     momenta = [norm.momentum for norm in norms]
     network.eval()
     for number, minibatch in enumerate(minibatches, start=1):
@@ -37,3 +49,7 @@ def renew_statistics(
                 dist.all_reduce(statistics, group=group)
                 statistics.div_(dist.get_world_size(group))
     network.eval()
+
+
+def _has_running_statistics(module: object) -> TypeGuard[_Norm]:
+    return getattr(module, "running_mean", None) is not None

@@ -1,4 +1,4 @@
-"""Minibatch statistics of all processes of a group together (paper: INPLACE-ABN sync)."""
+"""Minibatch statistics over all processes of a group (the paper's INPLACE-ABN sync)."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The group to exchange with, the default group for None; None where this process is alone.
+    """The group to share statistics with (the default group for None), or None if this process is alone.
 
     Raises:
         ValueError: this process is not a member of the group.
@@ -25,7 +25,7 @@ def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
 def joint_moments(
     mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Mean and biased variance (C,) of all ranks' values together, and their number, from those of each rank.
+    """Mean and biased variance (C,) over all ranks and the number of values per channel, from each rank's own.
 
     var = sum_r count_r * (var_r + (mean_r - mean)^2) / count, the parallel variance formula, in float64.
 
@@ -46,7 +46,7 @@ def joint_moments(
 
 
 def refuse_jointly(channels: int, device: torch.device, group: dist.ProcessGroup) -> None:
-    """Let the ranks that wait in `joint_moments` raise, before this rank raises an error of its own."""
+    """Make the ranks waiting in `joint_moments` raise, before this rank raises its own error."""
     nothing = torch.zeros(channels, device=device)
     try:
         joint_moments(nothing, nothing, 0, group)
@@ -55,10 +55,11 @@ def refuse_jointly(channels: int, device: torch.device, group: dist.ProcessGroup
 
 
 def joint_sums(sums: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The sums (C,) over all ranks of a group; the given ones are left as they were."""
+    """Both vectors (C,) summed over all ranks of a group, as new tensors."""
     joint = torch.stack(sums)
     dist.all_reduce(joint, group=group)
-    return joint.unbind()
+    first, second = joint.unbind()
+    return first, second
 
 
 def _check_counts(counts: list[float]) -> int:
@@ -67,7 +68,7 @@ def _check_counts(counts: list[float]) -> int:
         listed = ", ".join(f"rank {rank} has {count}" for rank, count in short.items())
         raise ValueError(
             f"a synchronised norm needs at least two values per channel on every rank of its group, but {listed}: "
-            f"give every device at least two crops (the pooled branch of a head has one value for each), or call "
+            f"give every device at least two crops (a head's pooled branch has one value per crop), or call "
             f".eval() on this layer to use its running statistics"
         )
     return int(sum(counts))

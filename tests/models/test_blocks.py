@@ -1,4 +1,4 @@
-"""Residual blocks: the buffers of the paper's Figure 1, the shortcut's equation, the trade of strides for dilation."""
+"""Residual blocks: the buffers of the paper's Figure 1, the shortcut's equation, strides replaced by dilation."""
 
 from functools import partial
 

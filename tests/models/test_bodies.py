@@ -191,7 +191,7 @@ def test_dropout_is_in_the_last_two_stages_of_a2_alone():
 @pytest.mark.parametrize("size", [(64, 96), (67, 45)])
 @pytest.mark.parametrize("build", [small_resnext, small_wider_a2], ids=["resnext", "wider-a2"])
 def test_features_at_stride_16_contain_those_at_stride_32(build, size):
-    """A trous: strides on 1x1 convolutions turned into dilation compute the same features at twice the places."""
+    """Turning strides of 1x1 convolutions into dilation gives the same features at twice the resolution."""
     torch.manual_seed(0)
     strided = trained(build(output_stride=32))
     dilated = build(output_stride=16).double().eval()
@@ -216,7 +216,7 @@ def test_resnext_features_at_stride_8_contain_those_at_stride_32(size):
 
 
 def test_a2_at_stride_8_differs_from_stride_32_by_one_convolution_only():
-    """The release dilates mod5's first convolution, a 3x3 that is strided at stride 32; its centre tap is common."""
+    """The release dilates mod5's first convolution, a 3x3 that is strided at stride 32; they share the centre tap."""
     torch.manual_seed(0)
     strided = trained(small_wider_a2(output_stride=32))
     dilated = small_wider_a2(output_stride=8).double().eval()

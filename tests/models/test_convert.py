@@ -1,4 +1,4 @@
-"""Conversions: equal outputs and gradients, the same Parameters, every reason why a layer is left as it is."""
+"""Conversions: equal outputs and gradients, the same Parameters, every reason for not replacing a layer."""
 
 import copy
 import logging
@@ -77,13 +77,13 @@ def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, Report
 
 
 def state_of(network: nn.Module) -> tuple[dict[str, int], list]:
-    """What must outlive a conversion: {name in the state dict: the tensor itself}, and its order of names."""
+    """What a conversion must preserve: {name: the tensor itself}, and the order of names in the state dict."""
     tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
     return {name: id(tensor) for name, tensor in tensors.items()}, list(network.state_dict())
 
 
 def gradients(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Of a training step: the output, and the gradients of the input and of all parameters."""
+    """Output of a training step, and the gradients of the input and all parameters."""
     x = x.clone().requires_grad_()
     z = network(x * 1)
     dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
@@ -133,7 +133,7 @@ def test_eval_outputs_are_equal_for_zero_and_tiny_scales(build):
         assert any(isinstance(module, InPlaceABN) for module in convert(network).modules()) == (convert is to_inplace)
         torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
     weights = torch.cat([module.weight for module in network.modules() if isinstance(module, ABN)])
-    assert torch.isin(weights, special).all()  # no weight was moved to the floor, nor lost its sign
+    assert torch.isin(weights, special).all()  # no weight was floored or lost its sign
 
 
 def test_in_place_layers_are_left_as_they_are():
@@ -217,7 +217,7 @@ def test_the_process_group_goes_along():
 
 
 def test_training_goes_on_with_the_same_optimizer():
-    """Momentum buffers belong to Parameters: a conversion in between leaves no trace in the training."""
+    """Momentum buffers belong to Parameters, so a conversion in between does not affect training."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)).double()
     network[1].bias.requires_grad_(False)
@@ -252,7 +252,7 @@ def test_checkpoints_fit_both_ways():
 
 
 def test_saves_the_input_of_every_batch_norm():
-    """The standard pair keeps x and z; the in-place layer z alone, which the convolution keeps as well."""
+    """The standard pair keeps x and z; the in-place layer only z, which the convolution also keeps."""
 
     def kept_bytes(network):
         storages = {}
@@ -502,7 +502,7 @@ def test_a_torchvision_network_and_its_report(caplog):
     _, report = converted(to_inplace, resnet, relu_slope=0.01)
     assert not report.replaced and len(report.kept) == 20
     assert "but in BasicBlock" in report.kept["layer1.0.bn1"] and "but in ResNet" in report.kept["bn1"]
-    assert "nothing follows" in report.kept["layer2.0.downsample.1"]  # an addition may be, or may write over it
+    assert "nothing follows" in report.kept["layer2.0.downsample.1"]  # an addition may follow, or may write over it
     _, report = converted(to_inplace, mobilenet)
     assert len(report.kept) == 52 and "ReLU6" in report.kept["features.0.1"]
     _, report = converted(to_inplace, densenet, relu_slope=0.01)
@@ -545,7 +545,7 @@ def sequential(pieces) -> nn.Module:
 @settings(max_examples=150, deadline=None)
 @given(pieces=SEQUENCES)
 def test_any_sequential(pieces):
-    """What trains before a conversion trains after it, with the same gradients, and nothing goes unreported."""
+    """A network that trains before conversion trains after it, with the same gradients; every norm is reported."""
     torch.manual_seed(0)
     network = trained(nn.Sequential(nn.Conv2d(C, C, 1), sequential(pieces), nn.Conv2d(C, C, 1))).double()
     x = torch.randn(3, C, 4, 4, dtype=torch.float64)

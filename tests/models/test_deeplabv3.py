@@ -61,7 +61,7 @@ def test_the_split_reduction_is_the_papers_convolution_of_all_stacked_features()
 
 
 def window_means(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """The mean in a window around each cell (one more to the right and below if even), moved inside the map."""
+    """The mean in a window around each cell (one more to the right and below if even), shifted inside the map."""
     rows, columns = x.shape[2:]
     height, width = min(height, rows), min(width, columns)
     means = torch.empty_like(x)
@@ -97,7 +97,7 @@ def test_a_window_that_covers_the_map_is_global_pooling(pooling_size):
 
 
 def test_a_cell_of_a_whole_image_is_pooled_as_in_a_crop_around_it():
-    """With the crop's size as window, and convolutions that see no further than the crop, the result is the same."""
+    """With the crop's size as window and convolutions that do not reach beyond the crop, results are equal."""
     torch.manual_seed(0)
     head = trained(small_head(3, dilations=(1, 1, 1), pooling_size=5))
     image = torch.randn(1, 3, 13, 13, dtype=torch.float64)

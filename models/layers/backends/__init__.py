@@ -1,6 +1,7 @@
-"""The ways to compute BN + ACT. `eager` is the reference; every other backend is tested against it."""
+"""Backends for BN + activation. `eager` is the reference that the others are tested against."""
 
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +17,18 @@ BACKENDS = ("auto", "eager", "compiled", "triton")
 __all__ = ["BACKENDS", "Backend", "Kept", "backend_for", "check_backend", "update_running_statistics"]
 
 
+class _TritonKernels(Protocol):
+    """The module `triton_kernels`, which can only be imported if triton is installed."""
+
+    INTERPRETED: bool
+
+    def runs_on(self, x: Tensor) -> bool: ...
+
+    def TritonBackend(self) -> Backend: ...
+
+
 def check_backend(name: str) -> None:
-    """Raise ValueError for a backend that does not exist, or not in this installation."""
+    """Raise ValueError if a backend does not exist or is not installed."""
     if name not in BACKENDS:
         raise ValueError(f"backend={name!r} is not known; choose one of {', '.join(BACKENDS)}")
     if name == "triton" and _triton() is None:
@@ -25,12 +36,12 @@ def check_backend(name: str) -> None:
 
 
 def backend_for(name: str, x: Tensor) -> Backend:
-    """The backend that a layer asked for by name, for an input.
+    """The backend of this name for an input.
 
-    "auto" is `triton` on CUDA, on the CPU what `prefers_compiled` says, and `eager` where those cannot run. Inside
-    `torch.compile` it is always `compiled`, whose formulas the compiler fuses with what surrounds them. It is `eager`
-    for empty tensors, and for those that tools look at (fake ones, counters of operations or memory): a tool would see
-    nothing of a fused kernel.
+    "auto" means `triton` on CUDA, `compiled` on the CPU if `prefers_compiled` says so, and otherwise `eager`. Inside
+    `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding code. It is `eager` for
+    empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters), which cannot see inside
+    a fused kernel.
 
     Raises:
         ValueError: the backend cannot compute on the device or in the dtype of x.
@@ -45,10 +56,11 @@ def backend_for(name: str, x: Tensor) -> Backend:
         return CompiledBackend()
     assert name == "triton", name
     kernels = _triton()
+    assert kernels is not None  # otherwise `check_backend` raised
     if not kernels.runs_on(x):
         raise ValueError(
             f"backend='triton' got a {x.dtype} tensor on {x.device.type}: expected float32, bfloat16 or float16 on "
-            f"{'the CPU, as TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
+            f"{'the CPU, because TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
         )
     return kernels.TritonBackend()
 
@@ -61,8 +73,8 @@ def _fastest(x: Tensor) -> Backend:
 
 
 @cache
-def _triton():
-    """The module of the Triton kernels, or None without the package."""
+def _triton() -> _TritonKernels | None:
+    """The module, or None if triton is not installed."""
     try:
         from . import triton_kernels
     except ImportError:

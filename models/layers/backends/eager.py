@@ -1,4 +1,4 @@
-"""The reference: PyTorch's own operators, on every device and dtype they run on."""
+"""The reference backend: PyTorch's own operators, on every device and dtype that they support."""
 
 import torch
 from torch import Tensor
@@ -9,9 +9,9 @@ from .interface import Backend, Kept, per_channel
 
 class EagerBackend(Backend):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Without running statistics to update, the operator would round the results to the dtype of x.
-        unused = torch.zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        mean, var = torch.batch_norm_update_stats(x, *unused, 0.0)
+        # Without running statistics the operator would round its results to the dtype of x.
+        unused_mean, unused_var = x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
+        mean, var = torch.batch_norm_update_stats(x, unused_mean, unused_var, 0.0)
         return mean, var
 
     def normalise(
@@ -24,7 +24,7 @@ class EagerBackend(Backend):
         activation: Activation,
         out: Tensor | None = None,
     ) -> Tensor:
-        # Batch normalisation in eval mode reads a variance; eps is already in invstd.
+        # The operator takes a variance in eval mode; eps is already in invstd.
         var = invstd.square().reciprocal()
         y, _, _ = torch.native_batch_norm(x, gamma, beta, mean, var, False, 0.0, 0.0, out=_buffers(out, 0, gamma))
         return activate_(activation, y)
@@ -73,10 +73,10 @@ class EagerBackend(Backend):
         return dx.mul_(per_channel(kept.gamma * kept.invstd, dy)).to(dz.dtype)
 
     def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """PyTorch's backward of batch normalisation, told that its input is u and its statistics offset and factor.
+        """PyTorch's batch normalisation backward, with u as the input, offset as the mean and factor as invstd.
 
-        Its x_hat = (u - offset) * factor is then ours, and with it its sums. Its factor in front of dL/dx is
-        weight * factor, which is to be gamma * invstd.
+        Its x_hat = (u - offset) * factor, and hence its sums, are then ours. It scales dL/dx by weight * factor, so it
+        gets weight = gamma * invstd / factor.
         """
         u, dy = _u_and_dy(kept, dz)
         offset, factor = kept.offset, kept.factor
@@ -89,7 +89,7 @@ class EagerBackend(Backend):
 
 
 def _buffers(out: Tensor | None, channels: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The three outputs of native_batch_norm: z, and `channels` values of mean and of invstd."""
+    """Buffers for the outputs of native_batch_norm: z, mean and invstd, the last two of `channels` values."""
     return None if out is None else (out, like.new_empty(channels), like.new_empty(channels))
 
 
@@ -97,10 +97,11 @@ def _u_and_dy(kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
     """u of `Kept` and dL/dy (Algorithm 2, lines 2 and 3), in the dtype of dz."""
     if kept.is_output:
         z, u = kept.values, invert_activation(kept.activation, kept.values)
+    elif kept.output is not None:
+        z, u = kept.output, kept.values
     else:
-        u, z = kept.values, kept.output
-        if z is None:
-            z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
+        u = kept.values
+        z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
     return u, activation_backward(kept.activation, z, dz)
 
 

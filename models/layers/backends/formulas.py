@@ -1,8 +1,8 @@
 """The paper's equations as plain functions, which TorchInductor fuses into one loop over the pixels per pass.
 
-The functions see a tensor as *blocks*: (blocks, C, pixels), or (blocks, pixels, C) for channels_last. Sums run over
-each block and then over the blocks, which stays in the cache and rounds less than one long sum. All arithmetic is in
-float32, in float64 for float64 tensors.
+Tensors come as *blocks*: (blocks, C, pixels), or (blocks, pixels, C) for channels_last. Sums run over each block, then
+over the blocks: this stays in the cache and rounds less than one long sum. Arithmetic is float32, or float64 for
+float64 tensors.
 """
 
 from typing import NamedTuple
@@ -14,17 +14,17 @@ from ..activations import Activation, activate_, activation_backward, invert_act
 
 
 class Settings(NamedTuple):
-    """What is compiled in as a constant."""
+    """Compile-time constants."""
 
-    axis: int  # of the pixels in a block: 2, or 1 for channels_last
+    axis: int  # pixels of a block: 2, or 1 for channels_last
     activation: Activation = Activation("identity")
     eps: float = 0.0
 
 
 def moments(settings: Settings, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance of every channel, (C,).
+    """Mean and biased variance per channel, (C,).
 
-    The variance is the mean of the blocks' variances plus the variance of the blocks' means: nothing cancels.
+    The variance is the mean of the blocks' variances plus the variance of their means: nothing cancels.
     """
     x = _wide(x)
     means = x.mean(settings.axis, keepdim=True)
@@ -49,14 +49,15 @@ def forward(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple
     """z, mean, biased variance and invstd."""
     mean, var = moments(settings, x)
     invstd = torch.rsqrt(var + settings.eps)
-    return normalise(settings, x, *written(mean, gamma * invstd), beta), mean, var, invstd
+    centre, scale = written(mean, gamma * invstd)
+    return normalise(settings, x, centre, scale, beta), mean, var, invstd
 
 
 def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
     """`forward`, with z written over x."""
-    z, *vectors = forward(settings, x, gamma, beta)
+    z, mean, var, invstd = forward(settings, x, gamma, beta)
     x.copy_(z)
-    return None, *vectors
+    return None, mean, var, invstd
 
 
 def x_hat_and_dy(
@@ -68,10 +69,10 @@ def x_hat_and_dy(
     gamma: Tensor | None,
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from what was kept, see `Kept`: z if gamma and beta are None."""
+    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from the values of `Kept`; they are z if gamma and beta are None."""
     dtype, values, dz = values.dtype, _wide(values), _wide(dz)
     offset, factor = _per_channel(settings, offset, factor)
-    if gamma is None:
+    if gamma is None or beta is None:
         z, u = values, invert_activation(settings.activation, values, rounded_to=dtype)
         x_hat = (u - offset) * factor
     else:
@@ -81,28 +82,54 @@ def x_hat_and_dy(
     return x_hat, activation_backward(settings.activation, z, dz)
 
 
-def sums(settings: Settings, *kept_and_dz: Tensor | None) -> tuple[Tensor, Tensor]:
+def sums(
+    settings: Settings,
+    values: Tensor,
+    dz: Tensor,
+    offset: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """sum dL/dy and sum dL/dy * x_hat, from the arguments of `x_hat_and_dy`."""
-    x_hat, dy = x_hat_and_dy(settings, *kept_and_dz)
+    x_hat, dy = x_hat_and_dy(settings, values, dz, offset, factor, gamma, beta)
     return dy.sum(settings.axis).sum(0), (dy * x_hat).sum(settings.axis).sum(0)
 
 
 def input_gradient(
-    settings: Settings, mean_dy: Tensor, mean_dy_x_hat: Tensor, scale: Tensor, *kept_and_dz: Tensor | None
+    settings: Settings,
+    mean_dy: Tensor,
+    mean_dy_x_hat: Tensor,
+    scale: Tensor,
+    values: Tensor,
+    dz: Tensor,
+    offset: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
 ) -> Tensor:
     """dL/dx = scale * (dL/dy - mean_dy - x_hat * mean_dy_x_hat), where scale = gamma * invstd  (section 3.3)."""
-    x_hat, dy = x_hat_and_dy(settings, *kept_and_dz)
+    x_hat, dy = x_hat_and_dy(settings, values, dz, offset, factor, gamma, beta)
     mean_dy, mean_dy_x_hat, scale = _per_channel(settings, mean_dy, mean_dy_x_hat, scale)
-    return (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(kept_and_dz[0].dtype)
+    return (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(values.dtype)
 
 
-def backward(settings: Settings, scale: Tensor, *kept_and_dz: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    settings: Settings,
+    scale: Tensor,
+    values: Tensor,
+    dz: Tensor,
+    offset: Tensor,
+    factor: Tensor,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """dL/dx, dL/dgamma and dL/dbeta."""
-    dbeta, dgamma = sums(settings, *kept_and_dz)
-    values = kept_and_dz[0]
+    dbeta, dgamma = sums(settings, values, dz, offset, factor, gamma, beta)
     count = values.shape[0] * values.shape[settings.axis]
-    means = written(dbeta / count, dgamma / count)
-    return input_gradient(settings, *means, scale, *kept_and_dz), dgamma, dbeta
+    mean_dy, mean_dy_x_hat = written(dbeta / count, dgamma / count)
+    dx = input_gradient(settings, mean_dy, mean_dy_x_hat, scale, values, dz, offset, factor, gamma, beta)
+    return dx, dgamma, dbeta
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -114,14 +141,13 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:
-    """(C,) -> (C, 1) where the pixels of a block come after its channels, to broadcast over blocks."""
+    """(C,) -> (C, 1) if blocks are (C, pixels), to broadcast over them."""
     return tuple(v.unsqueeze(1) for v in vectors) if settings.axis == 2 else vectors
 
 
 def written(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Vectors (C,) that were computed in the graph, for a loop over the pixels.
+    """Make the compiler write vectors (C,) to memory before a loop over the pixels.
 
-    The compiler writes a stack to memory before the loop. Single vectors it would compute anew for every pixel, with
-    their divisions and square roots.
+    It does so for a stack. Single vectors would be recomputed for every pixel, with their divisions and square roots.
     """
     return torch.stack(vectors).unbind() if vectors else ()

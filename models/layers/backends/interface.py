@@ -1,8 +1,8 @@
-"""What a backend computes: the forward and backward pass of BN + ACT, in pieces between which ranks can exchange sums.
+"""Backend interface: forward and backward pass of BN + activation, in pieces between which ranks can exchange sums.
 
-Tensors with a value per pixel (x, z, dz, dx and what is kept) are (N, C, *spatial), of one dtype and one packed memory
-format: contiguous or channels_last. Vectors are (C,), float32 (float64 for float64 tensors), as is all arithmetic.
-No function here records a graph or changes its arguments, except where `out` and running statistics are given.
+Tensors with a value per pixel (x, z, dz, dx and the kept one) are (N, C, *spatial) and share one dtype and one packed
+memory format, contiguous or channels_last. Vectors are (C,). Vectors and arithmetic are float32, or float64 for float64
+tensors. No function records a graph, or changes arguments other than `out` and the running statistics.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ..activations import Activation
 
 
 class Kept(NamedTuple):
-    """What the forward pass kept for the backward pass, and how x_hat and y come from it.
+    """What the forward pass kept for the backward pass, and how to get x_hat and y from it.
 
     values v | x_hat = (u - offset) * factor             | y
     x        | u = v, offset = mean, factor = invstd     | gamma * x_hat + beta
@@ -23,22 +23,22 @@ class Kept(NamedTuple):
     """
 
     values: Tensor  # (N, C, *spatial)
-    is_output: bool  # whether values are z
+    is_output: bool  # values are z
     offset: Tensor  # (C,), as are all below
     factor: Tensor
     gamma: Tensor
     beta: Tensor
     invstd: Tensor
     activation: Activation
-    recover_x_hat: bool = False  # variant I: form x_hat as a tensor. Backends that never form it may ignore this.
-    output: Tensor | None = None  # z, where values are not z and it was recomputed already. May be ignored.
+    recover_x_hat: bool = False  # variant I: form x_hat as a tensor; fused backends ignore this
+    output: Tensor | None = None  # z, if values are not z and it was recomputed already; may be ignored
 
 
 class Backend:
-    """The pieces. `forward` and `backward` put them together for statistics of this process alone."""
+    """The pieces; `forward` and `backward` combine them for statistics of this process alone."""
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and biased variance of every channel, without the cancellation of E[x^2] - E[x]^2."""
+        """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""
         raise NotImplementedError
 
     def normalise(
@@ -51,7 +51,7 @@ class Backend:
         activation: Activation,
         out: Tensor | None = None,
     ) -> Tensor:
-        """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (it may be x)."""
+        """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (may be x)."""
         raise NotImplementedError
 
     def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,9 +76,7 @@ class Backend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd of the minibatch; updates the running statistics (with the unbiased variance)."""
         mean, var = self.moments(x)
-        if running_mean is not None:
-            count = x.numel() // x.shape[1]
-            update_running_statistics(running_mean, running_var, momentum, mean, var, count)
+        update_running_statistics(running_mean, running_var, momentum, mean, var, x.numel() // x.shape[1])
         invstd = torch.rsqrt(var + eps)
         return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
 
@@ -93,23 +91,32 @@ class Backend:
         activation: Activation,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, mean and invstd with the running statistics. The mean is a copy: the running one may move on."""
+        """z, mean and invstd from the running statistics. The mean is a copy, since the running mean may change."""
         mean, invstd = running_mean.clone(), torch.rsqrt(running_var + eps)
         return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
 
     def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dL/dx, dL/dgamma, dL/dbeta where the statistics were those of this minibatch."""
+        """dL/dx, dL/dgamma, dL/dbeta for minibatch statistics."""
         count = dz.numel() // dz.shape[1]
         dbeta, dgamma = self.sums(kept, dz)
         return self.input_gradient(kept, dz, dbeta / count, dgamma / count), dgamma, dbeta
 
 
 def update_running_statistics(
-    running_mean: Tensor, running_var: Tensor, momentum: float, mean: Tensor, var: Tensor, count: int | Tensor
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    mean: Tensor,
+    var: Tensor,
+    count: int | Tensor,
 ) -> None:
-    """running <- (1 - momentum) * running + momentum * new, with the unbiased variance of `count` values."""
-    running_mean.lerp_(mean, momentum)
-    running_var.lerp_(var * (count / (count - 1)), momentum)
+    """running <- (1 - momentum) * running + momentum * new, with the unbiased variance of `count` values.
+
+    Does nothing if there are no running statistics.
+    """
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean, momentum)
+        running_var.lerp_(var * (count / (count - 1)), momentum)
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:

@@ -4,23 +4,26 @@ A tensor is (N, C, L) in memory: contiguous (N, C, *spatial) is (N, C, prod(spat
 (N * prod(spatial), C, 1), and element (n, c, l) lies at (n * C + c) * L + l in both. All kernels walk it in tiles of
 BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is contiguous, a run of channels where L is 1.
 
-    forward   pass 1: x -> mean and squared deviations of every part      pass 2: x, those -> z, mean, invstd
-    backward  pass 1: v, dz -> sums of every part                         pass 2: v, dz, those -> dx, dgamma, dbeta
+    forward   pass 1: x -> partials: mean and squared deviations per part  pass 2: x, partials -> z, mean, invstd
+    backward  pass 1: v, dz -> partials: sums per part                     pass 2: v, dz, partials -> dx, dgamma, dbeta
 
-A channel's tiles are dealt to `parts` programs, so that few channels fill a device as many do. Pass 2 has the same
-programs; each first combines the parts of its channels, always in the same order, and that of part 0 alone writes what
-belongs to a channel (no other reads it). A pass 2 walks from the end, where pass 1 left the caches warm.
+A channel's tiles are split over `parts` programs, so few channels can fill a device too. Pass 2 has the same programs.
+Each first combines the parts of its channels, always in the same order; only the program of part 0 writes per-channel
+results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
 
 Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential are the device's
-fast ones, a few units in the last place.
+fast ones, accurate to a few units in the last place.
 """
 
 # Over 250 lines: a kernel and its launch are read together. In order: activations, tiles and parts, kernels, plans (how
 # many programs there are), launches.
 
+# Triton takes a kernel's annotations as types to compile for, so only compile-time constants have one.
+# mypy: allow-untyped-defs
+
 import math
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,20 +33,20 @@ from torch import Tensor
 from ..activations import Activation
 from .interface import Backend, Kept
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # the kernels below then run on CPU tensors, slowly, and only there
+INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
 
-MAX_PARTS = 256  # per channel: what a program of pass 2 has to combine
-BYTES_PER_THREAD = 64  # of every tensor, in 128-bit loads: enough in flight at a quarter of all resident threads
+MAX_PARTS = 256  # per channel; each program of pass 2 combines them
+BYTES_PER_THREAD = 64  # per tensor, in 128-bit loads: enough in flight with a quarter of the threads resident
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Activations, element by element (section 3.3): the arithmetic of ..activations in float32
+# Activations (section 3.3), element by element: the arithmetic of ..activations in float32
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _expm1(x):
-    """exp(x) - 1, by its series where the difference would cancel (relative error below 5e-7)."""
+    """exp(x) - 1, by its series near 0, where the difference would cancel (relative error below 5e-7)."""
     tail = 1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * (1 / 40320))))
     series = 1 + x * (1 / 2 + x * (1 / 6 + x * tail))
     return tl.where(tl.abs(x) < 0.5, x * series, tl.exp(x) - 1)
@@ -51,7 +54,7 @@ def _expm1(x):
 
 @triton.jit
 def _log1p(x):
-    """log(1 + x), the rounding of 1 + x made good by the last factor."""
+    """log(1 + x); the last factor corrects the rounding of 1 + x."""
     shifted = 1 + x
     rounded = shifted - 1
     return tl.where(rounded == 0, x, tl.log(shifted) * (x / tl.where(rounded == 0, 1.0, rounded)))
@@ -94,7 +97,7 @@ def _activation_backward(z, dz, param, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
-    """y = phi^-1(z) (Algorithm 2, line 3), of the nearest value short of an asymptote; GAP: `invert_activation`."""
+    """y = phi^-1(z) (Algorithm 2, line 3), clamped short of asymptotes; for GAP see `invert_activation`."""
     y = z
     if ACTIVATION == "leaky_relu":
         y = tl.where(z > 0, z, z * (1 / param))
@@ -117,9 +120,9 @@ def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
 
 @triton.jit
 def _tile(tile, block, N, C, L, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr):
-    """A tile of a block of channels: its first element, and (BLOCK_N, BLOCK_C, BLOCK_L) offsets from it and mask.
+    """First element of a tile of a block of channels, and (BLOCK_N, BLOCK_C, BLOCK_L) offsets from it and mask.
 
-    Only the first can lie beyond 32 bits. Kept apart, it is all that changes from tile to tile.
+    Only the first element needs 64 bits. Kept apart from the offsets, it is all that changes from tile to tile.
     """
     tiles_l = (L + BLOCK_L - 1) // BLOCK_L
     n = tile // tiles_l * BLOCK_N
@@ -134,7 +137,7 @@ def _tile(tile, block, N, C, L, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BL
 
 @triton.jit
 def _part(part, tiles_per_part, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """First tile of a part, and the one after its last. Empty for a part after the last."""
+    """First tile of a part, and one past its last. Empty for parts past the end."""
     tiles = (N + BLOCK_N - 1) // BLOCK_N * ((L + BLOCK_L - 1) // BLOCK_L)
     return tl.minimum(part * tiles_per_part, tiles), tl.minimum((part + 1) * tiles_per_part, tiles)
 
@@ -148,7 +151,7 @@ def _elements(first, end, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
-    """Elements of one channel in the tiles before this one, as int64: whole rows of tiles, then a piece of one."""
+    """Elements of one channel in the tiles before this one, as int64: whole rows of tiles, then a partial row."""
     tiles_l = (L + BLOCK_L - 1) // BLOCK_L
     n = tl.minimum(tile // tiles_l * BLOCK_N, N)
     return n.to(tl.int64) * L + tl.minimum(N - n, BLOCK_N).to(tl.int64) * (tile % tiles_l * BLOCK_L)
@@ -156,16 +159,16 @@ def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def _fold(values, FOLD: tl.constexpr):
-    """Elements that a thread holds of a tile, added up within the thread: FOLD times fewer, channels still innermost.
+    """Add up the elements of a tile that one thread holds: FOLD times fewer, channels still innermost.
 
-    A thread holds 128 bits here and the same further on, so of the flat tile it is the slowest index that goes.
+    A thread's 128-bit pieces lie far apart in the flat tile, so the sum is over the slowest index.
     """
     return tl.sum(tl.reshape(values, (FOLD, values.numel // FOLD)), axis=0)
 
 
 @triton.jit
 def _sum(values, BLOCK_C: tl.constexpr):
-    """Sums over all but channels, which are the last of several indices, for `_channels`."""
+    """Sum over all indices but channels, the last, in the shape of `_channels`."""
     if BLOCK_C == 1:
         sums = tl.sum(tl.reshape(values, (values.numel,)))
     else:
@@ -175,7 +178,7 @@ def _sum(values, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _channels(block, BLOCK_C: tl.constexpr):
-    """Channels of a block, (1, BLOCK_C, 1); one alone is a scalar, which takes one register and not one an element."""
+    """Channels of a block, (1, BLOCK_C, 1); a single one is a scalar, in one register instead of one per element."""
     channels = block * BLOCK_C
     if BLOCK_C > 1:
         channels += tl.arange(0, BLOCK_C)[None, :, None]
@@ -184,7 +187,7 @@ def _channels(block, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _load_partials(partials, parts, channels, C, PARTS: tl.constexpr):
-    """Both partial results (2, parts, C) of (1, BLOCK_C, 1) channels: two (PARTS, BLOCK_C, 1), zero after the last."""
+    """Both partial results (2, parts, C) of (1, BLOCK_C, 1) channels: two (PARTS, BLOCK_C, 1), zero past the end."""
     part = tl.arange(0, PARTS)[:, None, None]
     offsets = part * C + channels
     mask = (part < parts) & (channels < C)
@@ -196,7 +199,7 @@ def _combine_moments(
     partials, parts, channels, tiles_per_part, N, C, L, count,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and biased variance of whole channels from those of their parts (Chan, Golub and LeVeque 1979)."""
+    """Mean and biased variance of whole channels, from their parts (Chan, Golub and LeVeque 1979)."""
     means, deviations = _load_partials(partials, parts, channels, C, PARTS)
     first, end = _part(tl.arange(0, PARTS)[:, None, None], tiles_per_part, N, L, BLOCK_N, BLOCK_L)
     weights = _elements(first, end, N, L, BLOCK_N, BLOCK_L) / count
@@ -206,10 +209,10 @@ def _combine_moments(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels. N, C and count = N * L are those of the tensor, L = length * ALIGN
+# Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L
 # ---------------------------------------------------------------------------------------------------------------------
 
-_kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # not another compilation for N = 1, 16, …
+_kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
 
 
 @_kernel
@@ -219,8 +222,8 @@ def _partial_moments_kernel(
 ):  # fmt: skip
     """partials (2, parts, C): mean, and sum of squared deviations from it. Traffic: 1 read of x.
 
-    Sums are taken of x - shift, the shift being the mean of the part's first tile: at worst, cancellation then costs a
-    factor of tiles per part, whatever the mean of the channel is.
+    Sums are taken of x - shift, where shift is the mean of the part's first tile. Whatever the channel's mean,
+    cancellation then costs at most a factor of tiles per part.
     """
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
@@ -230,7 +233,7 @@ def _partial_moments_kernel(
     start, offsets, mask = _tile(first, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
     values = tl.load(x + start + offsets, mask, 0.0).to(tl.float32)
     shift = _sum(_fold(values, FOLD), BLOCK_C) / _elements(first, first + 1, N, L, BLOCK_N, BLOCK_L)
-    rounded = shift.to(x.dtype.element_ty)  # a value that x can have: a load gives it where x ends, and it adds nothing
+    rounded = shift.to(x.dtype.element_ty)  # representable in x: masked loads return it, so they add nothing
     shift = rounded.to(tl.float32)
     values = tl.where(mask, values - shift, 0.0)
     sums, squares = _fold(values, FOLD), _fold(values * values, FOLD)
@@ -253,7 +256,7 @@ def _moments_kernel(
     partials, mean, var, count, N, C, length, tiles_per_part, parts,
     ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and biased variance (C,) of whole channels; one program a block of channels. Traffic: 2 * parts * C."""
+    """Mean and biased variance (C,) of whole channels; one program per block of channels. Traffic: 2 * parts * C."""
     channels = _channels(tl.program_id(0), BLOCK_C)
     L = length * ALIGN
     whole = _combine_moments(
@@ -272,7 +275,7 @@ def _normalise_kernel(
 ):  # fmt: skip
     """z = phi(gamma * (x - mean) * invstd + beta). Traffic: 1 read of x, 1 write of z.
 
-    With partials, mean and invstd are results, as are the running statistics where given.
+    With partials, mean and invstd are outputs, and so are the running statistics, if given.
     """
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
@@ -313,7 +316,7 @@ def _x_hat_and_dy(
     values, dz, offset, factor, gamma, beta, param,
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
 ):  # fmt: skip
-    """x_hat and dL/dy from what is kept (`Kept`) and dL/dz, all float32."""
+    """x_hat and dL/dy from the values of `Kept` and dL/dz, all float32."""
     if IS_OUTPUT:
         z = values
         x_hat = (_invert_activation(z, param, ACTIVATION, GAP) - offset) * factor
@@ -362,7 +365,7 @@ def _input_gradient_kernel(
 ):  # fmt: skip
     """dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat). Traffic: 1 read of kept, 1 of dz, 1 write of dx.
 
-    With partials, the means are formed from them, and dbeta and dgamma are results.
+    With partials, the means are computed from them, and dbeta and dgamma are outputs.
     """
     L = length * ALIGN
     blocks = (C + BLOCK_C - 1) // BLOCK_C
@@ -404,36 +407,35 @@ class Plan(NamedTuple):
     """How the programs of a kernel share a tensor (N, C, L)."""
 
     shape: tuple[int, int, int]
-    align: int  # elements that start on a 128-bit boundary at every multiple of L
+    align: int  # elements: the longest vector, up to 128 bits, that divides L
     tile: tuple[int, int, int]
     num_warps: int
-    fold: int  # elements of a tile that one thread can add up
+    fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
     tiles_per_part: int
     parts: int
 
     @property
-    def count(self) -> float:
-        """Elements of a channel."""
+    def channel_elements(self) -> float:
         return float(self.shape[0] * self.shape[2])
 
     @property
     def padded_parts(self) -> int:
-        """The smallest power of four that is not below `parts`: half as many kernels to compile as powers of two."""
+        """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two."""
         exponent = (self.parts - 1).bit_length()
         return 1 << (exponent + exponent % 2)
 
 
 @cache
 def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
-    """A plan for a tensor (N, C, L) of `itemsize` bytes an element on a device of so many multiprocessors.
+    """Plan for a tensor (N, C, L) of `itemsize` bytes per element, on a device with `processors` multiprocessors.
 
-    Where L is contiguous: small programs of one channel each, about eight of them resident on a multiprocessor; they
-    work on up to eight tiles before there are more programs than that, and on more than eight only when there are four
-    times as many. Where channels are: large programs, two a multiprocessor, because a program combines the parts of
-    as many channels as its tile is wide.
+    Contiguous (L > 1): small programs of one channel each, about eight resident per multiprocessor. They work on up to
+    eight tiles before more programs than that are started, and on more than eight only beyond four times as many.
+    channels_last (L = 1): large programs, two per multiprocessor, because each combines the parts of as many channels
+    as its tile is wide.
     """
     n, c, length = shape
-    if length >= 2**31:  # the kernels count pixels of a map in 32 bits
+    if length >= 2**31:  # kernels count the pixels of a map in 32 bits
         raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
     if length > 1:
@@ -443,10 +445,10 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
         threads, resident = 512, 2 * processors
         block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
     block_n = min(_power_of_2(n), max(1, threads * BYTES_PER_THREAD // (itemsize * block_c * block_l)))
-    while block_n > 1 and block_n * c * length >= 2**31:  # `_tile` counts within a tile in 32 bits
+    while block_n > 1 and block_n * c * length >= 2**31:  # offsets in `_tile` have 32 bits
         block_n //= 2
     blocks = _ceil_div(c, block_c)
-    if length == 1:  # four tiles a program, where that leaves each thread a vector
+    if length == 1:  # four tiles per program, if each thread still gets a vector
         while block_n * block_c > threads * vector and _ceil_div(n, block_n) * blocks < 4 * resident:
             block_n //= 2
     size = block_n * block_c * block_l
@@ -470,13 +472,13 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
 
 
 def _block_l(length: int) -> int:
-    """The widest tile that covers a run of `length` with little beyond its end; one of 128 at least, if it must be."""
+    """The widest tile that covers a run of `length` with at most an eighth of overhang, or else the narrowest."""
     widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
     return next((width for width in widths if _ceil_div(length, width) * width <= 1.125 * length), widths[-1])
 
 
 def _power_of_2(number: int) -> int:
-    """The smallest power of two that is not below a number."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()
 
 
@@ -500,8 +502,8 @@ def _plan_for(x: Tensor) -> Plan:
     return plan((n, c, length), x.element_size(), _processors(x.device))
 
 
-def _launch(kernel, plan: Plan, x: Tensor, *arguments, per_part: bool = True, **constants) -> None:
-    """Run a kernel on the device of x: one program for every block of channels and, with `per_part`, every part."""
+def _launch(kernel: Any, plan: Plan, x: Tensor, *arguments: Any, per_part: bool = True, **constants: Any) -> None:
+    """Run a kernel on the device of x: one program per block of channels and, with `per_part`, per part."""
     n, c, length = plan.shape
     block_n, block_c, block_l = plan.tile
     programs = _ceil_div(c, block_c) * (plan.parts if per_part else 1)
@@ -513,7 +515,7 @@ def _launch(kernel, plan: Plan, x: Tensor, *arguments, per_part: bool = True, **
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether the kernels take a tensor."""
+    """Whether the kernels support the device and dtype of a tensor."""
     device = "cpu" if INTERPRETED else "cuda"
     return x.device.type == device and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
@@ -525,7 +527,7 @@ class TritonBackend(Backend):
         plan = _plan_for(x)
         partials = _partial_moments(plan, x)
         mean, var = partials.new_empty((2, plan.shape[1]))
-        results = (mean, var, plan.count)
+        results = (mean, var, plan.channel_elements)
         _launch(_moments_kernel, plan, x, partials, *results, per_part=False, PARTS=plan.padded_parts)
         return mean, var
 
@@ -553,11 +555,11 @@ class TritonBackend(Backend):
         activation: Activation,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if running_mean is not None and not (running_mean.is_contiguous() and running_var.is_contiguous()):
+        if not all(statistics is None or statistics.is_contiguous() for statistics in (running_mean, running_var)):
             return super().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
         plan = _plan_for(x)
         partials = _partial_moments(plan, x)
-        mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # not both need be kept
+        mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
         running = (running_mean, running_var, float(momentum), float(eps))
         z = _normalise(plan, x, out, activation, (mean, invstd, gamma, beta, partials, *running))
         return z, mean, invstd
@@ -588,7 +590,7 @@ def _partial_moments(plan: Plan, x: Tensor) -> Tensor:
 
 def _normalise(plan: Plan, x: Tensor, out: Tensor | None, activation: Activation, vectors: tuple) -> Tensor:
     z = torch.empty_like(x) if out is None else out
-    arguments = (x, z, *vectors, float(activation.param), plan.count)
+    arguments = (x, z, *vectors, float(activation.param), plan.channel_elements)
     _launch(_normalise_kernel, plan, x, *arguments, ACTIVATION=activation.name, PARTS=plan.padded_parts)
     return z
 
@@ -604,17 +606,17 @@ def _partial_sums(plan: Plan, kept: Kept, dz: Tensor) -> Tensor:
 def _input_gradient(plan: Plan, kept: Kept, dz: Tensor, sums: tuple) -> Tensor:
     dx = torch.empty_like(kept.values)
     vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
-    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), plan.count)
+    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), plan.channel_elements)
     _launch(_input_gradient_kernel, plan, dz, *arguments, **_variant(kept), PARTS=plan.padded_parts)
     return dx
 
 
-def _variant(kept: Kept) -> dict[str, str | bool | float]:
+def _variant(kept: Kept) -> dict[str, Any]:
     gap = torch.finfo(kept.values.dtype).eps / 2
     return {"ACTIVATION": kept.activation.name, "IS_OUTPUT": kept.is_output, "GAP": gap}
 
 
 def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:
-    """dz with its elements in memory as those of `values` are; a copy only where they are not."""
+    """dz in the memory format of `values`, copied only if it differs."""
     ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
     return dz if ordered else torch.empty_like(values).copy_(dz)

@@ -191,7 +191,7 @@ def test_overwriting_writes_over_the_input():
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the buffers of at least `nbytes` that operations return, beyond those they were given."""
+    """Counts new buffers of at least `nbytes` that operations return."""
 
     def __init__(self, nbytes: int):
         super().__init__()
@@ -334,13 +334,13 @@ def test_saturated_elu_has_finite_gradients():
         layer.weight.fill_(30.0)
     x = torch.randn(8, 1, 16, 16, requires_grad=True)
     z = layer(x)
-    assert (z == -1).any()  # float32 cannot tell these from the asymptote
+    assert (z == -1).any()  # rounded to the asymptote in float32
     gradients = torch.autograd.grad(z, [x, *layer.parameters()], torch.randn_like(x))
     assert all(g.isfinite().all() for g in gradients)
 
 
 def test_expanded_gradients():
-    """`sum().backward()` sends a gradient without memory of its own."""
+    """`sum().backward()` passes an expanded gradient."""
     x = torch.randn(2, CHANNELS, 4, 4, dtype=torch.float64, requires_grad=True)
     for layer in (InPlaceABN(CHANNELS).double(), InPlaceABN(CHANNELS, variant="I").double()):
         (dx,) = torch.autograd.grad(layer(x).sum(), x)

@@ -78,7 +78,7 @@ def test_empty_inputs_in_eval(backend, shape):
 
 @pytest.mark.parametrize("cls", [CheckpointedABN, InPlaceABN])
 def test_backends_are_given_vectors_without_gaps(cls, monkeypatch):
-    """Kernels read them one value after the other; a hypernetwork, say, may give columns of a matrix."""
+    """Kernels assume contiguous vectors; weights may be columns of a matrix (e.g. from a hypernetwork)."""
     seen = []
 
     class Recording(EagerBackend):

@@ -1,4 +1,4 @@
-"""The compiled formulas against the reference, operator by operator, and what TorchInductor makes of them."""
+"""The formulas against the reference: operator by operator, and compiled by TorchInductor."""
 
 import itertools
 import os
@@ -48,7 +48,7 @@ def kept_as(what: str, x, z, mean, invstd, gamma, beta, activation) -> Kept:
 
 @pytest.fixture
 def op_by_op(monkeypatch):
-    """The formulas as an outer torch.compile would trace them, executed one operator at a time."""
+    """The formulas as an outer torch.compile would trace them, run one operator at a time."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -93,7 +93,7 @@ def test_other_shapes(op_by_op, shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision_computes_in_float32(op_by_op, layout, dtype):
-    """The result is that of float32 arithmetic on the same values, rounded once."""
+    """The result equals float32 arithmetic on the same values, rounded once."""
     x, dz, gamma, beta = problem(layout=layout, dtype=dtype)
     z, mean, invstd = CompiledBackend().forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY)
     wide = EagerBackend().forward(x.float(), gamma, beta, None, None, 0.1, 1e-5, LEAKY)
@@ -127,7 +127,7 @@ def test_native_moments_of_half_precision(dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_traced_into_an_outer_graph(layout):
-    """A graph without breaks (fullgraph), in which z may also be written over x."""
+    """One graph without breaks (fullgraph), with and without writing z over x."""
     x, dz, gamma, beta = problem(layout=layout)
 
     def step(backend, x, dz, gamma, beta, out):
@@ -145,7 +145,7 @@ def test_traced_into_an_outer_graph(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_compilation_for_all_shapes(compiler, monkeypatch, layout):
-    """30 shapes, with gradients of any layout, in training and evaluation: one compilation for each function."""
+    """30 shapes, gradients of any layout, training and evaluation: one compilation per function."""
     monkeypatch.setattr(compiled_backend, "FEW_CHANNELS_LAST", 0)  # as for large tensors
     compiled_backend._compiled.cache_clear()  # of other tests
     torch._dynamo.reset()
@@ -165,12 +165,12 @@ def test_one_compilation_for_all_shapes(compiler, monkeypatch, layout):
         kept = kept_as("z", x, z, mean, invstd, gamma, beta, LEAKY)
         torch.testing.assert_close(ours.backward(kept, dz), eager.backward(kept, dz), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours.normalise(x, mean, invstd, gamma, beta, LEAKY), z)
-    functions = {"contiguous": 3, "channels_last": 2}[layout]  # the moments of channels_last are PyTorch's
+    functions = {"contiguous": 3, "channels_last": 2}[layout]  # channels_last uses PyTorch's moments
     assert counters["stats"]["unique_graphs"] - before == functions
 
 
 def test_sizes_of_1_do_not_use_up_the_recompilations(compiler):
-    """Both things a layer can keep, in every combination of sizes of 1 that leaves more than one value."""
+    """Layers that keep x or z, in every combination of sizes of 1 with more than one value per channel."""
     for n, c, h, w in itertools.product((1, 3), (1, 4), (1, 5), (1, 6)):
         if n * h * w == 1:
             continue
@@ -186,7 +186,7 @@ def test_sizes_of_1_do_not_use_up_the_recompilations(compiler):
 
 
 def test_writes_over_the_input(compiler):
-    """z is in x, and PyTorch's version check knows: an earlier operation that kept x raises in its backward pass."""
+    """z is in x, and x's version changes, so an earlier operation that kept x raises in its backward pass."""
     x, _, gamma, beta = problem(dtype=torch.float32)
     expected = EagerBackend().forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY)
     version = x._version

@@ -1,4 +1,4 @@
-"""The health of the layers is exact, names the right layer, and leaves the training as it was."""
+"""Layer health is exact, names the right layer and does not affect training."""
 
 import math
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def network(norm_act=InPlaceABN) -> nn.Sequential:
 
 
 def under(autocast, net: nn.Module):
-    """A forward pass of the network in the context that `autocast` makes."""
+    """A forward function of the network under `autocast`."""
 
     def forward(inputs: Tensor) -> Tensor:
         with autocast():
@@ -41,7 +41,7 @@ def images(size: int = 16) -> Tensor:
 
 
 def independent_error(layer: InPlaceABN, x: Tensor) -> float:
-    """From what the layer itself returns in training, with the definition of x_hat and the inverse of leaky ReLU."""
+    """The error from the layer's own training output, by the definition of x_hat and the inverse of leaky ReLU."""
     z = layer.train()(x).float()
     y = torch.where(z >= 0, z, z * 100)
     gamma, beta = (vector.view(1, -1, 1, 1) for vector in (layer.weight, layer.bias))
@@ -75,7 +75,7 @@ def test_layers_are_recovered_to_rounding(activation, memory_format):
 
 
 def test_a_scale_that_loses_its_input_is_found_and_named():
-    """beta = 1 needs 24 bits; a gamma of 1e-6 leaves x_hat four of them."""
+    """beta = 1 needs 24 bits; gamma = 1e-6 leaves four of them for x_hat."""
     net = network()
     nn.init.ones_(net[1].weight)
     nn.init.ones_(net[4].bias)
@@ -85,7 +85,7 @@ def test_a_scale_that_loses_its_input_is_found_and_named():
     health = layer_health(net, images())
     assert health["smallest_gamma"] == ("4", pytest.approx(1e-6))
     name, error = health["largest_reconstruction_error"]
-    assert name == "4" and 0.01 < error < 0.2  # half a unit in the last place of 1, or of 1 - 1e-6, over 1e-6
+    assert name == "4" and 0.01 < error < 0.2  # half an ulp of 1, or of 1 - 1e-6, over 1e-6
 
 
 def test_gamma_is_the_one_of_training():
@@ -118,7 +118,7 @@ def test_nan_is_more_extreme_than_any_number():
 def test_nothing_that_a_training_depends_on_changes():
     net = network()
     net(images()).sum().backward()
-    net[1].eval()  # a mode of its own
+    net[1].eval()  # unlike the network
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     gradients = [p.grad.clone() for p in net.parameters()]
     modes = [module.training for module in net.modules()]
@@ -132,7 +132,7 @@ def test_nothing_that_a_training_depends_on_changes():
 
 
 def test_synchronised_layers_exchange_nothing(tmp_path):
-    """The first process alone looks; it would wait for ever in a collective that the other does not join."""
+    """Only the first process runs it; any collective would hang, since the other does not join."""
     ranks = Ranks(2, tmp_path)
     try:
         assert ranks.run(looked_at_by_the_first) == [True, False]

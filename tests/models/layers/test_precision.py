@@ -1,4 +1,4 @@
-"""What finite precision does to the layers: ranges of inversion, saturation, float32 errors, bfloat16 gradients."""
+"""The layers in finite precision: ranges of inversion, saturation, float32 errors, bfloat16 gradients."""
 
 import math
 
@@ -32,7 +32,7 @@ def activation(name: str) -> Activation:
 @pytest.mark.parametrize("name", INVERTIBLE_ACTIVATIONS)
 @pytest.mark.parametrize("variant", ["I", "II"])
 def test_gradients_are_exact_in_the_stated_range(name, variant):
-    """Values over the whole range, to its ends."""
+    """Values over the whole range, including its ends."""
     low, high = (max(-100.0, bound) if bound < 0 else min(100.0, bound) for bound in EXACT_RANGES[name])
     reach = min(-low, high) if name != "elu" else -low
     standard = ABN(1, activation=name, activation_param=PARAMS.get(name, 0.0)).double()
@@ -61,7 +61,7 @@ def test_the_inverse_is_clamped_to_the_invertible_range(name, dtype):
 @pytest.mark.parametrize("name", INVERTIBLE_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ALL_DTYPES)
 def test_the_inverse_undoes_the_activation(name, dtype):
-    """To the rounding of z: an error of half an ulp of z is one of that over phi'(y) in y."""
+    """To the rounding of z: an error of half an ulp in z becomes half an ulp / phi'(y) in y."""
     y = torch.linspace(-3, 3, 601, dtype=torch.float64).to(dtype)
     z = activate_(activation(name), y.clone())
     slope = activation_backward(activation(name), z.double(), torch.ones_like(z, dtype=torch.float64))
@@ -90,7 +90,7 @@ def test_saturated_activations_have_finite_gradients(name, dtype, variant, train
     "weight, dx_error, dweight_error", [(1, 7e-8, 6e-6), (1e-3, 1.1e-7, 3e-5), (1e-5, 1e-5, 1.6e-3)]
 )
 def test_float32_errors_are_no_larger_than_the_release_s(variant, weight, dx_error, dweight_error):
-    """Relative errors (2-norm) at beta = 0.1, against those measured on the released package."""
+    """Relative errors (2-norm) at beta = 0.1 stay below the values measured on the released package."""
     standard, inplace = ABN(16).double(), InPlaceABN(16, variant=variant, gamma_floor=1e-8)
     generator = torch.Generator().manual_seed(0)
     x, dz = torch.randn(2, 8, 16, 32, 32, generator=generator).unbind()
@@ -163,8 +163,8 @@ def angles(norm_act, reference: dict, seed: int, ratio: float | None, dtype: tor
 def test_bfloat16_gradients_of_a_deep_network_point_where_standard_ones_do(variant, seed):
     """At most 0.5 degree further from float32 than standard BN where |gamma| >= 0.01 |beta|.
 
-    Below that ratio dL/dx (seen in the convolutions' gradients) keeps the bound; dL/dgamma loses its digits, because z
-    no longer has those of gamma * x_hat beside beta, but stays finite.
+    Below that ratio dL/dx (seen in the convolutions' gradients) keeps the bound. dL/dgamma loses its digits, because z
+    cannot hold gamma * x_hat next to beta, but stays finite.
     """
 
     def norm_act(channels: int) -> nn.Module:
@@ -181,7 +181,7 @@ def test_bfloat16_gradients_of_a_deep_network_point_where_standard_ones_do(varia
 @pytest.mark.parametrize("name", [name for name in INVERTIBLE_ACTIVATIONS if name != "leaky_relu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_gradients_with_every_activation(name, dtype):
-    """float16 has no instructions on most CPUs and takes forty times as long."""
+    """Most CPUs have no float16 instructions, so float16 takes forty times as long."""
     options = {"activation": name, "activation_param": PARAMS.get(name, 0.0)}
 
     def norm_act(cls):
@@ -208,7 +208,7 @@ FORMATS = [torch.contiguous_format, torch.channels_last]
     name=st.sampled_from(INVERTIBLE_ACTIVATIONS),
 )
 def test_any_shape_dtype_stride_and_scale(cls, shape, dtype, memory_format, skipped, scale, offset, name):
-    """Forward pass and input gradient are within the dtype's rounding of float64."""
+    """Forward pass and input gradient match float64 to the dtype's rounding."""
     generator = torch.Generator().manual_seed(sum(shape))
     x = (torch.randn(shape, generator=generator, dtype=torch.float64) + offset) * scale
     if skipped:  # every second column of a wider map

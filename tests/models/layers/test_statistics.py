@@ -1,4 +1,4 @@
-"""Running statistics computed anew. Several processes: tests/engine/test_distributed.py."""
+"""Recomputed running statistics. For several processes see tests/engine/test_distributed.py."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from models.layers import InPlaceABN, renew_statistics
 
 @pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
 def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
-    """What PyTorch's update_bn gives, without the dropout that it leaves on."""
+    """As from PyTorch's update_bn, but without the dropout that it leaves on."""
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
     minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
     renew_statistics(network, minibatches)

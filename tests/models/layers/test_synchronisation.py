@@ -1,4 +1,4 @@
-"""Synchronised layers: several processes with a part of the minibatch each against one process with all of it."""
+"""Synchronised layers: several processes that share a minibatch against one process with all of it."""
 
 import copy
 
@@ -86,7 +86,7 @@ def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation
 
 
 def with_shapes(rank: int, shapes: list[tuple[int, ...]]) -> torch.Tensor:
-    """A layer given another shape on every rank; then, if that raised, the group still works."""
+    """Pass a different shape on every rank; the group still works even if that raised."""
     layer = layer_of("inplace", sync=True)
     try:
         return layer(torch.randn(shapes[rank], dtype=torch.float64)).sum()

@@ -50,11 +50,11 @@ def wide_body(norm_act) -> nn.Module:
 
 
 NETWORKS = {"resnext and head": segmentation_network, "wide resnet": wide_body}
-SHARE_KEPT = {"resnext and head": 0.62, "wide resnet": 0.78}  # max-pooling and dropout keep values of their own
+SHARE_KEPT = {"resnext and head": 0.62, "wide resnet": 0.78}  # max-pooling and dropout keep their own values
 
 
 def gradients(network: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     return torch.autograd.grad(network(inputs).square().mean(), list(network.parameters()))
 
 
@@ -116,7 +116,7 @@ def test_nothing_keeps_the_output_of_a_checkpointed_layer(strategy, kind):
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy):
-    """Dropout, activations and sums often write over what a norm returned."""
+    """Dropout, activations and sums often write over a norm's output."""
 
     class Network(nn.Module):
         def __init__(self, norm):
@@ -144,7 +144,7 @@ def test_writing_over_what_an_in_place_layer_keeps_raises(strategy):
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_writing_over_what_the_network_keeps_raises_while_recomputing_too(strategy):
-    """Autograd does not check versions under saved-tensor hooks, so the hooks do."""
+    """Autograd does not check versions under saved-tensor hooks, so our hooks do."""
 
     class Network(nn.Module):
         def __init__(self):
@@ -172,7 +172,7 @@ def test_recomputation_leaves_other_hooks_working(strategy):
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_what_is_kept_is_asked_for_once(strategy):
-    """Hooks around a prepared network, such as those of torch.utils.checkpoint, may refuse to unpack twice."""
+    """Hooks around a prepared network, e.g. from torch.utils.checkpoint, may refuse to unpack twice."""
     network = recompute_activations(blocks(STRATEGIES[strategy]))
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     unpacked = []
@@ -218,7 +218,7 @@ def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, how
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_a_network_without_a_backward_pass_is_freed(strategy):
-    """An operation that keeps its own output must not keep itself alive by it."""
+    """An operation that keeps its own output must not keep itself alive."""
     network = recompute_activations(nn.Sequential(STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3), nn.Sigmoid(), nn.ReLU()))
     output = network(torch.randn(2, 4, 8, 8))
     alive = weakref.ref(output)
@@ -314,7 +314,7 @@ def test_accumulated_gradients(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_shortcuts_before_and_after(strategy):
-    """x and z are read again after the layer, and relu, whose output it is given, has kept that."""
+    """x and z are read again after the layer, and the preceding relu kept x."""
     layer = STRATEGIES[strategy](4).double()
     x = torch.randn(2, 4, 5, 5, dtype=torch.float64, requires_grad=True)
 
@@ -341,7 +341,7 @@ def blocks(norm_act) -> nn.Module:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compiles_to_one_graph_that_keeps_no_more(strategy):
-    """What is saved for the backward pass crosses the graph's boundary, where it is counted."""
+    """Saved tensors cross the graph's boundary, where they are counted."""
     torch._dynamo.reset()
     network = recompute_activations(blocks(STRATEGIES[strategy]))
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager_decomp_partition")
@@ -353,7 +353,7 @@ def test_compiles_to_one_graph_that_keeps_no_more(strategy):
 
 @pytest.mark.parametrize("strategy", ["std", "inplace"])
 def test_inductor_keeps_no_more_activations(strategy):
-    """It may also keep copies of convolution weights in a layout of its own, which are far smaller here."""
+    """It may also keep copies of convolution weights in another layout, which are far smaller here."""
     if not compiler_available("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
@@ -382,6 +382,6 @@ def test_under_autocast_half_the_bytes_again(strategy, dtype):
 
 
 def test_cumulative_statistics_on_the_meta_device():
-    """momentum=None averages all minibatches; without numbers too, as a planner traces it."""
+    """momentum=None averages all minibatches, also on the meta device, where a memory planner traces it."""
     layer = InPlaceABN(4, momentum=None).to("meta")
     assert layer(torch.empty(2, 4, 8, 8, device="meta")).shape == (2, 4, 8, 8)

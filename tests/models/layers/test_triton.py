@@ -1,7 +1,7 @@
 """The Triton kernels against eager float64: interpreted on the CPU, compiled with `-m gpu` on a device.
 
-Interpreted kernels are a second copy of the module, decorated while Triton's `interpret` is on, whatever imported
-Triton before. The copy that everyone else imports stays as it is; tests without a device compile that one to cubins.
+Interpreted kernels come from a second copy of the module, decorated while Triton's `interpret` is on, even if Triton
+was imported before. The regular module stays unchanged; tests without a device compile it to cubins.
 """
 
 import importlib.util
@@ -29,12 +29,12 @@ KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [
     (name, kept) for name in ACTIVATIONS for kept in ("x", "x_hat")
 ]
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}  # of the largest term
-# (The interpreter cuts float32 off where it makes bfloat16; a device rounds.)
+# (The interpreter truncates float32 to bfloat16; a device rounds.)
 EAGER = EagerBackend()
 
 
 def interpreted_copy():
-    """The module `triton_kernels` with kernels that the interpreter runs."""
+    """The module `triton_kernels`, with interpreted kernels."""
     name = f"{triton_kernels.__name__}_interpreted"
     spec = importlib.util.spec_from_file_location(name, triton_kernels.__file__)
     module = importlib.util.module_from_spec(spec)
@@ -70,9 +70,10 @@ def device(request, copies, monkeypatch) -> str:
 
 
 def interpret_the_language(monkeypatch) -> None:
-    """What `triton.language` itself wrote as kernels (sum, zeros) is to be interpreted too, until the patch is undone.
+    """Also interpret the kernels in `triton.language` itself (sum, zeros), until the patch is undone.
 
-    The interpreter then forgets to take back its changes of `triton.language.core`, after which nothing would compile.
+    The interpreter does not revert its own changes to `triton.language.core`, after which nothing would compile, so the
+    patch restores those as well.
     """
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
     for module in (triton.language, triton.language.core):
@@ -90,7 +91,7 @@ def backend(device, copies):
 
 @pytest.fixture
 def many_parts(device, copies, monkeypatch):
-    """Small tiles, so that small tensors have many, several a part, and several parts a channel."""
+    """Small tiles, so small tensors have several tiles per part and several parts per channel."""
     module = copies[device]
     monkeypatch.setattr(module, "BYTES_PER_THREAD", 4)
     monkeypatch.setattr(module, "_processors", lambda device: 1)
@@ -123,7 +124,7 @@ def double(kept: Kept) -> Kept:
 
 
 def keep(case: Case, what: str, eps: float = 1e-5) -> Kept:
-    """What a forward pass on a case keeps, with statistics and values rounded as they are when kept."""
+    """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
     x, _, gamma, beta, activation = case
     z, mean, invstd = EAGER.forward(x.double(), gamma.double(), beta.double(), None, None, 0.0, eps, activation)
     mean, invstd, zero, one = mean.float(), invstd.float(), torch.zeros_like(gamma), torch.ones_like(gamma)
@@ -158,7 +159,7 @@ def assert_forward(backend, case: Case) -> None:
 
 
 def assert_backward(backend, case: Case, kept: Kept, dz: Tensor | None = None) -> None:
-    """Errors are relative to the terms that a result is the sum of."""
+    """Errors are relative to the terms that a result sums up."""
     dz = case.dz if dz is None else dz
     others = [d for d in range(dz.dim()) if d != 1]
     size = dz.double().abs()
@@ -217,7 +218,7 @@ def test_shapes(backend, device, many_parts, shape, spatial, channels_last, seed
     memory_format = memory_format if channels_last else CONTIGUOUS
     example = case((*shape, *spatial), device, memory_format=memory_format, seed=seed)
     assert_forward(backend, example)
-    assert_backward(backend, example, keep(example, "z", eps=0.1))  # no blow-up of rounding where var is zero
+    assert_backward(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
 
 
 @pytest.mark.parametrize(
@@ -245,9 +246,9 @@ def test_several_parts(backend, device, copies, many_parts, shape, memory_format
 @pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
 def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
     x = case((6, 3, 5, 30), device).x * 1.0 + 1000
-    x[0] = 0  # one image that says nothing about the others
+    x[0] = 0  # an image unlike the others
     x[:, 1] = 3000
-    x[:, 2] = x[:, 2] - torch.linspace(900, 1100, 6, device=device).view(-1, 1, 1)  # each of its own mean
+    x[:, 2] = x[:, 2] - torch.linspace(900, 1100, 6, device=device).view(-1, 1, 1)  # a different mean in each image
     x = x.contiguous(memory_format=memory_format)
     mean, var = backend.moments(x)
     wanted_mean, wanted_var = EAGER.moments(x.double())
@@ -301,7 +302,7 @@ def test_gradients_in_another_memory_format(backend, device, memory_format):
 
 @pytest.mark.parametrize("gamma", [1e-3, -1e-3, 1e-5])
 def test_tiny_gamma(backend, device, gamma):
-    """Inverting divides rounding errors of z by gamma; what is kept exactly as z / gamma is inverted exactly."""
+    """The inverse divides z's rounding errors by gamma; with beta = 0 they stay relative to x_hat."""
     example = case((3, 4, 5, 6), device)._replace(gamma=torch.full((4,), gamma, device=device))
     example = example._replace(beta=torch.zeros(4, device=device))
     assert_forward(backend, example)
@@ -335,7 +336,7 @@ def test_activations_to_the_last_places(backend, device, activation):
         small = y.abs().squeeze() < 4
         z, y = z[small], y[small]
         kept = Kept(z, True, zero, one, one, zero, one, phi)
-        inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1, and that is y
+        inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1 = y
         wanted = EAGER.input_gradient(double(kept), torch.zeros_like(z).double(), zero.double(), -one.double())
         assert_close(inverse, wanted, tolerance, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
 
@@ -367,7 +368,7 @@ class Compiled(NamedTuple):
 
 
 class Compiler:
-    """Stands in for a kernel: what is launched is compiled for sm_80 or sm_90, with the same specialisation."""
+    """Replaces a kernel: compiles launches for sm_80 or sm_90, with the same specialisation."""
 
     def __init__(self, kernel, architecture: int, compiled: list[Compiled], folder):
         self.kernel, self.architecture, self.compiled, self.folder = kernel, architecture, compiled, folder
@@ -399,7 +400,7 @@ class Compiler:
         )
 
     def usage(self, cubin: bytes) -> tuple[int, int]:
-        """Registers of a thread, and bytes of its stack: nothing is there but what it spills."""
+        """Registers per thread, and bytes of its stack, which holds only spilled registers."""
         path = self.folder / "kernel.cubin"
         path.write_bytes(cubin)
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
@@ -410,7 +411,7 @@ class Compiler:
 
 @pytest.fixture
 def compile_for(monkeypatch, tmp_path):
-    """Compile the kernels that forward, backward or both launch for a tensor, and list them."""
+    """Compile the kernels that forward and backward launch for a tensor, and list them."""
     if triton_kernels.INTERPRETED:
         pytest.skip("TRITON_INTERPRET is set")
     try:
@@ -440,9 +441,9 @@ def compile_for(monkeypatch, tmp_path):
 
 
 def assert_wide_and_unspilled(compiled: list[Compiled], vector: str) -> None:
-    """A quarter of the device's threads at least resident, no spills, and 128-bit traffic or what L allows.
+    """At least a quarter of the device's threads resident, no spills, and 128-bit accesses or the widest L allows.
 
-    (At 64 and 128 registers, where one more would cost a resident program, ptxas puts a word or two aside instead.)
+    (At 64 and 128 registers, where one more would cost a resident program, ptxas may spill a word or two.)
     """
     for kernel in compiled:
         assert kernel.spilled <= (8 if kernel.registers in (64, 128) else 0), kernel.name
@@ -470,7 +471,7 @@ def test_compiles_to_wide_loads_without_spills(compile_for, shape, memory_format
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 40, 40), (64, 1, 1, 1), (1, 40, 1, 1), (2, 40, 7, 7)])
 def test_compiles_where_sizes_are_one(compile_for, shape):
-    """Triton makes constants of sizes that are one, and the interpreter does not."""
+    """Triton turns sizes of 1 into constants; the interpreter does not."""
     compile_for(shape, torch.float32, CONTIGUOUS, "elu", "x", 90)
 
 
