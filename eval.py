@@ -27,14 +27,14 @@ from engine.segmentation.predictions import PredictionWriter
 def evaluate(values: DictConfig) -> dict:
     """Score a checkpoint on a split: whole images at a single scale, unless the command names other views.
 
-    Keys of network, data and precision that the command does not give are as in the training.
+    Keys of network, data and precision default to the training's.
 
     Returns:
-        The results, as written to the JSON file; nothing for a split without labels.
+        The results, as written to the JSON file; an empty dict for a split without labels.
 
     Raises:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
-        OSError: the images do not come in time, or a process that reads them, or another one, is lost.
+        OSError: reading images timed out, or a data worker or another process was lost.
     """
     options = configuration.typed(values)
     path = Path(options.checkpoint)
@@ -52,7 +52,7 @@ def evaluate(values: DictConfig) -> dict:
 def score(
     state: dict, path: Path, config: SegmentationRun, options: Evaluation, results_file: Path, world: World
 ) -> dict:
-    """`evaluate` in one of the processes of `world`, with the content `state` of the checkpoint `path`."""
+    """`evaluate` on one rank of `world`; `state` is the content of the checkpoint `path`."""
     console = make_console(world.rank)
     log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
@@ -93,11 +93,11 @@ def score(
 
 
 def apply_options(config: SegmentationRun, options: Evaluation) -> None:
-    """Let the keys of the command override the keys of the training.
+    """Override the training's keys with the command's.
 
     Raises:
-        ValueError: the data folder does not exist or is empty. It would be the wrong one, or, from somebody else's
-            checkpoint, a place to draw pictures into.
+        ValueError: the data folder does not exist or is empty: a mistake, or a path from somebody else's checkpoint,
+            where synthetic data would be drawn.
     """
     root = options.data.root or config.data.root
     if root is not None and not (_folder(root).is_dir() and any(_folder(root).iterdir())):

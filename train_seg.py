@@ -19,23 +19,23 @@ from engine.segmentation.pictures import class_legend
 
 
 def train(values: DictConfig, command: str = "train_seg.train") -> dict:
-    """Train as configured, evaluate the last checkpoint, and leave a run directory.
+    """Train as configured, evaluate the last checkpoint, and write a run directory.
 
     Under torchrun every process calls this and gets its share of every minibatch and every evaluation.
 
     Args:
         values: a composed `engine.schema.segmentation.SegmentationRun`.
-        command: how the run was started, kept in config.yaml.
+        command: how the run was started, for config.yaml.
 
     Returns:
         The results of the final evaluation, as in results.json.
 
     Raises:
-        ValueError: the configuration, the data or the run directory do not fit; before the first step.
+        ValueError: configuration, data or run directory are wrong; raised before the first step.
         FloatingPointError: loss or gradient became infinite or NaN; the last checkpoint is of an earlier step.
-        MemoryError: the device has not enough memory.
-        OSError: a checkpoint cannot be written, the data does not come in time, or another process is lost.
-        Preempted: SIGTERM or SIGUSR1 asked the run to stop, and it can be continued.
+        MemoryError: the device does not have enough memory.
+        OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
+        Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
     """
     config = configuration.typed(values)
     trainer = config.trainer

@@ -1,11 +1,11 @@
-"""Look at the crops of a training, after augmentation, with their labels:
+"""Look at the training crops, after augmentation, with their labels:
 
     python -m scripts.browse_data data=camvid data.root=DIR out=DIR [sampler=class_uniform] [count=16] [epoch=0]
 
-Takes whatever train_seg.py takes (experiment=…, seed=…) and writes pages of the first crops of an epoch, in the order
-of the run (and of the next ones, where it has fewer): each beside its label, with the image's name, the scale, and,
-where the sampler drew a class, that class and a circle around the pixel that the crop had to contain. Pixels that are
-ignored are left as they are in the overlay.
+Takes the keys of train_seg.py (experiment=…, seed=…) and writes pages of the first crops of an epoch, in the run's
+order, continuing into the next epochs if needed. Each crop is shown beside its label, with the image's name and the
+scale. If the sampler drew the crop for a class, the class is named and a circle marks the pixel that the crop had to
+contain. Ignored pixels show the plain image.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,7 +44,7 @@ class BrowseData(SegmentationRun):
 
 
 class Shown(NamedTuple):
-    """A crop: `image` uint8 (h, w, 3) RGB, `label` uint8 (h, w), `pixel` (row, column) in it that it had to contain."""
+    """A crop: `image` uint8 (h, w, 3) RGB, `label` uint8 (h, w), `pixel` (row, column) that it had to contain."""
 
     image: np.ndarray
     label: np.ndarray
@@ -54,7 +54,7 @@ class Shown(NamedTuple):
 
 
 def browse(values: DictConfig) -> list[Path]:
-    """Write the pages; returns their files. Raises ValueError for data or keys that do not fit."""
+    """Write the pages and return their files. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values)
     console = make_console()
     dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
@@ -73,7 +73,7 @@ def browse(values: DictConfig) -> list[Path]:
 
 
 def training_crops(config: SegmentationRun, dataset: SegmentationDataset, console: Console) -> Iterator[Shown]:
-    """The crops of a run of this configuration, from the first step of the epoch on."""
+    """The crops of a run with this configuration, from the first step of the epoch on."""
     steps_per_epoch = minibatches_per_epoch(
         len(dataset), config.data.crops_per_minibatch, key="data.crops_per_minibatch"
     )
@@ -89,7 +89,7 @@ def training_crops(config: SegmentationRun, dataset: SegmentationDataset, consol
 
 
 def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str, tuple[int, int] | None]:
-    """The title of a crop, and the position in it of the pixel that it was drawn for."""
+    """The title of a crop, and the position in the crop of the pixel that it was drawn for."""
     dataset = crops.dataset
     size, (scaled_size, offset, mirrored) = dataset.size(draw.image), crops.geometry(draw)
     facts = [f"scale {scaled_size[0] / size[0]:.2f}" + ", mirrored" * mirrored]
@@ -105,7 +105,7 @@ def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str,
 
 
 def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[Patch]:
-    """Colours, names and shares of the classes in labels, uint8 (H, W), largest first; the ignored share is last."""
+    """Colours, names and shares of the classes in labels, uint8 (H, W), largest first; the ignored share comes last."""
     pixels = sum(np.bincount(label.reshape(-1), minlength=256) for label in labels)
     shares = 100 * pixels / pixels.sum()
     present = [
@@ -119,7 +119,7 @@ def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[P
 
 
 def sheet(page: Sequence[Shown], dataset: SegmentationDataset, title: str) -> Figure:
-    """Crops beside their labels, with one legend."""
+    """Draw crops beside their labels, with one legend."""
     handles = legend([crop.label for crop in page], dataset)
     rows = -(-len(page) // _COLUMNS)
     legend_rows = -(-len(handles) // _LEGEND_COLUMNS)

@@ -1,9 +1,9 @@
-"""Index the classes of a training split, so that class-uniform sampling starts at once:
+"""Index the classes of a training split ahead of class-uniform sampling:
 
     python -m scripts.build_class_index data=cityscapes data.root=DIR [folder=DIR]
 
-A training with sampler=class_uniform does the same at its first start. The split is data.train_split; an interrupted
-run continues where it was. Prints, for each class, its pixels and the images that contain it.
+Otherwise a training with sampler=class_uniform does this at its first start. The split is data.train_split. An
+interrupted run continues where it stopped. Prints each class's pixels and the number of images that contain it.
 """
 
 import time
@@ -25,14 +25,14 @@ from engine.schema.keys import group, key
 
 @dataclass
 class ClassIndexRun:
-    data: SegmentationData = group(SEGMENTATION_DATASETS)  # its root, name and train_split count
-    folder: str | None = None  # where the index is kept, sampler.folder of a training; null: in the cache folder
-    positions: int = key(32, above=0)  # pixels remembered per image and class, sampler.positions of a training
+    data: SegmentationData = group(SEGMENTATION_DATASETS)  # only root, name and train_split matter
+    folder: str | None = None  # for the index, as sampler.folder of a training; null: the cache folder
+    positions: int = key(32, above=0)  # pixels stored per image and class, as sampler.positions of a training
     workers: int | None = key(None, least=0)  # processes; null: one per core
 
 
 def index(values: DictConfig) -> ClassIndex:
-    """Make or find the index and print what it says. Raises ValueError for data, labels or a folder that fail."""
+    """Make or find the index and print its counts. Raises ValueError if data, labels or folder are unusable."""
     config = configuration.typed(values)
     console = make_console()
     dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
@@ -47,7 +47,7 @@ def index(values: DictConfig) -> ClassIndex:
 
 
 def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, images: np.ndarray) -> Table:
-    """For each class its pixels, their share in those of all classes, and the images that contain it."""
+    """Per class: pixels, share of all classes' pixels, and number of images that contain it."""
     result = Table(title=title, title_justify="left")
     result.add_column("class")
     for column in ("pixels", "share %", "images"):

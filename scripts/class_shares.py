@@ -1,9 +1,9 @@
-"""What training sees of each class under uniform and under class-uniform sampling:
+"""Measure how much of each class training sees under uniform and class-uniform sampling:
 
     python -m scripts.class_shares data=camvid data.root=DIR out=docs/results/class_shares_camvid
 
-Cuts the crops that a training would see, with its scales, windows and flips, and counts in them the pixels of each
-class and the crops that show it. Writes out.json with the counts, and out.png made from them.
+Cuts the crops that a training would see, with its scales, windows and flips. Counts the pixels of each class and the
+crops that show it. Writes the counts to out.json and a figure of them to out.png.
 """
 
 import json
@@ -41,11 +41,11 @@ class ClassShares:
     epochs: int = key(5, above=0)
     seed: int = key(0, least=0)
     fraction: float = key(1.0, above=0, most=1)  # sampler.fraction
-    folder: str | None = None  # where the class index is kept, sampler.folder of a training; null: the cache folder
+    folder: str | None = None  # for the class index, as sampler.folder of a training; null: the cache folder
 
 
 def compare(values: DictConfig) -> dict:
-    """Count, write both files, return what the JSON file holds. Raises ValueError for data or keys that do not fit."""
+    """Count, write both files, and return the JSON's content. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values)
     data, console = config.data, make_console()
     dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
@@ -89,7 +89,7 @@ def compare(values: DictConfig) -> dict:
 
 
 def count(minibatches: Iterable[dict], classes: int) -> dict[str, list[int]]:
-    """{"pixels": labelled pixels per class in all crops, "crops": crops per class that show it}."""
+    """Count over all crops: {"pixels": labelled pixels of each class, "crops": crops that show each class}."""
     pixels, crops = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
     for minibatch in minibatches:
         for label in minibatch["label"].numpy():
@@ -100,7 +100,7 @@ def count(minibatches: Iterable[dict], classes: int) -> dict[str, list[int]]:
 
 
 def figure(result: dict) -> Figure:
-    """Shares of the labelled pixels, and of the crops that show a class, for the classes that the split has."""
+    """Draw each class's share of the labelled pixels, and of the crops that show it, for classes in the split."""
     present = [i for i, pixels in enumerate(result["pixels_in_images"]) if pixels]
     present.sort(key=lambda i: -result["pixels_in_images"][i])
     shares = {

@@ -1,7 +1,7 @@
-"""Put runs beside each other: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
+"""Compare runs side by side: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
 
-Writes NAME.md (commands, scores, per-class IoU, hardware), NAME.png (curves), and NAME/RUN/ with the files of each run
-that both are made from. Given those folders instead of run directories it makes the same report again.
+Writes NAME.md (commands, scores, per-class IoU, hardware), NAME.png (curves), and NAME/RUN/, the files of each run that
+both are made from. Given these folders instead of run directories, it makes the same report again.
 """
 
 import json
@@ -25,7 +25,7 @@ class Comparison:
 
 
 class Run:
-    """The files of one run, read back; folders of the machine it ran on are replaced by DIR."""
+    """The files of one run; folders of its machine are replaced by DIR."""
 
     def __init__(self, folder: Path):
         for name in ("results.json", "metrics.jsonl", "config.yaml"):
@@ -50,7 +50,7 @@ class Run:
             )
 
     def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one quantity in the "train" or "val" records."""
+        """Steps and values of one key in the "train" or "val" records."""
         chosen = [record for record in self.records if record["kind"] == kind]
         return [record["step"] for record in chosen], [record[key] for record in chosen]
 
@@ -77,7 +77,7 @@ class Run:
 
 
 def _without_folders(command: str) -> str:
-    """A command line with data.root=DIR, and without the arguments that only say where and how it ran."""
+    """A command line with data.root=DIR, and without the arguments that only say where the run was written."""
     words = [word for word in shlex.split(command) if not word.startswith(("run_dir=", "resume="))]
     return shlex.join("data.root=DIR" if word.startswith("data.root=") else word for word in words)
 
@@ -121,12 +121,12 @@ def curves(runs: list[Run]) -> Figure:
 
 
 def compare(values: DictConfig) -> Path:
-    """Write the report; returns the path of the page. Raises ValueError for a folder that is not a finished run."""
+    """Write the report and return the page's path. Raises ValueError for a folder that is not a finished run."""
     config = OmegaConf.to_object(values)
     runs = [Run(Path(folder)) for folder in config.runs]
     names = [run.name for run in runs]
     if not names or len(set(names)) < len(names):
-        raise ValueError(f"runs={config.runs}: expected folders of different names, which head the columns")
+        raise ValueError(f"runs={config.runs}: expected folders with different names, the titles of the columns")
     out = Path(config.out)
     for run in runs:
         run.write(out / run.name)

@@ -1,8 +1,8 @@
-"""Predict images with a checkpoint alone: `python -m scripts.predict checkpoint=FILE input=IMAGE_OR_DIR output=DIR`.
+"""Predict images from a checkpoint alone: `python -m scripts.predict checkpoint=FILE input=IMAGE_OR_DIR output=DIR`.
 
-Writes three PNGs of the size of each image: ids/NAME.png (train ids, the numbers of classes.json), colour/NAME.png
-and overlays/NAME.png. window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or
-letters beyond ASCII needs quotes that reach Hydra: 'input="Straße 1"'.
+Writes three PNGs per image, at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and
+overlays/NAME.png. window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII
+letters needs quotes that reach Hydra: 'input="Straße 1"'.
 """
 
 import json
@@ -30,11 +30,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg")
 
 
 def predict(values: DictConfig) -> list[Path]:
-    """Predict as configured, `engine.schema.evaluation.Prediction`. Returns the file of train ids of each image.
+    """Predict as configured (`engine.schema.evaluation.Prediction`). Returns each image's file of train ids.
 
     Raises:
-        ValueError: the checkpoint or the input cannot be used; or some images are unreadable, which it names after
-            predicting the others.
+        ValueError: the checkpoint or the input cannot be used; or some images are unreadable. They are named after the
+            others are predicted.
     """
     options = configuration.typed(values)
     console = make_console()
@@ -74,10 +74,10 @@ def predict(values: DictConfig) -> list[Path]:
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
-    """{name of the results, without suffix: image file}, sorted: an image, or all in a folder and its subfolders.
+    """{result name: image file}, sorted, for one image or for all in a folder and its subfolders.
 
     A name is the path in the folder without the suffix; if two images differ only in the suffix, all keep theirs.
-    Hidden files and the results of earlier predictions in `output` are left out. ValueError if there is no image.
+    Hidden files and earlier predictions in `output` are left out. Raises ValueError if there is no image.
     """
     if source.is_file():
         return {source.stem: source}
@@ -99,7 +99,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
 
 
 def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int, int], ...]:
-    """The palette of the training's data, for old checkpoints without one. ValueError if the data is gone."""
+    """The palette of the training's data, for old checkpoints without one. Raises ValueError if the data is gone."""
     try:
         return build.dataset(config.data, config.data.val_split).palette
     except ValueError as error:
@@ -107,7 +107,7 @@ def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int
 
 
 def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
-    """The meaning of ids and colours: [{"id": 0, "name": "road", "colour": [128, 64, 128]}, …]."""
+    """Write the meaning of ids and colours: [{"id": 0, "name": "road", "colour": [128, 64, 128]}, …]."""
     entries = [
         {"id": number, "name": name, "colour": colour}
         for number, (name, colour) in enumerate(zip(classes, palette.tolist(), strict=True))

@@ -1,10 +1,11 @@
-"""What each strategy of the paper's Figure 2 keeps and recomputes, measured on a BN + ACT + CONV block:
+"""Measure what each strategy of the paper's Figure 2 keeps and recomputes in a BN + ACT + CONV block:
 
     python -m scripts.strategy_table
 
-prints the tables of docs/memory.md: the strategies in a block and in the paper's whole networks, and the range in which
-activations can be inverted. Buffers are recognised by their values among what autograd keeps, recomputed operations
-among the operators that the backward pass calls. The networks are traced without numbers, in little time and memory.
+prints the tables of docs/memory.md: the strategies in a block and in the paper's whole networks, and the ranges in
+which activations can be inverted. Buffers are recognised by their values among the tensors that autograd keeps,
+recomputed operations among the operators that the backward pass calls. The whole networks run on fake tensors, which
+takes little time and memory.
 """
 
 import math
@@ -39,11 +40,11 @@ CHANNELS, SLOPE = 16, 0.01
 @dataclass
 class Row:
     norm: str
-    buffers: list[str]  # with a value per pixel: x, x_hat, z
-    statistics: list[str]  # with a value per channel: mean, sigma
+    buffers: list[str]  # a value per pixel: x, x_hat, z
+    statistics: list[str]  # a value per channel: mean, sigma
     recomputed: list[str]  # operations in the backward pass that the standard one does not need
     activation_bytes: int  # of the buffers
-    channel_bytes: int  # of everything else but parameters
+    channel_bytes: int  # of everything else except parameters
 
 
 def measure(norm: str) -> Row:
@@ -72,10 +73,10 @@ def measure(norm: str) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The comparison as Markdown."""
+    """The comparison in Markdown."""
     standard = rows[0].activation_bytes
     lines = [
-        "| Figure 2 | strategy | `norm=` | keeps | of it activations | computes anew in the backward pass |",
+        "| Figure 2 | strategy | `norm=` | keeps | bytes of activations kept | recomputes in the backward pass |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -87,9 +88,9 @@ def table(rows: list[Row]) -> str:
 
 
 def bytes_per_pixel(norm: str, body: str, crop_size: int = 512) -> int:
-    """Kept for the backward pass by a whole network in float32, per pixel of its input.
+    """Bytes per input pixel that a whole network keeps for the backward pass in float32, without parameters.
 
-    Output stride 8, DeepLabV3 head, 19 classes, upsampled logits and cross-entropy; parameters do not count.
+    Output stride 8, DeepLabV3 head, 19 classes, upsampled logits and cross-entropy.
     """
     norm_act, crops = STRATEGIES[norm][2], 2
     with FakeTensorMode():
@@ -103,7 +104,7 @@ def bytes_per_pixel(norm: str, body: str, crop_size: int = 512) -> int:
 
 
 def network_table(kept: dict[str, dict[str, int]]) -> str:
-    """{body: {norm: bytes per pixel}} as Markdown."""
+    """{body: {norm: bytes per pixel}} in Markdown."""
     lines = ["| strategy | `norm=` | " + " | ".join(kept) + " |", "|---|---|" + "---|" * len(kept)]
     for norm, (_, title, _) in STRATEGIES.items():
         cells = [f"{of_body[norm]:,} ({of_body['std'] / of_body[norm]:.2f}x less)" for of_body in kept.values()]
@@ -112,7 +113,7 @@ def network_table(kept: dict[str, dict[str, int]]) -> str:
 
 
 def range_table() -> str:
-    """The y that the inverse of each activation can return, as Markdown."""
+    """The range of y that each activation's inverse can return, in Markdown."""
     lines = [
         "| activation | float64 gradients exact to 1e-10 | y after the clamp: float32 | bfloat16 | float16 |",
         "|---|---|---|---|---|",
@@ -137,7 +138,7 @@ def _without_parameters(saved: list[Tensor], module: nn.Module) -> list[Tensor]:
 
 
 def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:
-    """Which quantity of the paper a kept tensor is, recognised by its values."""
+    """The paper's name for a kept tensor, recognised by its values."""
     with torch.no_grad():
         var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
         sigma = torch.rsqrt(var + layer.eps)
@@ -152,7 +153,7 @@ def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:
 
 
 class _Operators(TorchDispatchMode):
-    """Records the operators with results of the given shape: forward operations and inverses in a backward pass."""
+    """Records the operators whose results have the given shape: forward operations and inverses in a backward pass."""
 
     def __init__(self, shape: torch.Size):
         super().__init__()

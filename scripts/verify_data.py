@@ -1,12 +1,11 @@
-"""Check a dataset completely, once, after it was downloaded and unpacked:
+"""Check a whole dataset, once, after download and unpacking:
 
     python -m scripts.verify_data data=cityscapes data.root=DIR [splits=[train,val]] [out=FILE.json]
 
-Compares the number of images with the official one, looks for a label of every image and an image of every label, and
-decodes every file: unreadable and damaged ones, labels of another size than their image, ids that are not in the
-table of classes. Goes on after a problem. Prints all kinds of problems with the first files of each, then the pixels
-of every class. The exit status is 0 only where there is no problem. A part of a dataset is good for training, but its
-number of images is reported.
+Compares the number of images with the official number, looks for missing labels and missing images, and decodes every
+file. Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the
+class table. Does not stop at the first problem. Prints the pixels of every class, then every kind of problem with its
+first files. Exit status 0 means no problem. You can train on a part of a dataset, but its number of images is reported.
 """
 
 import json
@@ -37,7 +36,7 @@ _SHOWN = 5
 
 @dataclass
 class VerifyData:
-    data: SegmentationData = group(SEGMENTATION_DATASETS)  # its root, name, and what chooses images and classes count
+    data: SegmentationData = group(SEGMENTATION_DATASETS)  # only keys that choose the images and classes matter
     splits: list[str] | None = None  # null: all
     out: str | None = None  # JSON file with all problems and counts
     workers: int | None = key(None, least=0)  # processes; null: one per core
@@ -45,7 +44,7 @@ class VerifyData:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """`images`, found and official; `inspection` is None where the split cannot be opened."""
+    """The check of one split; `inspection` is None if the split cannot be opened."""
 
     split: str
     images: int
@@ -77,7 +76,7 @@ class SplitReport:
 
 
 def verify_data(values: DictConfig) -> list[SplitReport]:
-    """Check the splits, print what was found, write `out`. Raises ValueError for wrong keys only, never for data."""
+    """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
     config = configuration.typed(values)
     console = make_console()
     official = build.official_images(config.data)
@@ -95,7 +94,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
 def check_split(
     config: SegmentationData, split: str, official_images: int, workers: int | None, console: Console
 ) -> SplitReport:
-    """Open a split, which may be incomplete, and inspect all of it."""
+    """Inspect a whole split, which may be incomplete."""
     try:
         dataset = build.dataset(config, split, strict=False)
     except ValueError as error:
@@ -105,13 +104,13 @@ def check_split(
     problems = inspection.problems
     images = sum(entry.image is not None for entry in dataset.files)
     if images != official_images:
-        message = f"expected {official_images}, found {images}: a part of the dataset, or an archive left packed"
+        message = f"expected {official_images}, found {images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
     return SplitReport(split, images, official_images, dataset.classes, problems, inspection)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
-    """Print the classes, then the problems, then one line per split: what matters most comes last."""
+    """Print the classes, then the problems, then one line per split: the most important comes last."""
     for report in filter(lambda report: report.has_labels, reports):
         console.print(histogram(report))
         absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
@@ -119,7 +118,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
             text = f"{report.split}: without a pixel: {', '.join(absent)}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.print()
-    layout_is_known = any(report.inspection for report in reports)  # or was shown
+    layout_is_known = any(report.inspection for report in reports)  # or has been shown
     for report in reports:
         for kind, messages in report.by_kind().items():
             console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red", highlight=False)

@@ -1,4 +1,4 @@
-"""Settings of the whole test run."""
+"""Settings for the whole test run."""
 
 import os
 
@@ -10,7 +10,7 @@ import pytest  # noqa: E402
 
 @pytest.fixture(autouse=True, scope="session")
 def private_cache(tmp_path_factory):
-    """Tests write drawn pictures and remembered checks into a folder of their own."""
+    """Keep drawn pictures and remembered checks out of the user's cache."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # one folder for all workers

@@ -1,4 +1,4 @@
-"""What marks tests that need a CUDA device."""
+"""Marks for tests that need a CUDA device."""
 
 import pytest
 import torch

@@ -9,9 +9,9 @@ from datasets import SegmentationDataset
 
 
 def cityscapes_script(dataset: SegmentationDataset, predictions: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
-    """What `evalPixelLevelSemanticLabeling` says of a folder of predictions; with iIoU where there are instances."""
+    """Run `evalPixelLevelSemanticLabeling` on a folder of predictions; with iIoU if the dataset has instances."""
     script = pytest.importorskip("cityscapesscripts.evaluation.evalPixelLevelSemanticLabeling")
-    # It calls np.in1d, which numpy 2.4 removed and whose documented equal, for flattened arguments, is np.isin.
+    # It calls np.in1d, which numpy 2.4 removed; np.isin is its documented replacement for flattened arguments.
     monkeypatch.setattr(np, "in1d", lambda a, b: np.isin(np.ravel(a), b), raising=False)
     for option, value in {"evalInstLevelScore": dataset.has_instances, "JSONOutput": False, "quiet": True}.items():
         monkeypatch.setattr(script.args, option, value)

@@ -1,4 +1,4 @@
-"""A group of processes that run functions of tests together, connected by gloo."""
+"""A group of processes, connected by gloo, that run test functions together."""
 
 import traceback
 from collections.abc import Callable
@@ -10,24 +10,24 @@ import torch.multiprocessing as mp
 
 
 class Ranks:
-    """`world_size` processes, started once: `run` calls a function in all of them at the same time."""
+    """`world_size` processes, started once; `run` calls a function in all of them at once."""
 
     def __init__(self, world_size: int, folder: Path):
         context = mp.get_context("spawn")
         self.connections, self.processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            # Not a daemon, which could have no data workers of its own; it ends with this process's end of the pipe.
+            # Not a daemon, which could not start data workers; it ends when this process closes its end of the pipe.
             process = context.Process(target=_serve, args=(rank, world_size, str(folder / "store"), theirs))
             process.start()
             self.connections.append(ours)
             self.processes.append(process)
 
     def run(self, function: Callable, *args, timeout: float = 180.0) -> list:
-        """function(rank, *args) in every process: its results, or the exceptions it raised.
+        """Call function(rank, *args) in every process; return the results, or the exceptions raised.
 
-        `function` is found by its name, so it stands at the top of a module. A process that gives no answer in time
-        raises AssertionError here: it hangs.
+        `function` is pickled by name, so it must stand at the top of a module. Raises AssertionError if a process does
+        not answer in time.
         """
         for connection in self.connections:
             connection.send((function, args))
@@ -52,7 +52,7 @@ def _serve(rank: int, world_size: int, store: str, connection) -> None:
         function, args = task
         try:
             result = function(rank, *args)
-        except Exception as error:  # the test judges it
+        except Exception as error:  # returned to the test
             error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
             result = error
         connection.send(result)

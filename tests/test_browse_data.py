@@ -1,4 +1,4 @@
-"""The pages show what a training sees: the same crops, the pixels for which they were drawn, the classes in them."""
+"""The pages show what a training sees: the same crops, the pixels they were drawn for, and their classes."""
 
 import cv2
 import numpy as np
@@ -15,7 +15,7 @@ from tests import trees
 from tests.runs import composed
 
 JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "contrast", "saturation", "hue"))
-# Labels of noise: enlarged, every pixel of them is still seen.
+# Labels are noise: scales of 1 and above keep every pixel visible.
 CROPS = ("data.crop_size=30", "data.scale=[1,2]", "data.crops_per_minibatch=4", "data.workers=0")
 
 

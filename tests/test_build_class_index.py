@@ -1,4 +1,4 @@
-"""The script makes what a training with class-uniform sampling looks for."""
+"""The script makes the index that a training with class-uniform sampling looks for."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The figures of class shares: the committed numbers are those that the script measures."""
+"""The figures of class shares: the script measures the committed numbers again."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def shares(result: dict, sampling: str) -> list[float]:
 
 
 def test_the_numbers_of_the_drawn_streets_are_measured_again(tmp_path):
-    """Up to what another version of OpenCV draws and scales differently."""
+    """Within a tolerance: another version of OpenCV draws and scales differently."""
     committed = json.loads((RESULTS / "class_shares_synthetic.json").read_text())
     measured = compare(composed("class_shares", f"out={tmp_path / 'again'}", "data.workers=1"))
     assert json.loads((tmp_path / "again.json").read_text()) == measured

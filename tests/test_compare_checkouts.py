@@ -1,4 +1,4 @@
-"""Two checkouts compared: every bit that differs is named, and what may differ is not. No training runs here."""
+"""Comparing two checkouts: every differing bit is named, and what may differ is not. No training runs here."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def state(run_dir: Path) -> dict:
 
 @pytest.fixture
 def folders(tmp_path) -> tuple[Path, Path]:
-    """The results of two equal runs, of two checkouts at different places."""
+    """Results of two equal runs, from checkouts in different folders."""
     both = tmp_path / "old-1" / "scenario", tmp_path / "new-2" / "scenario"
     for folder in both:
         run = folder / "run"
@@ -57,7 +57,7 @@ def different(folders: tuple[Path, Path]) -> dict[str, list[str]]:
 
 
 def edit(file: Path, change) -> None:
-    """Apply `change` to what a checkpoint or a JSON file holds."""
+    """Apply `change` to the content of a checkpoint or a JSON file."""
     values = torch.load(file) if file.suffix == ".pt" else json.loads(file.read_text())
     change(values)
     torch.save(values, file) if file.suffix == ".pt" else file.write_text(json.dumps(values))
@@ -67,7 +67,7 @@ def test_equal_results_are_equal_wherever_they_are(folders):
     assert different(folders) == {}
     counts = {column: count for column, (count, _) in compare_folders(*folders).items()}
     assert counts["weights"] == 2 and counts["averages"] == counts["momenta"] == 1 and counts["files"] == 6
-    assert counts["random states"] == 2  # that there is none of CUDA is compared, too
+    assert counts["random states"] == 2  # the CPU's, and the empty list for CUDA
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_one_bit_of_a_tensor_is_named(folders, part, name, column):
 
 
 def test_equal_numbers_of_other_bits_differ(folders):
-    """-0.0 is not 0.0, and a tensor of another dtype or shape is another one."""
+    """-0.0 is not 0.0, and tensors of different dtype or shape differ."""
     file = folders[1] / "run" / "checkpoints" / "last.pt"
     edit(file, lambda values: values["optimizer"]["state"][0]["momentum_buffer"].neg_())
     assert list(different(folders)) == ["momenta"]
@@ -187,7 +187,7 @@ with open(Path(__file__).with_name("times_run"), "a") as file:
 @pytest.fixture
 def checkouts(tmp_path, monkeypatch) -> CheckoutComparison:
     """Two clean git checkouts whose training writes a loss and nothing else, and a comparison of them."""
-    for variable in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):  # set where git itself runs the tests
+    for variable in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):  # set if git itself runs the tests
         monkeypatch.delenv(variable, raising=False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()

@@ -1,4 +1,4 @@
-"""The report of finished runs: the numbers of their files, no paths of the machine they ran on."""
+"""The report of finished runs: numbers from their files, and no paths of their machine."""
 
 import json
 import shlex

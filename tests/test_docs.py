@@ -1,4 +1,4 @@
-"""Numbers in the documentation are those of the files beside them."""
+"""The documentation's numbers match the files beside it, and its links work."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from scripts.compare_runs import Comparison, compare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
-# Pages with a JSON file of their own are made again by the tests of the script that wrote them.
+# The tests of the script that wrote them check pages with a JSON file of their own.
 PAGES = sorted(
     path for path in RESULTS.glob("*.md") if path.name != "README.md" and not path.with_suffix(".json").exists()
 )

@@ -1,4 +1,4 @@
-"""Evaluating a checkpoint: the training's own numbers again, official encodings, the official Cityscapes script."""
+"""Evaluating a checkpoint: the training's numbers again, official encodings, the official Cityscapes script."""
 
 import json
 import os
@@ -155,12 +155,12 @@ def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, tmp_path):
 
 
 def test_predictions_are_official_and_score_the_same_in_the_official_script(run_dir, tmp_path, monkeypatch):
-    """Every score equal to 1e-12 on the files that eval.py wrote, for labels with instances."""
+    """Scores agree to 1e-12 on the files that eval.py wrote, for labels with instances."""
     root = tmp_path / "streets"
     for entry in synthetic(root, "val").files:
         label = cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED)
         trees.write(entry.label.with_name(f"{entry.name}_gtFine_instanceIds.png"), trees.instance_ids(label))
-    # A short training predicts cars and people nowhere; this classifier does.
+    # After a short training the network predicts no cars or people; this classifier does.
     state = checkpoint.load(run_dir / "checkpoints" / "last.pt")
     torch.manual_seed(0)
     state["network"]["cls.weight"].normal_()

@@ -1,4 +1,4 @@
-"""Predicting any images: what is written, under which names, from a checkpoint alone."""
+"""Predicting any images from a checkpoint alone: which files are written, under which names."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from train_seg import train
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, tuple]:
-    """A checkpoint whose data is gone, and the palette of that data, which only a file of it held."""
+    """A checkpoint whose data is gone, and the data's palette, which only a file of the data held."""
     folder = tmp_path_factory.mktemp("trained")
     data = trees.vistas(folder / "data")
     overrides = ("data=vistas", f"data.root={data}", "data.base_size=48", "debug=smoke", "trainer.device=cpu")
@@ -57,7 +57,7 @@ def relative_files(folder: Path) -> list[str]:
 
 
 def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
-    """Ids are those that evaluation predicts, at the image's size; the colours are the data's, which is gone."""
+    """Ids equal the evaluation's, at the image's size. Colours are the data's, although the data is gone."""
     picture(tmp_path / "street.jpg")
     written = run(trained, tmp_path / "street.jpg", tmp_path / "out")
     assert written == [tmp_path / "out" / "ids" / "street.png"]
@@ -89,7 +89,7 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
 
 
 def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path):
-    """All that can be read are predicted; the others are named in the end."""
+    """Readable images are predicted; the others are named at the end."""
     source = tmp_path / "Straßen 街"
     pixels = picture(source / "colour.png")
     sub = source / "süd, b=[1]"
@@ -124,7 +124,7 @@ def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path):
     [
         (("b.png", "a.jpg", "c/a.jpg"), ["a", "b", "c/a"]),
         (("a.jpg", "a.png", "b.png"), ["a.jpg", "a.png", "b.png"]),
-        (("a.jpg", "A.png"), ["A.png", "a.jpg"]),  # one file where case does not count
+        (("a.jpg", "A.png"), ["A.png", "a.jpg"]),  # one file on a case-insensitive filesystem
         (("a.jpg", "a.png", "a.png.png", "a.jpg.jpg"), ["a.jpg", "a.jpg.jpg", "a.png", "a.png.png"]),
         (("a.b.jpg", "a.c.jpg"), ["a.b", "a.c"]),
     ],
@@ -192,7 +192,7 @@ def test_a_folder_without_images_is_refused(trained, tmp_path):
 
 
 def test_a_checkpoint_without_colours_takes_those_of_its_data(trained, tmp_path):
-    """Checkpoints of earlier versions. Where the data is gone too, that is said."""
+    """Checkpoints of earlier versions. If the data is gone too, the error says so."""
     picture(tmp_path / "a.png")
     state = checkpoint.load(trained[0])
     del state["palette"], state["format"]

@@ -1,4 +1,4 @@
-"""The comparison of the strategies in docs/memory.md is the one that the layers show."""
+"""The tables of strategies in docs/memory.md match the layers."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from scripts.strategy_table import (
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
 
-# The slides' "Strategies Comparisons", with x_hat for the misprinted x of the proposed checkpointing (section 3.2).
+# The slides' "Strategies Comparisons"; they misprint x for x_hat in the proposed checkpointing (section 3.2).
 SLIDES = {
     "std": (["x", "z"], ["mean", "sigma"], []),
     "checkpoint": (["x"], ["mean", "sigma"], ["BN", "phi"]),
@@ -37,7 +37,7 @@ def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
 
 
 def test_whole_networks_keep_about_half():
-    """As measured with the released layers: 1.96 times less for ResNeXt-101, 1.75 times for WideResNet-38."""
+    """As measured with the released layers: ResNeXt-101 keeps 1.96 times less, WideResNet-38 1.75 times less."""
     kept = {body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}
     assert network_table(kept) in PAGE.read_text()
     for of_body, expected in zip(kept.values(), (1.96, 1.75), strict=True):

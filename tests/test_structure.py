@@ -1,4 +1,4 @@
-"""The plan of the house: imports point down only, configuration keys stay where they are read, code stays short."""
+"""The structure of the code: imports point down only, few modules name configuration keys, code stays short."""
 
 import ast
 import itertools
@@ -40,7 +40,7 @@ def name_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Absolute names of all imports: of modules, and of what is taken from them (MODULE.NAME)."""
+    """Absolute names of all imported modules, and of the names imported from them (MODULE.NAME)."""
     names = set()
     package = path.relative_to(REPOSITORY).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
@@ -66,21 +66,21 @@ def test_imports_point_down(path):
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_hydra_stays_above(path):
-    """Below the entries, only the schema and its readers know Hydra's configs; the rest gets plain objects."""
+    """Below the entries, only the schema and its readers see Hydra's configs; all other code gets plain objects."""
     if not name_of(path).startswith(KNOWS_HYDRA):
         assert not {"omegaconf", "hydra"} & {name.split(".")[0] for name in imported(path)}
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_schema_is_read_by_few(path):
-    """`engine/build` turns it into objects; whoever else knows a part of it is listed, with that part."""
+    """`engine/build` turns the schema into objects; other modules may import only what `KNOWS_SCHEMA` lists."""
     if not name_of(path).startswith(NAMES_KEYS):
         of_schema = {name for name in imported(path) if f"{name}.".startswith("engine.schema.")}
         assert of_schema == {f"engine.schema.{name}" for name in KNOWS_SCHEMA.get(name_of(path), ())}
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key below `schema`, of all alternatives of all groups."""
+    """Every key of `schema`, for all alternatives of all groups."""
     types, groups = get_type_hints(schema), groups_of(schema)
     for entry in fields(schema):
         alternatives = groups.get(entry.name, {"": types[entry.name]}).values()
@@ -96,7 +96,7 @@ KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(KEYS)))})(?!\w)
 
 
 def keys_in_strings(path: Path) -> set[str]:
-    """Configuration keys in the strings of a file, parts of f-strings included, docstrings not."""
+    """Configuration keys in a file's strings, including parts of f-strings but not docstrings."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     docstrings = [node.value for node in nodes if is_string(node)]
     strings = [node.value for node in nodes if is_text(node) and node not in docstrings]
@@ -108,12 +108,12 @@ def is_text(node: ast.AST) -> bool:
 
 
 def is_string(node: ast.AST) -> bool:
-    """Whether a statement is nothing but a string, as a docstring is."""
+    """Whether a statement is just a string, like a docstring."""
     return isinstance(node, ast.Expr) and is_text(node.value)
 
 
 def test_keys_are_found_where_they_are():
-    """Or the next test could not fail."""
+    """Otherwise the next test could not fail."""
     assert {"optim.lr", "norm.gamma_floor", "body.dropout", "data.lists", "data.colour_jitter.hue", "tta.flip"} <= KEYS
     assert {"window.size", "sampler.folder", "loss.fraction", "data.split", "init.weights"} <= KEYS
     found = {key for path in FILES if name_of(path).startswith(NAMES_KEYS) for key in keys_in_strings(path)}
@@ -122,7 +122,7 @@ def test_keys_are_found_where_they_are():
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_keys_are_named_where_they_are_read(path):
-    """Only the schema, what builds from it, the entries and the scripts know how a user spells a value."""
+    """Only the schema, engine/build, the entries and the scripts spell keys as users do."""
     assert name_of(path).startswith(NAMES_KEYS) or not keys_in_strings(path)
 
 
@@ -135,7 +135,7 @@ def comments(path: Path) -> dict[int, str]:
 
 @pytest.mark.parametrize("path", [*ENTRIES, *FILES, *SCRIPTS], ids=name_of)
 def test_code_is_short_or_says_why_it_is_not(path):
-    """The reason is a comment: of a file before its first statement, of a function in the line of its `def`."""
+    """The reason is a comment: for a file before its first statement, for a function on its `def` line."""
     source, reasons = path.read_text(), comments(path)
     tree = ast.parse(source)
     first = next((node.lineno for node in tree.body if not is_string(node)), 1)
@@ -148,7 +148,7 @@ def test_code_is_short_or_says_why_it_is_not(path):
 
 
 def windows(source: str) -> set[tuple[str, ...]]:
-    """All runs of MOST_EQUAL_LINES + 1 lines, without indentation; blank lines and imports are left out."""
+    """All runs of MOST_EQUAL_LINES + 1 lines, without indentation, blank lines and imports."""
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     left_out = {number for node in imports for number in range(node.lineno, node.end_lineno + 1)}
     numbered = [(number, line.strip()) for number, line in enumerate(source.splitlines(), start=1)]
@@ -157,7 +157,7 @@ def windows(source: str) -> set[tuple[str, ...]]:
 
 
 def test_copied_functions_are_found_and_equal_imports_are_no_copy():
-    """Or the next test could not fail."""
+    """Otherwise the next test could not fail."""
     one, other = ((REPOSITORY / name).read_text() for name in ("train_seg.py", "eval.py"))
     for kinds, found in (((ast.Import, ast.ImportFrom), False), (ast.FunctionDef, True)):
         copied = [ast.get_source_segment(one, node) for node in ast.parse(one).body if isinstance(node, kinds)]
@@ -167,5 +167,5 @@ def test_copied_functions_are_found_and_equal_imports_are_no_copy():
 
 @pytest.mark.parametrize("one, other", list(itertools.combinations(ENTRIES, 2)), ids=name_of)
 def test_entries_share_no_code(one, other):
-    """What two tasks have in common stands in the engine, once."""
+    """Code that two tasks share belongs in the engine, once."""
     assert not windows(one.read_text()) & windows(other.read_text())

@@ -1,4 +1,4 @@
-"""Switches of precision and speed through train_seg.py: each does what it says, and changes nothing else."""
+"""Precision and speed switches of train_seg.py: each does what it says and changes nothing else."""
 
 import functools
 import json
@@ -22,8 +22,8 @@ from tests.runs import SHORT, composed
 from train_seg import train
 
 STEPS = 3
-# Small steps, so that differences of rounding stay small; four crops, as the pooled branch of the head normalises one
-# value of each, and two values are always one above and one below their mean.
+# Small steps keep rounding differences small. Four crops, because the head's pooled branch normalises one value per
+# crop: of two values, one is always above and one below their mean.
 GENTLE = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=eager")
 Weights = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ def initial_weights() -> Weights:
 
 
 def moved(weights: Weights) -> torch.Tensor:
-    """How far a training has moved all weights from where they began, as one vector."""
+    """The difference of all weights from their initial values, as one vector."""
     start = initial_weights()
     assert weights.keys() == start.keys()
     statistics = ("running_mean", "running_var", "num_batches_tracked")
@@ -55,7 +55,7 @@ def moved(weights: Weights) -> torch.Tensor:
 
 
 def difference(weights: Weights, others: Weights) -> float:
-    """Distance of what two trainings have learnt, relative to how much the second has."""
+    """Distance between two trainings' weights, relative to how far the second has moved."""
     return ((moved(weights) - moved(others)).norm() / moved(others).norm()).item()
 
 
@@ -69,7 +69,7 @@ def test_float16_scales_the_loss_and_keeps_the_scale(tmp_path, plain):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
-    """The very first one too, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
+    """Not even the first step, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
     weight = torch.nn.Parameter(torch.ones(100))
     optim = Optim(lr=1.0, momentum=0.5, weight_decay=0.0, power=0.0, fused=fused)
     sgd = build.optimizer(optim, [weight])
@@ -94,11 +94,11 @@ def test_memory_format_and_fused_updates_change_the_rounding_only(tmp_path, plai
 
 @pytest.mark.parametrize("norm", ["inplace", "std"])
 def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
-    """Without breaks, before and after an evaluation; crops in parts of 3, 2 and 2. Traced, but not compiled."""
+    """Without graph breaks, before and after an evaluation; micro-batches of 3, 2 and 2. Traced but not compiled."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     options = (f"norm={norm}", "data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
     expected = trained(tmp_path / "eager", *options)["network"]
-    compiler_available("cpu")  # asked once per process, by a graph of its own
+    compiler_available("cpu")  # checked once per process, by compiling a graph that must not count
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     state = trained(tmp_path / "compiled", *options, "trainer.compile=true", "trainer.evaluate_every_steps=2")
@@ -110,7 +110,7 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ["inplace", "std"])
 def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm):
-    torch.set_default_dtype(torch.float64)  # in float32 a few steps make rounding visible
+    torch.set_default_dtype(torch.float64)  # in float32, rounding becomes visible after a few steps
     try:
         expected = trained(tmp_path / "eager", f"norm={norm}")["network"]
         state = trained(tmp_path / "compiled", f"norm={norm}", "trainer.compile=true")
@@ -121,7 +121,7 @@ def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm):
 
 
 def test_the_average_is_kept_evaluated_and_has_statistics_of_its_own(tmp_path):
-    """Weights (paper, section 3.1) that lie between the first and the last ones; their norms see new minibatches."""
+    """Averaged weights (paper, section 3.1) lie between the first and the last; their norms see new minibatches."""
     options = ("trainer.ema_decay=0.5", "trainer.ema_statistics_minibatches=2", "norm.momentum=0.01")
     state = trained(tmp_path, *options, "trainer.evaluate_images=null")
     assert state["ema"].keys() == state["network"].keys() and state["ema_updates"] == STEPS
@@ -132,7 +132,7 @@ def test_the_average_is_kept_evaluated_and_has_statistics_of_its_own(tmp_path):
     results = json.loads((tmp_path / "results.json").read_text())
     last = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
     again = evaluate(composed("eval", last, "workers=0", "device=cpu", f"results={tmp_path / 'again.json'}"))
-    assert again["confusion_matrix"] == results["confusion_matrix"], "what is scored is what is saved"
+    assert again["confusion_matrix"] == results["confusion_matrix"], "the saved weights must be the scored ones"
 
 
 def test_clipping_bounds_what_a_step_changes(tmp_path):
@@ -159,7 +159,7 @@ def test_accumulation_passes_parts_of_a_minibatch(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_deterministic_runs_are_equal(tmp_path, device):
-    """On CPUs they are without the switch, too; there it is that PyTorch is told so that is tested."""
+    """On CPUs runs are equal without the switch too; there the test checks that PyTorch gets the setting."""
     options = ("trainer.deterministic=true", f"trainer.device={device}")
     try:
         first, second = (trained(tmp_path / name, *options)["network"] for name in ("a", "b"))

@@ -1,4 +1,4 @@
-"""Training from configuration to results: what a run leaves, resuming to the bit, refusing what cannot work."""
+"""Training from configuration to results: a run's files, resuming to the bit, refusing what cannot work."""
 
 import itertools
 import json
@@ -70,7 +70,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
 
 
 def interrupted(run_dir, step: int, *options: str) -> None:
-    """A short training that ends in a step, after its weights have changed."""
+    """A short training that is interrupted in a step, after the weights have changed."""
     steps = itertools.count(1)
 
     def ends_in_step(*_, **__):
@@ -83,7 +83,7 @@ def interrupted(run_dir, step: int, *options: str) -> None:
 
 
 def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
-    """With dropout, whose random numbers must go on as well, and in the middle of an epoch."""
+    """With dropout, whose random numbers must continue too, and in the middle of an epoch."""
     network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
     channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*network, channels, "trainer.steps=6", "trainer.checkpoint_every_steps=3", "norm=inplace")
@@ -96,7 +96,7 @@ def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
 
 
 def test_class_uniform_sampling_resumes_to_the_same_weights_on_another_index(tmp_path):
-    """In the middle of an epoch; the index is where the cache is, or in a folder of its own."""
+    """In the middle of an epoch; the index is in the cache folder, or in a folder of its own."""
     options = ("sampler=class_uniform", "sampler.fraction=0.5", "trainer.steps=4", "trainer.checkpoint_every_steps=2")
     train_short(tmp_path / "whole", *options)
     interrupted(tmp_path / "resumed", 3, *options)
@@ -132,7 +132,7 @@ def test_a_killed_process_resumes_to_the_same_weights(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 120
-    # Killed after the seventh step: there are records beyond the last checkpoint, that of the fifth.
+    # Killed after the seventh step: there are records beyond the last checkpoint, from the fifth step.
     while not (killed / "metrics.jsonl").exists() or (killed / "metrics.jsonl").read_text().count("\n") < 7:
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before its first checkpoint"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The report of a complete check: exact counts, every kind of problem with its first files, the exit status."""
+"""The report of a full check: exact counts, every kind of problem with its first files, the exit status."""
 
 import json
 import subprocess

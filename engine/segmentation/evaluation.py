@@ -35,12 +35,12 @@ def evaluate_split(
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:
-    """Scores of `all_scores`; details are the confusion matrix int64 (K, K) of the K trained classes, and the views.
+    """Evaluate a split by `all_scores`; details are the views and the confusion matrix (K, K) of the K trained classes.
 
     Args:
-        minibatches: whole images of `dataset`, of any sizes: the share of this process of `world`. The scores are over
-            the images of all processes. Images without labels are predicted but not counted.
-        on_prediction: gets every (minibatch, predictions), the latter uint8 (N, H, W) on the CPU.
+        minibatches: this rank's share of `dataset`, whole images of any size. Scores are over the images of all ranks.
+            Images without labels are predicted but not counted.
+        on_prediction: called with every minibatch and its predictions, uint8 (N, H, W) on the CPU.
 
     Raises:
         MemoryError: see `predict`.
@@ -69,9 +69,10 @@ def evaluate_split(
 
 
 def evaluation_of(run: Run, loader: DataLoader) -> Callable[[], Evaluated]:
-    """A function that evaluates the network of `run` as it is now, on the images of `loader`, this process's share.
+    """Return a function that evaluates the current network of `run` on `loader`, this rank's share of the images.
 
-    It also measures the norm layers, on two crops of the first image. Raises MemoryError, as `predict`, and Preempted.
+    It also measures the norm layers on two crops of the first image. It raises MemoryError (see `predict`) and
+    Preempted.
     """
     data, pictures, dataset = run.config.data, run.config.trainer.pictures, run.val_set
 
@@ -94,7 +95,7 @@ def evaluation_of(run: Run, loader: DataLoader) -> Callable[[], Evaluated]:
         }
         layers = {}
         if run.world.first:
-            crops = corner_crops(loader.dataset[0]["image"], data.crop_size)  # always the same
+            crops = corner_crops(loader.dataset[0]["image"], data.crop_size)  # the same at every evaluation
             layers = layer_health(network, crops, forward=run.learner.forward.through(network))
         return replace(evaluated, pictures=shown, layers=layers)
 
@@ -102,5 +103,5 @@ def evaluation_of(run: Run, loader: DataLoader) -> Callable[[], Evaluated]:
 
 
 def corner_crops(image: Tensor, size: int) -> Tensor:
-    """The upper left and lower right `size` x `size` pixels of an image (3, H, W), or all that it has: (2, 3, h, w)."""
+    """The top-left and bottom-right `size` x `size` crops of an image (3, H, W), cut to fit it: (2, 3, h, w)."""
     return torch.stack([image[:, :size, :size], image[:, -size:, -size:]])

@@ -1,8 +1,8 @@
-"""Train ids of whole images: seen at once or in overlapping windows, at one scale or several, also mirrored.
+"""Predict whole images: in one pass or in overlapping windows, at one scale or several, optionally mirrored.
 
-Class scores at full resolution would fill gigabytes (20 megapixels, 65 classes: 5 GB). They exist for a few rows of
-pixels at a time, interpolated from logits at the network's resolution (one cell per `output_stride` pixels), of which
-only the rows under one row of windows are kept.
+Class scores at full resolution would fill gigabytes (20 megapixels, 65 classes: 5 GB). They are computed for a few rows
+of pixels at a time, interpolated from logits at the network's resolution (one cell per `output_stride` pixels). Logits
+are kept only for the rows under one row of windows.
 """
 
 import math
@@ -22,14 +22,14 @@ _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
 @dataclass(frozen=True)
 class Views:
-    """What the network sees of an image.
+    """How the network sees an image.
 
     base_size: pixels of the longest side at scale 1; None is the image's own size.
-    window: pixels of the side of square windows, at the resolution that the network sees; a multiple of its output
-        stride. Logits are averaged where windows overlap. None, or an image that fits: all of it at once.
-    overlap: least share of a window's side that the next one covers too, in [0, 1).
-    scales: of the views. The softmax is averaged over the views.
-    flip: every view is also seen mirrored left to right.
+    window: side of the square windows in pixels, at the resolution that the network sees; a multiple of its output
+        stride. Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
+    overlap: smallest share of a window's side that the next window also covers, in [0, 1).
+    scales: one view each. The softmax is averaged over the views.
+    flip: add a copy of every view, mirrored left to right.
     """
 
     base_size: int | None = None
@@ -43,11 +43,11 @@ class Views:
         return scaled(own_size, scale * base_scale(own_size, self.base_size))
 
     def at_once(self, size: tuple[int, int]) -> bool:
-        """Whether an image of (H, W) pixels takes a single pass through the network."""
+        """Whether an image of (H, W) pixels takes a single forward pass."""
         return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
 
     def record(self) -> dict:
-        """The fields for results.json, whose configuration has base_size already."""
+        """The fields for results.json, without base_size, which its configuration has."""
         fields = {**asdict(self), "scales": list(self.scales)}
         del fields["base_size"]
         return fields
@@ -57,17 +57,17 @@ WHOLE_IMAGE = Views()
 
 
 def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory_advice: str = "") -> Tensor:
-    """Predicted train ids, uint8 (N, H, W) on the network's device, of uint8 images (N, 3, H, W).
+    """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
 
-    Predictions get the size of the images (nearest pixel). With `views.window`, memory beyond images and predictions
+    Predictions are resized to the images (nearest pixel). With `views.window`, memory beyond images and predictions
     grows with the width of the images, not with their height.
 
     Args:
-        forward: through a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
-        memory_advice: end of the message of a MemoryError.
+        forward: of a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
+        memory_advice: appended to the message of a MemoryError.
 
     Raises:
-        MemoryError: the device has not enough memory for these images.
+        MemoryError: the device does not have enough memory for these images.
     """
     height, width = images.shape[-2:]
     with memory_errors(f"while an image of {height}x{width} pixels was evaluated. {memory_advice}"):
@@ -89,7 +89,7 @@ def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
 
 
 def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Tensor:
-    """As `predict`, for the images resized to `size`: uint8 (N, *size)."""
+    """Like `predict`, with predictions of another size: uint8 (N, *size)."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
     seen = [
@@ -116,7 +116,7 @@ class _View:
     Args:
         images: uint8 (N, 3, H, W) on the network's device, already mirrored if the view is.
         size: (height, width) at which the network sees them.
-        mirrored: the logits are mirrored back.
+        mirrored: whether to mirror the logits back.
     """
 
     def __init__(self, forward: Forward, images: Tensor, size: tuple[int, int], views: Views, mirrored: bool):
@@ -130,7 +130,7 @@ class _View:
         self.kept = next(self.blocks)
 
     def logits(self, rows: range, size: tuple[int, int]) -> Tensor:
-        """(N, classes, rows, W): rows of the logits interpolated to `size`. Later calls must ask for later rows."""
+        """Rows of the logits interpolated to `size`: (N, classes, rows, W). Later calls must ask for later rows."""
         taps = _taps(self.cells[0], size[0], rows, self.kept)
         below, above = taps.first, taps.last + 1
         while self.first + self.kept.shape[2] < above:
@@ -141,9 +141,9 @@ class _View:
         return F.interpolate(cells, (len(rows), size[1]), mode="bilinear")
 
     def _finished_rows(self) -> Iterator[Tensor]:
-        """Blocks of rows of cells, float32 (N, classes, rows, w), from the top, when no further window covers them."""
+        """Yield rows of logits top to bottom, float32 (N, classes, rows, w), once no later window covers them."""
         rows, columns = self.windows
-        begun = None  # rows that the next windows cover as well
+        begun = None  # rows that the next windows also cover
         for (top, row_weights), following in zip(rows, [*rows[1:], None], strict=True):
             shape = (len(self.images), self.forward.network.classes, len(row_weights), self.cells[1])
             strip = torch.zeros(shape, device=self.images.device)
@@ -158,7 +158,7 @@ class _View:
             begun = strip[:, :, finished:]
 
     def _window(self, top: int, left: int, height: int, width: int) -> Tensor:
-        """Logits of one window, given in cells: (N, classes, height, width). The end of the image may cut it."""
+        """Logits of one window, given in cells: (N, classes, height, width). The image's edge may cut it."""
         rows = range(top * self.stride, min((top + height) * self.stride, self.size[0]))
         columns = range(left * self.stride, min((left + width) * self.stride, self.size[1]))
         region = resized_region(self.images, self.size, rows, columns)
@@ -166,10 +166,10 @@ class _View:
 
 
 def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Tensor]]:
-    """Along one axis: the first cell of each window, and its weights, float32 (window,).
+    """Place windows along one axis: the first cell and the weights, float32 (window,), of each.
 
-    As few windows as have at least the `overlap`, spread evenly from the first cell to the last. Weights rise and fall
-    linearly where windows overlap, and sum to 1 in every cell.
+    Uses the fewest windows that overlap by at least `overlap`, spread evenly from the first cell to the last. Weights
+    rise and fall linearly where windows overlap, and sum to 1 in every cell.
     """
     window = min(window, cells)
     most_apart = max(1, int(window * (1 - overlap)))
@@ -185,9 +185,9 @@ def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Te
 
 
 def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: range) -> Tensor:
-    """Part of `F.interpolate(images, size, mode="bilinear")`, float32, computed alone; (N, C, H, W) of any dtype.
+    """A region of `F.interpolate(images, size, mode="bilinear")`, float32, without computing the rest.
 
-    Images that already have that size give their own pixels in their own dtype.
+    images: (N, C, H, W) of any dtype. If they already have that size, their pixels are returned in their own dtype.
     """
     if tuple(images.shape[-2:]) == size:
         return images[..., rows.start : rows.stop, columns.start : columns.stop]
@@ -198,9 +198,9 @@ def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: 
 
 @dataclass(frozen=True)
 class _Taps:
-    """For each pixel of a bilinear resize along one axis, the two source pixels that it interpolates.
+    """The two source pixels that each pixel of a bilinear resize interpolates, along one axis.
 
-    first, last: of all source pixels. lower, upper: int64, relative to `first`. share: float32, weight of `upper`.
+    first, last: the source pixels used. lower, upper: int64, relative to `first`. share: float32, weight of `upper`.
     """
 
     first: int
@@ -210,13 +210,13 @@ class _Taps:
     share: Tensor
 
     def blend(self, values: Tensor, dim: int) -> Tensor:
-        """`values`: the source pixels from `first` to `last`, float32 (N, C, H, W)."""
+        """Interpolate `values`, the source pixels from `first` to `last`, float32 (N, C, H, W)."""
         share = self.share[:, None] if dim == 2 else self.share
         return torch.lerp(values.index_select(dim, self.lower), values.index_select(dim, self.upper), share)
 
 
 def _taps(original: int, resized: int, part: range, like: Tensor) -> _Taps:
-    """For the pixels `part` of an axis that F.interpolate resizes from `original` to `resized` pixels."""
+    """The taps of the pixels `part` when F.interpolate resizes an axis from `original` to `resized` pixels."""
     centres = torch.arange(part.start, part.stop, dtype=torch.float32, device=like.device) + 0.5
     position = (centres * (original / resized) - 0.5).clamp(0, original - 1)
     lower = position.floor()

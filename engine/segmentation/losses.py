@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class CrossEntropy(nn.Module):
-    """Mean over crops of the mean loss of a crop's labelled pixels; a crop without labelled pixels gives zero."""
+    """Mean over crops of each crop's mean loss over its labelled pixels; zero for a crop without any."""
 
     def __init__(self, ignore_index: int = 255):
         super().__init__()
@@ -23,8 +23,8 @@ class CrossEntropy(nn.Module):
 class BootstrappedCrossEntropy(nn.Module):
     """Online bootstrapping (paper, section 4.2, with p = 1 and m = 25%): only the hardest pixels of a crop count.
 
-    Per crop, the mean of the k = ceil(fraction * H * W) largest pixel losses. Ignored pixels have loss and gradient
-    zero, so they only dilute a crop with less than `fraction` of its pixels labelled.
+    A crop's loss is the mean of its k = ceil(fraction * H * W) largest pixel losses. Ignored pixels have zero loss and
+    gradient, so they dilute only crops with less than `fraction` of their pixels labelled.
     """
 
     def __init__(self, fraction: float = 0.25, ignore_index: int = 255):

@@ -1,4 +1,4 @@
-"""Pictures of labels, predictions and confusions for people to look at."""
+"""Pictures of labels, predictions and confusion matrices."""
 
 import cv2
 import numpy as np
@@ -15,7 +15,7 @@ OVERLAY_OPACITY = 0.6
 def comparison(
     image: np.ndarray, label: np.ndarray | None, prediction: np.ndarray, dataset: SegmentationDataset
 ) -> np.ndarray:
-    """image | ground truth | prediction side by side; the last two are blended over the image.
+    """Put image | ground truth | prediction side by side, the last two blended over the image.
 
     Args:
         image: uint8 (H, W, 3) RGB.
@@ -33,18 +33,18 @@ def comparison(
 
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:
-    """Train ids, uint8 (H, W), blended over their image, uint8 (H, W, 3) RGB; ignored pixels show the plain image."""
+    """Blend train ids, uint8 (H, W), over their image, uint8 (H, W, 3) RGB; ignored pixels show the plain image."""
     blended = overlay(image, dataset.colour(train_ids))
     return np.where((train_ids == dataset.ignore_index)[..., None], image, blended)
 
 
 def overlay(image: np.ndarray, colours: np.ndarray) -> np.ndarray:
-    """Colours of a prediction blended over its image, all uint8 (H, W, 3) RGB."""
+    """Blend the colours of a prediction over its image, all uint8 (H, W, 3) RGB."""
     return cv2.addWeighted(colours, OVERLAY_OPACITY, image, 1 - OVERLAY_OPACITY, 0)
 
 
 def class_legend(dataset: SegmentationDataset) -> Figure:
-    """The colours of all classes; up to 40 fit the width of a TensorBoard card, which then does not shrink it."""
+    """A legend of all classes. With up to 40 it fits a TensorBoard card, which shows it unscaled."""
     handles = [class_patch(colour, name) for colour, name in zip(dataset.palette, dataset.classes, strict=True)]
     columns = max(2, -(-len(handles) // 20))
     rows = -(-len(handles) // columns)
@@ -54,12 +54,12 @@ def class_legend(dataset: SegmentationDataset) -> Figure:
 
 
 def class_patch(colour: tuple[int, int, int], label: str) -> Patch:
-    """The entry of a class in a legend."""
+    """The legend entry of a class."""
     return Patch(facecolor=np.array(colour) / 255, edgecolor="gray", label=label)
 
 
 def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:
-    """For each label, the percentage of its pixels predicted as each class. `confusion`: int (K, K), rows are labels.
+    """Draw the percentage of each label's pixels predicted as each class. `confusion`: int (K, K), rows are labels.
 
     Rows without pixels stay empty.
     """
@@ -68,7 +68,7 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
     side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
     figure = Figure(figsize=(side + 0.8, side), layout="constrained")
     axes = figure.subplots()
-    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # a few percent must be seen
+    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # keeps a few percent visible
     for row, column in zip(*np.nonzero(percent >= 0.5), strict=True):
         colour = "white" if percent[row, column] > 40 else "black"
         text = f"{percent[row, column]:.0f}"
@@ -82,7 +82,7 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
 
 
 def without_math(figure: Figure) -> Figure:
-    """The figure, with every $ in its texts shown as $: class and image names may contain one."""
+    """Show every $ in the figure's texts literally: class and image names may contain one."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     return figure

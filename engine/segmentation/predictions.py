@@ -1,4 +1,4 @@
-"""What is kept of predictions for people and official judges: pictures and files."""
+"""Keep predictions as pictures, or as files for the official evaluation scripts."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from engine.segmentation.pictures import comparison
 
 
 class PictureCollector:
-    """Keeps comparisons of the split's first `count` images, {name: uint8 (H, 3 W, 3)}."""
+    """Collects comparisons of the split's first `count` images, {name: uint8 (H, 3 W, 3)}."""
 
     def __init__(self, dataset: SegmentationDataset, count: int):
         self.dataset = dataset
@@ -28,8 +28,8 @@ class PredictionWriter:
 
     Args:
         predictions: folder for one PNG per image in the dataset's official encoding; None writes none.
-        overlays: folder for pictures image | ground truth | prediction; None writes none.
-        overlay_images: overlays are written of the split's first so many images; None is all.
+        overlays: folder for pictures: image | ground truth | prediction; None writes none.
+        overlay_images: how many of the split's first images get an overlay; None is all.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class PredictionWriter:
 
 
 def _comparison(dataset: SegmentationDataset, minibatch: dict, predictions: Tensor) -> np.ndarray:
-    """For a minibatch of one image, with predictions uint8 (1, H, W)."""
+    """The comparison for a minibatch of one image, with predictions uint8 (1, H, W)."""
     image = minibatch["image"][0].permute(1, 2, 0).numpy()  # (H, W, 3)
     label = minibatch["label"][0].numpy() if "label" in minibatch else None
-    if label is not None:  # classes that only scores see are shown as ignored
+    if label is not None:  # classes that only the benchmark scores are shown as ignored
         label = np.where(label < len(dataset.classes), label, dataset.ignore_index).astype(np.uint8)
     return comparison(image, label, predictions[0].numpy(), dataset)

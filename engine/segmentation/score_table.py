@@ -4,7 +4,7 @@ from rich.table import Table
 
 
 def iou_table(scores: dict) -> Table:
-    """The scores of `all_scores` in percent; official ones on the right."""
+    """The scores of `all_scores` in percent, official ones on the right."""
     official = scores["official"]
     iiou = official.get("iiou", {})
     has_iiou = any(value is not None for value in iiou.values())

@@ -1,4 +1,4 @@
-"""From predictions to scores: counts that add up over a split, reduced as the papers and the benchmarks do."""
+"""Count predictions over a split, and reduce the counts to the scores of the paper and the benchmarks."""
 
 import torch
 from torch import Tensor
@@ -7,15 +7,15 @@ from datasets import INSTANCES_PER_CLASS, ClassTable
 
 
 class Counts:
-    """Counts from which all scores of a split are computed, summed over its images; tensors on the CPU.
+    """The counts behind all scores, summed over the images of a split; tensors on the CPU.
 
     `confusion`: int64 (G, G) pixels of the G classes `ClassTable.scored`, rows are labels, columns predictions. Columns
     of classes that the network does not know stay 0.
-    `instances`: float64 (K, 3) for the K classes `ClassTable.names`: the number of instances and, summed over them, the
-    share of their pixels that is predicted as their class, and as a class of their category.
+    `instances`: float64 (K, 3) for the K classes `ClassTable.names`: the number of instances; the share of an
+    instance's pixels predicted as its class, summed over instances; the same for any class of its category.
 
-    Counts of several processes add up: a sum over the processes of each of `tensors()` gives the counts of all images.
-    Pixels are then exactly as in one process, shares up to rounding.
+    With several processes, each of `tensors()` summed over the processes is the count of all images: pixels exactly as
+    in one process, shares up to rounding.
     """
 
     def __init__(self, table: ClassTable):
@@ -28,7 +28,7 @@ class Counts:
         return self.confusion, self.instances
 
     def add(self, predictions: Tensor, minibatch: dict) -> None:
-        """Count predictions uint8 (N, H, W) of a minibatch of `datasets.WholeImages`, on the predictions' device."""
+        """Add predictions, uint8 (N, H, W), for a minibatch of `datasets.WholeImages`; counted on their device."""
         device = predictions.device
         labels = minibatch["label"].to(device)
         self.confusion += confusion_matrix(predictions, labels, len(self.confusion), self.ignore_index).cpu()
@@ -38,22 +38,22 @@ class Counts:
 
 
 def confusion_matrix(predictions: Tensor, labels: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """Pixel counts, int64 (classes, classes): rows are labels, columns predictions; ignored labels do not count.
+    """Count pixels, int64 (classes, classes): rows are labels, columns predictions; ignored labels do not count.
 
     predictions and labels: the same shape, integer dtypes. Memory and time do not grow with the number of classes, even
-    with deterministic algorithms (with which torchmetrics compares every pixel with every cell of the matrix).
+    with deterministic algorithms (where torchmetrics compares every pixel with every cell of the matrix).
     """
     cells = torch.where(labels == ignore_index, classes**2, labels.int() * classes + predictions)
     return torch.bincount(cells.flatten(), minlength=classes**2 + 1)[:-1].view(classes, classes)
 
 
 def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) -> Tensor:
-    """The instances of one image, float64 (K, 3), as in `Counts`.
+    """Count the instances of one image, float64 (K, 3), as in `Counts`.
 
     Args:
         predictions: train ids, integer (H, W).
         instances: integer (H, W), as `datasets.SegmentationDataset.scored` returns them.
-        categories: of the K classes, int64 (K,): equal numbers are one category.
+        categories: int64 (K,), the category of each class.
     """
     marked = instances >= 0
     ids, predicted = instances[marked].long(), predictions[marked].long()
@@ -67,7 +67,7 @@ def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) 
 
 
 def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """`segmentation_scores` as the paper counts, and under "official" the scores of the dataset's benchmark.
+    """`segmentation_scores` counted as in the paper; the scores of the dataset's benchmark are under "official".
 
     The paper's score leaves out pixels of classes that only the benchmark counts. If the network knows such a class,
     predicting it on a pixel of another class is a false negative of that other class and nothing else.
@@ -80,7 +80,7 @@ def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
     elif table.benchmark == "coco_stuff":
         scores["official"] = coco_stuff_scores(counts.confusion, table.scored)
     elif table.benchmark == "vistas":
-        # Without rows and columns of labels that are not evaluated: we neither count nor predict them.
+        # The benchmark drops labels that it does not evaluate; we neither count nor predict them.
         scores["official"] = {"miou": scores["miou"]}
     else:
         scores["official"] = {}
@@ -88,10 +88,10 @@ def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
 
 
 def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
-    """IoU per class and their mean, as the official Cityscapes evaluation reduces them, and the pixel accuracy.
+    """IoU per class, mean IoU (reduced as in the official Cityscapes evaluation) and pixel accuracy.
 
     IoU = TP / (TP + FP + FN) over the whole split, in [0, 1]. A class that occurs neither in labels nor in predictions
-    has no IoU (None) and does not enter the mean.
+    has no IoU (None) and is left out of the mean.
 
     Args:
         confusion: int64 (K, L), rows are labels; L > K if some classes can be predicted but are not scored.
@@ -111,16 +111,16 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
 
 
 def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """The scores that `evalPixelLevelSemanticLabeling` of the cityscapesscripts reports beside the IoU of classes.
+    """The scores that `evalPixelLevelSemanticLabeling` of cityscapesscripts reports beside the IoU of classes.
 
     Within a category, confusing two classes is no error. iIoU = iTP / (iTP + FP + iFN): iTP and iFN are pixels inside
-    instances (not groups), weighted by the average size of the class's instances over the size of this instance, so
-    that all instances of a class weigh the same; FP are pixels, groups included.
+    instances (not groups), weighted by the class's average instance size over the size of this instance, so all
+    instances of a class weigh the same. FP are unweighted pixels, groups included.
 
     Returns:
         {"miou", "category_iou": {name: float}, "mean_category_iou", "iiou": {name: float}, "mean_iiou",
-        "category_iiou": {name: float}, "mean_category_iiou"}; None for classes that do not occur, and for every score
-        of instances without `has_instances`.
+        "category_iiou": {name: float}, "mean_category_iiou"}; None for classes that do not occur and, without
+        `has_instances`, for every instance score.
     """
     names = tuple(dict.fromkeys(table.categories))
     member = torch.tensor([[category == name for category in table.categories] for name in names], dtype=torch.float64)

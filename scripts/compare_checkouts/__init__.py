@@ -1,1 +1,1 @@
-"""The same short commands in two checkouts of this project: which of their results differ, to the bit."""
+"""Run the same short commands in two checkouts of this project and compare their results to the bit."""

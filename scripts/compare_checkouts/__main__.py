@@ -1,11 +1,11 @@
-"""Run the same short commands in two checkouts of this project, and list which of their results differ, to the bit:
+"""Run the same short commands in two checkouts of this project, and list every result that differs by a bit:
 
     python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md [only=[NAME,...]] [work=DIR] [jobs=2]
 
-Run it before and after a restructuring, to prove that trainings, evaluations and predictions are what they were.
+Run it before and after a restructuring, to prove that trainings, evaluations and predictions have not changed.
 Everything runs on the CPU: some four minutes per checkout on two cores. `camvid` is the folder of that dataset, `only`
-chooses scenarios, `jobs` of them run at a time. With `work`, results are kept there, and the next comparison on the
-same machine reuses those of a checkout without uncommitted changes. Exit status 1: something differs.
+chooses scenarios, `jobs` scenarios run at a time. `work` keeps the results: the next comparison on the same machine
+reuses them for a checkout without uncommitted changes. Exit status 1: something differs.
 
 Not compared: times, memory, hardware and versions, the console, log.txt, the order of keys.
 """
@@ -43,7 +43,7 @@ class CheckoutComparison:
 
 
 def compare_scenario(scenario: str, old: Side, new: Side) -> Compared:
-    """Run a scenario in both checkouts and compare what it left; a command that fails counts as one difference."""
+    """Run a scenario in both checkouts and compare the results; a command that fails counts as one difference."""
     folders = []
     for side in (old, new):
         try:
@@ -82,7 +82,7 @@ def total(compared: dict[str, Compared]) -> tuple[int, int]:
 
 
 def compare(values: DictConfig) -> bool:
-    """Compare as configured; write and print the report. Returns whether everything is equal."""
+    """Compare as configured, write and print the report, and return whether everything is equal."""
     config = OmegaConf.to_object(values)
     if unknown := set(config.only) - SCENARIOS.keys():
         raise ValueError(f"only={sorted(unknown)[0]}: expected some of {', '.join(SCENARIOS)}")

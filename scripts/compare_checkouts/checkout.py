@@ -1,4 +1,4 @@
-"""One of the two checkouts: its version, and the results of the scenarios in it."""
+"""One of the two checkouts: its version and its results."""
 
 import json
 import os
@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 600  # of a command
 
 
 class CommandFailed(Exception):
-    """A command had another exit status than expected."""
+    """A command ended with an unexpected exit status."""
 
 
 class Side:
@@ -39,11 +39,11 @@ class Side:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "XDG_CACHE_HOME": str(work / "cache"),  # the synthetic data is drawn once
-            "PYTHONDONTWRITEBYTECODE": "1",  # the checkout is left as it is
+            "PYTHONDONTWRITEBYTECODE": "1",  # leaves the checkout unchanged
         }
 
     def results(self, scenario: str, old: "Side") -> Path:
-        """The folder that a scenario leaves. What the same commit left earlier is used again."""
+        """Run a scenario and return the folder of its results; earlier results of the same commit are reused."""
         commands, here = SCENARIOS[scenario], self.folder / scenario
         marker, wanted = self.folder / f"{scenario}.finished", f"torch {torch.__version__}: {commands}"
         if self.clean and marker.is_file() and marker.read_text() == wanted:
@@ -64,7 +64,7 @@ class Side:
         return here
 
     def half_way(self, scenario: str) -> Path:
-        """A copy of what the old checkout left after the commands that it alone runs."""
+        """A copy of the old checkout's folder after the commands that only it runs."""
         return self.folder / f"{scenario}.half_way"
 
     def run(self, command: Command, here: Path, log: TextIO) -> None:
@@ -80,7 +80,7 @@ class Side:
             if command.stop is not None:
                 _wait_for_step(process, here / "run" / "metrics.jsonl")
                 process.send_signal(command.stop)
-                stopped = 75 if command.processes == 1 else 1  # torchrun does not hand on the status
+                stopped = 75 if command.processes == 1 else 1  # torchrun does not pass on the status
                 expected = stopped if command.stop == signal.SIGTERM else -command.stop
             status = process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ class Side:
 
 
 def _wait_for_step(process: subprocess.Popen, metrics: Path) -> None:
-    """Until the training has recorded `STOP_STEP`, or has ended."""
+    """Wait until the training has recorded `STOP_STEP` or has ended."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         lines = metrics.read_text().split("\n")[:-1] if metrics.is_file() else []

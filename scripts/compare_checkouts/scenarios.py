@@ -10,7 +10,7 @@ class Command(NamedTuple):
     line: str
     processes: int = 1
     stop: signal.Signals | None = None  # sent once {here}/run/metrics.jsonl has a record of step `STOP_STEP`
-    only_old: bool = False  # the old checkout runs it; the new one starts with a copy of the folder that this left
+    only_old: bool = False  # only the old checkout runs it; the new one starts from a copy of the resulting folder
 
 
 STOP_STEP = 4
@@ -24,7 +24,7 @@ DROPOUT = (
     "body=wider_resnet38_a2 body.structure=[1,1,1,1,1,1] body.stem_channels=8 "
     "body.channels=[[8,8],[8,8],[16,16],[16,16],[8,16,32],[16,32,64]]"
 )
-# An epoch has four steps: the run stops in the second epoch, soon after step 4, and goes on to the end of the third.
+# An epoch has four steps. The run stops in the second epoch, soon after step 4, then continues to the end of the third.
 TO_STOP = (
     f"{SHORT} {DROPOUT} {AVERAGED} data.crop_size=32 data.crops_per_minibatch=41 trainer.steps=12 "
     "trainer.evaluate_every_steps=6 trainer.checkpoint_every_steps=2 resume=auto"

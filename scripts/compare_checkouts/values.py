@@ -1,6 +1,6 @@
-"""Everything that trainings, evaluations and predictions left in a folder, as plain values that can be compared.
+"""Read the results of trainings, evaluations and predictions in a folder as plain values, and compare two folders.
 
-Imports nothing of this project: it reads what any version of it wrote.
+Imports nothing of this project, so it reads the results of any version.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-# The column for the values of a checkpoint whose names start like this.
+# {prefix of names in a checkpoint: column}
 PARTS = {
     "network.": "weights",
     "ema.": "averages",
@@ -25,14 +25,14 @@ PARTS = {
 COLUMNS = (*PARTS.values(), "rest of checkpoints", "metrics.jsonl", "results.json", "tensorboard", "files")
 IGNORED_METRICS = ("images_per_second", "peak_memory_mib")
 
-logging.getLogger("tensorboard").setLevel(logging.ERROR)  # else it tells of every run that was continued
+logging.getLogger("tensorboard").setLevel(logging.ERROR)  # otherwise it warns about every resumed run
 
 
 def contents(folder: Path) -> dict[str, dict[str, object]]:
     """{column: {name: value}} of all files below a folder.
 
-    Tensors, pictures and files of other kinds are hashes. Left out: `IGNORED_METRICS`, the environment in results.json,
-    what log.txt holds, and the text in TensorBoard, which repeats config.yaml.
+    Tensors, pictures and files of other kinds become hashes. Left out: `IGNORED_METRICS`, the environment in
+    results.json, the content of log.txt, and the text in TensorBoard, which repeats config.yaml.
     """
     found = {column: {} for column in COLUMNS}
     for path in sorted(folder.rglob("*")):
@@ -64,7 +64,7 @@ def contents(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """(name with dots, value) of everything in nested containers; a tensor's value is its dtype, shape and hash."""
+    """Yield (dotted name, value) for every leaf of nested containers; a tensor becomes its dtype, shape and hash."""
     if isinstance(value, (dict, list, tuple)) and value:
         for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(entry, f"{name}.{key}" if name else str(key))
@@ -87,9 +87,9 @@ def _tensorboard(folder: Path) -> dict[str, list]:
 
 
 def compare_folders(old: Path, new: Path) -> dict[str, tuple[int, list[str]]]:
-    """{column: (number of names in either folder, a line for each whose values differ)}.
+    """{column: (number of names in either folder, one line per name whose values differ)}.
 
-    Where a text names `old`'s or `new`'s parent, it counts as the same folder.
+    In texts, the parents of `old` and `new` count as the same folder.
     """
     before, after = contents(old), contents(new)
     compared = {}

@@ -1,4 +1,4 @@
-"""Runs that nothing happens to, beside which the others are held."""
+"""The undisturbed run that the others are compared with."""
 
 import pytest
 
@@ -7,5 +7,5 @@ from tests.faults.runs import complete
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
-    """The folder of the run with `OPTIONS`, uninterrupted."""
+    """The folder of an uninterrupted run with `OPTIONS`."""
     return complete(tmp_path_factory.mktemp("whole") / "run")

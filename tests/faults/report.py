@@ -1,8 +1,8 @@
-"""pytest plugin of `make faults`: counts what the tests marked `fault` tried, and writes it to a file and its page.
+"""pytest plugin of `make faults`: counts injected and survived faults and writes them to a JSON file and its page.
 
-`@pytest.mark.fault(what, how, into="trainings")`: the test injects the fault `what`, in the words `how`, once, into a
-training or a single save or file ("files"); one that injects it more often says so with
-`record_property("tried", number)`. All of them survive where the test passes, none where it fails.
+`@pytest.mark.fault(what, how, into="trainings")`: the test injects the fault `what` once, described by `how`, into a
+training or into a single save or file ("files"). A test that injects more faults calls
+`record_property("tried", number)`. A passing test survived all of them, a failing test none.
 """
 
 import json
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--faults-out") and not hasattr(config, "workerinput"):  # the workers of xdist report to it
+    if config.getoption("--faults-out") and not hasattr(config, "workerinput"):  # xdist's workers report to it
         config.pluginmanager.register(Counts(Path(config.getoption("--faults-out"))))
 
 
@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class Counts:
-    """What became of every injected fault; written at the end of the session."""
+    """Counts of every injected fault; written at the end of the session."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -53,7 +53,7 @@ class Counts:
 
 
 def page(record: dict) -> str:
-    """The page of a file that `Counts` wrote."""
+    """The page for a record written by `Counts`."""
     rows = record["faults"]
     counts = {
         into: [sum(row[key] for row in rows if row["into"] == into) for key in ("tried", "survived")]
@@ -64,14 +64,16 @@ def page(record: dict) -> str:
     lines = [
         "# Faults",
         "",
-        f"{runs} faults were injected into small trainings: {runs_survived} were survived, **{runs - runs_survived} "
-        f"lost**; and {files} into single saves and files, **{files - files_survived} lost**. Made by `make faults`.",
+        f"{runs} faults were injected into small trainings: {runs_survived} survived, **{runs - runs_survived} lost**.",
+        f"{files} were injected into single saves and files: {files_survived} survived, **{files - files_survived} "
+        "lost**.",
+        "Made by `make faults`.",
         "",
-        "A fault is survived where the run says what is wrong, ends with the exit status that it should and, continued",
-        "with `resume=auto`, ends with weights, averaged weights and optimiser equal to the bit to those of a run that",
-        "nothing happened to, with every step once in `metrics.jsonl`. Where the number of processes changes or images",
-        "are skipped, it ends with all of its steps. In the rows of single saves and files, at the end, what is loaded",
-        "afterwards is exactly what was saved before the fault or in it.",
+        "A fault in a training counts as survived if the run says what is wrong, ends with the right exit status, and",
+        "with `resume=auto` ends with the same weights, averaged weights and optimiser state as an undisturbed run, to",
+        "the bit, with every step exactly once in `metrics.jsonl`. If the number of processes changes or images are",
+        "skipped, the run must complete all its steps. A fault in a single save or file (the last rows) counts as",
+        "survived if loading afterwards gives exactly what was saved before or during the fault.",
         "",
         "| fault | how it was injected | tried | survived | lost |",
         "|---|---|---:|---:|---:|",

@@ -1,4 +1,4 @@
-"""Small trainings in processes of their own, to be killed, signalled and continued."""
+"""Small trainings in processes of their own, to be killed, signalled and resumed."""
 
 import contextlib
 import json
@@ -20,25 +20,24 @@ from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
 STEPS = 12
-# In the middle of an epoch, with averaged weights, a checkpoint in every step and an evaluation on the way.
+# Less than an epoch, with averaged weights, a checkpoint after every step and an evaluation on the way.
 OPTIONS = (
     *SHORT,
     *("data.crops_per_minibatch=4", f"trainer.steps={STEPS}", "trainer.checkpoint_every_steps=1", "resume=auto"),
     *("trainer.log_every_steps=1", "trainer.evaluate_every_steps=8", "trainer.pictures=0", "trainer.ema_decay=0.5"),
 )
 
-# Children are forked from a process that has imported everything: seconds less for each of a hundred runs.
+# Children are forked from a process that has imported everything, which saves seconds in each of a hundred runs.
 _FORKSERVER = multiprocessing.get_context("forkserver")
 _FORKSERVER.set_forkserver_preload([__name__])
 
 
 class Run:
-    """A training that was started in a process of its own.
+    """A training started in a process of its own.
 
     Args:
-        run_dir: of the training.
-        overrides: beside `OPTIONS`.
-        inject: called in the process before the training; found by its name, so it stands at the top of a module.
+        overrides: in addition to `OPTIONS`.
+        inject: called in the process before the training; pickled by name, so it must stand at the top of a module.
     """
 
     def __init__(self, run_dir: Path, *overrides: str, inject: Callable[[], None] | None = None):
@@ -57,10 +56,10 @@ class Run:
         return steps_of(self.run_dir)
 
     def until(self, condition: Callable[[], bool], seconds: float = 60) -> "Run":
-        """Wait until it is true, or the training has ended."""
+        """Wait until the condition is true or the training has ended."""
         deadline = time.monotonic() + seconds
         while not condition() and self.process.is_alive():
-            assert time.monotonic() < deadline, f"it did not come to pass in {seconds} s:\n{self.output}"
+            assert time.monotonic() < deadline, f"condition not met within {seconds} s:\n{self.output}"
             time.sleep(0.001)
         return self
 
@@ -68,13 +67,13 @@ class Run:
         return self.until(lambda: step in self.steps)
 
     def send(self, number: signal.Signals, workers: bool = False) -> None:
-        """A signal to the process and, with `workers`, to those that read its data."""
+        """Send a signal to the process and, with `workers`, to its data workers."""
         for pid in [self.process.pid, *(children(self.process.pid) if workers else [])]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def ends(self, seconds: float = 60) -> int:
-        """The exit status, of a training that ends in time."""
+        """Wait for the training to end in time; return its exit status."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
@@ -102,14 +101,14 @@ def complete(run_dir: Path, *overrides: str) -> Path:
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    """Of the records of the training, in the order in which they were written; a line that is being written is none."""
+    """Steps of the training records, in the order written; a half-written line does not count."""
     file = run_dir / "metrics.jsonl"
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return [record["step"] for record in map(json.loads, lines) if record["kind"] == "train"]
 
 
 def says(output: str, *words: str) -> bool:
-    """Whether it does, wherever its lines are broken."""
+    """Whether the output contains all words, however its lines are wrapped."""
     unbroken = "".join(output.split())
     return all("".join(text.split()) in unbroken for text in words)
 
@@ -120,7 +119,7 @@ def children(pid: int) -> list[int]:
 
 
 def survived(run_dir: Path, whole: Path, *overrides: str, processes: int = 1) -> str:
-    """Continue a run to its end: it is, to the bit, what it would have been without interruption; what it printed."""
+    """Resume a run to its end and check that it equals the uninterrupted run to the bit; return its output."""
     if processes == 1:
         run = Run(run_dir, *overrides)
         assert run.ends() == 0, run.output
@@ -142,10 +141,10 @@ def survived(run_dir: Path, whole: Path, *overrides: str, processes: int = 1) ->
 
 
 def torchrun(run_dir: Path, *overrides: str, processes: int = 2, options: tuple[str, ...] = ()) -> subprocess.Popen:
-    """The same under torchrun; its standard output is that of all processes."""
+    """Start a training under torchrun; its standard output has the output of all processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     if "--rdzv-backend" not in options:
-        launcher += ["--master-port", str(free_port())]  # other tests are running
+        launcher += ["--master-port", str(free_port())]  # other tests run at the same time
     return subprocess.Popen(
         [*launcher, *options, "train_seg.py", f"run_dir={run_dir}", *OPTIONS, *overrides],
         cwd=REPOSITORY,

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, and disks that are full."""
+"""Damaged checkpoints and full disks."""
 
 import os
 import random
@@ -58,7 +58,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(stopped, whole,
 
 
 def files_of_a_megabyte() -> None:
-    """No file may be larger from the fourth checkpoint on: what the kernel says then is what it says of a full disk."""
+    """Limit files to 1 MiB from the fourth checkpoint on: a write then fails as on a full disk."""
     save, calls = checkpoint.save, []
 
     def limited(*args, **kwargs):
@@ -83,7 +83,7 @@ def test_no_room_for_a_checkpoint(tmp_path, whole):
 
 @pytest.fixture
 def disk(tmp_path, whole, request):
-    """A filesystem with room for so many checkpoints."""
+    """A filesystem with room for `request.param` checkpoints."""
     disk, size = tmp_path / "disk", (whole / "checkpoints" / "last.pt").stat().st_size
     disk.mkdir()
     mounted = subprocess.run(
@@ -115,7 +115,7 @@ def test_no_space_left(disk, whole):
 
 
 def others_fill_the_disk() -> None:
-    """In the fourth step, whose record is written before its checkpoint."""
+    """Fill the disk in the fourth step, whose record is written before its checkpoint."""
     original, calls = MetricsLogger.step, []
 
     def step(self, *args):
@@ -136,7 +136,7 @@ def others_fill_the_disk() -> None:
 @pytest.mark.fault("full disk", "a tmpfs that others fill to the last byte in the fourth step; emptied afterwards")
 @pytest.mark.parametrize("disk", [10], indirect=True)
 def test_no_space_left_for_a_record(disk, whole):
-    """Neither in log.txt, metrics.jsonl nor for TensorBoard, whichever is the first to need another page."""
+    """The error may come from log.txt, metrics.jsonl or TensorBoard, whichever first needs another page."""
     run = Run(disk / "run", inject=others_fill_the_disk)
     assert run.ends() == 1
     last = disk / "run" / "checkpoints" / "last.pt"

@@ -1,4 +1,4 @@
-"""Images that are damaged while a run reads them, and processes that read and hang or die."""
+"""Images damaged while a run reads them, and data workers that hang or die."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def whole_street(street, tmp_path_factory) -> Path:
 
 
 class Damaged:
-    """Every `each`th image loses its end, until it is restored."""
+    """Every `each`th image is truncated inside the context and restored after it."""
 
     def __init__(self, root: Path, each: int):
         files = [file.image for file in synthetic(root, "train").files][::each]
@@ -79,7 +79,7 @@ def test_corrupt_images_are_skipped_counted_and_bounded(tmp_path, street):
 
 
 def hangs() -> None:
-    """Reading takes forever from the eleventh crop of a worker on."""
+    """From a worker's eleventh crop on, reading hangs."""
     from datasets import TrainingCrops
 
     read, calls = TrainingCrops.__getitem__, []

@@ -1,4 +1,4 @@
-"""SIGKILL at any moment, and signals that ask for a stop: nothing is lost but the step that was under way."""
+"""SIGKILL at any moment, and signals that request a stop: only the current step is lost."""
 
 import random
 import signal
@@ -23,7 +23,7 @@ def test_killed_at_a_random_moment(tmp_path, whole, seed):
 
 
 def one_step_in_a_quarter_of_a_second() -> None:
-    """At least: so that a run takes longer than those who wait for a moment in it."""
+    """Slow every step down: the run must outlast the test's random wait."""
     original = MetricsLogger.step
 
     def step(self, *args):
@@ -52,7 +52,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
 
     try:
         run.until(written)
-    except FileNotFoundError:  # it was renamed while it was looked at
+    except FileNotFoundError:  # renamed between glob and stat
         pass
     killed(run)
     survived(tmp_path / "run", whole)
@@ -91,7 +91,7 @@ def test_asked_to_stop(tmp_path, whole, number, workers, seed):
 
 
 def slow_evaluation() -> None:
-    """An evaluation takes a second for each image."""
+    """Make an evaluation take a second per image."""
     from datasets import WholeImages
 
     read = WholeImages.__getitem__

@@ -1,4 +1,4 @@
-"""NaN and infinite numbers, and memory that runs out, in the fifth step of a run."""
+"""NaN, infinity and out of memory in the fifth step of a run."""
 
 import re
 
@@ -13,7 +13,7 @@ LONG = pytest.mark.faults
 
 
 def in_step_five(method: str, fault) -> None:
-    """Call `fault(learner, *args)` before a method of the learner in the fifth step."""
+    """In the fifth step, call `fault(learner, *args)` before a method of the learner."""
     original, calls = getattr(Learner, method), []
 
     def patched(self, *args):

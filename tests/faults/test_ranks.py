@@ -1,4 +1,4 @@
-"""Two processes under torchrun: one dies, all are asked to stop, or their number changes."""
+"""Two ranks under torchrun: one dies, all are asked to stop, or their number changes."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from engine import checkpoint
 from tests.faults.runs import STEPS, Run, children, free_port, says, steps_of, survived, torchrun
 
 pytestmark = pytest.mark.faults
-SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # as scripts/slurm.sbatch
+SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # as in scripts/slurm.sbatch
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def whole_of_two(tmp_path_factory) -> Path:
 
 
 def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: float = 90) -> list[int]:
-    """Wait for it; the processes that torchrun started, by rank."""
+    """Wait for a step; return the pids of torchrun's processes, by rank."""
     deadline = time.monotonic() + seconds
     while step not in steps_of(run_dir):
         assert launched.poll() is None and time.monotonic() < deadline, launched.communicate(timeout=60)[0]
@@ -36,7 +36,7 @@ def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: fl
 
 
 def ends(launched: subprocess.Popen, seconds: float = 60) -> str:
-    """What it printed, if it ends in time."""
+    """Wait for torchrun to end in time; return its output."""
     try:
         return launched.communicate(timeout=seconds)[0]
     except subprocess.TimeoutExpired:
@@ -54,7 +54,7 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     assert launched.returncode != 0
     assert f"error: process {1 - victim} of the run lost another one" in output, output
     assert "start all of them again with resume=auto" in output, output
-    # As the root cause or, where the other one's end is seen in the same second, beside it.
+    # As the root cause or, if both ranks end in the same second, beside it.
     assert re.search(rf"rank      : {victim} (?:(?!rank  ).)*SIGKILL", output, re.DOTALL), output
     survived(tmp_path / "run", whole_of_two, processes=2)
 
@@ -88,7 +88,7 @@ def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole
 
 @pytest.mark.fault("a rank hangs", "SIGSTOP to one of two ranks, trainer.timeout_seconds=5")
 def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # of torchrun, for the one that cannot end by itself
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # torchrun's grace period for the stopped rank
     launched = torchrun(tmp_path / "run", "trainer.timeout_seconds=5")
     ranks = until_step(tmp_path / "run", 3, launched)
     os.kill(ranks[1], signal.SIGSTOP)
@@ -106,7 +106,7 @@ def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     content = label.read_bytes()
     label.write_bytes(content[:100])
     launched = torchrun(tmp_path / "run", f"data.root={root}")
-    output = ends(launched, seconds=25)  # torchrun kills those that do not end after 30 seconds more
+    output = ends(launched, seconds=25)  # torchrun would kill a hanging rank after another 30 seconds
     assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another one" in output
     label.write_bytes(content)
     survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
@@ -119,7 +119,7 @@ def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     until_step(tmp_path / "run", 2, launched)
     launched.send_signal(number)
     output = ends(launched)
-    assert launched.returncode == 1  # torchrun does not hand on the exit status 75 of its processes
+    assert launched.returncode == 1  # torchrun does not pass on its processes' exit status 75
     step = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"]
     assert says(output, f"stopped after step {step} of {STEPS}; exit status 75")
     assert steps_of(tmp_path / "run") == list(range(1, step + 1))
@@ -167,7 +167,7 @@ def test_torchrun_goes_on_with_the_machines_that_are_left(tmp_path):
     elastic += ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf")
     run_dir = tmp_path / "run"
     hosts = []
-    for keeps_the_rendezvous in (1, 0):  # or, on a busy machine, the one that is killed would keep it
+    for keeps_the_rendezvous in (1, 0):  # otherwise, on a busy machine, the killed agent might host it
         conf = f"last_call_timeout=3,keep_alive_interval=1,is_host={keeps_the_rendezvous}"
         hosts.append(torchrun(run_dir, processes=1, options=(*elastic, conf)))
     until_step(run_dir, 3, hosts[0])

@@ -1,4 +1,4 @@
-"""The page of the fault suite is that of its file, and nothing in it was lost."""
+"""The fault page matches its JSON file, and no fault was lost."""
 
 import ast
 import json
@@ -15,7 +15,7 @@ def test_the_page_is_made_from_its_file():
 
 
 def test_the_file_has_a_row_for_every_fault():
-    """Marks are looked for in the source: most of the tests are not collected by default."""
+    """Marks are read from the source, because most of the tests are not collected by default."""
     marked = set()
     for file in [*(REPOSITORY / "tests").rglob("test_*.py")]:
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):

@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch between stand-ins for srun and scontrol: what it starts, when it goes back into the queue."""
+"""scripts/slurm.sbatch with stand-ins for srun and scontrol: what it starts, and when it requeues the job."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ import pytest
 from tests.faults.runs import OPTIONS, STEPS, steps_of, survived, torchrun
 from tests.runs import REPOSITORY
 
-# Says its own options; signals that it gets are those of the command.
+# Prints its options, then becomes the command, so the command gets its signals.
 SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do echo "$1"; shift; done\nexec "$@"\n'
 SCONTROL = '#!/bin/bash\n[[ $1 == show ]] && echo localhost || echo "$@" >> "$QUEUE"\n'
-# Says what it was started with, sleeps, and where it is told to stop ends as torchrun does: with the status 1.
+# Prints its arguments and sleeps; on SIGUSR1 it ends with status 1, as torchrun does.
 TORCHRUN = '#!/bin/bash\ntrap "exit 1" USR1\necho "$@"\nfor _ in $(seq "$NAPS"); do sleep 0.05; done\nexit "$STATUS"\n'
 
 
 @pytest.fixture
 def job(tmp_path):
-    """Start the script as Slurm would; (process, the file that scontrol's calls are written to)."""
+    """(function that starts the script as Slurm would, file with scontrol's calls)."""
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL), ("torchrun", TORCHRUN)):
         (tmp_path / name).write_text(content)
         (tmp_path / name).chmod(0o755)
