@@ -36,7 +36,7 @@ def evaluate(values: DictConfig) -> dict:
         ValueError: the checkpoint or the data cannot be used, or do not fit each other.
         OSError: reading images timed out, or a data worker or another process was lost.
     """
-    options = configuration.typed(values)
+    options = configuration.typed(values, Evaluation)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
     config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
@@ -67,8 +67,8 @@ def score(
     writable_folder("results", results_file.parent)
     writer = PredictionWriter(
         dataset,
-        predictions=options.predictions and writable_folder("predictions", _folder(options.predictions)),
-        overlays=options.overlays and writable_folder("overlays", _folder(options.overlays)),
+        predictions=_writable("predictions", options.predictions),
+        overlays=_writable("overlays", options.overlays),
         overlay_images=options.overlay_images,
     )
     loader = build.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world)
@@ -116,7 +116,8 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
     words = [path.stem] if path.stem != "last" else []
     if options.data.split not in (None, config.data.val_split):
         words.append(options.data.split)
-    if options.data.root is not None and _folder(options.data.root) != _folder(config.data.root):
+    trained_on = None if config.data.root is None else _folder(config.data.root)
+    if options.data.root is not None and _folder(options.data.root) != trained_on:
         words.append(_folder(options.data.root).name)
     if options.data.base_size not in (None, config.data.base_size):
         words.append(f"base{options.data.base_size}")
@@ -140,8 +141,12 @@ def _words(views: Views) -> list[str]:
     return [*words, "flip"] if views.flip else words
 
 
-def _folder(path: str | None) -> Path | None:
-    return None if path is None else Path(path).expanduser().resolve()
+def _writable(key: str, path: str | None) -> Path | None:
+    return writable_folder(key, _folder(path)) if path else None
+
+
+def _folder(path: str) -> Path:
+    return Path(path).expanduser().resolve()
 
 
 @configured("eval", Evaluation)

@@ -1,11 +1,11 @@
-"""Checkpoint files: what a run needs to continue and an evaluation to start, in plain containers and tensors."""
+"""Checkpoint files: all that a run needs to resume and an evaluation to start, as tensors in plain containers."""
 
 import os
 import pickle
 import reprlib
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,10 @@ MOST_CLASSES = 65_535
 
 
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
-    """Write `state` to `path`; the checkpoint that was there becomes `previous`, a file beside it, if one is given.
+    """Write `state` to `path`. The checkpoint that was there is kept as `previous`, a file beside it, if given.
 
-    Whenever the process is killed, `path` holds a complete checkpoint if one was ever written; on a filesystem without
-    hard links it may be `previous`. The next call removes leftovers of a killed process. Only one process may write
-    into a folder.
+    Killing the process at any time leaves a complete checkpoint at `path` if one was ever written; without hard links
+    it may be at `previous`. The next call removes partial files. Only one process may write to a folder.
 
     Raises:
         OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
@@ -49,19 +48,19 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 
 
 def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
-    """Rename a complete file to `path`. `previous` is replaced last: until then, it may be the only good one."""
+    """Rename a complete file to `path`. `previous` is replaced last: until then it may be the only good one."""
     link = None
     if previous is not None and path.exists():
         link = previous.with_name(previous.name + ".partial")
         try:
             os.link(path, link)
-        except OSError:  # a filesystem without hard links: for a moment, there is `previous` alone
+        except OSError:  # no hard links: for a moment only `previous` exists
             os.replace(path, previous)
             link = None
     os.replace(unfinished, path)
-    if link is not None:
+    if link is not None and previous is not None:
         os.replace(link, previous)
-    folder = os.open(path.parent, os.O_RDONLY)  # the renames themselves must reach the disk as well
+    folder = os.open(path.parent, os.O_RDONLY)  # flush the renames too
     try:
         os.fsync(folder)
     finally:
@@ -69,7 +68,7 @@ def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
 
 
 def _disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error of torch.save, whose writer may hide it behind one about an unexpected position."""
+    """The OSError behind an error from torch.save, which may report an unexpected file position instead."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -83,7 +82,7 @@ def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError
 
 
 def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
-    """The end of a message about a full disk: free bytes, the first good checkpoint, and what to do."""
+    """The end of a message about a full disk: free bytes, the last good checkpoint, and what to do."""
     free = "an unknown number of"
     with suppress(OSError):
         free = f"{shutil.disk_usage(folder).free:,}"
@@ -96,35 +95,33 @@ def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:
-    """The first checkpoint that can be read, and its step; None if there is none."""
+    """The first readable checkpoint and its step; None if no file is readable."""
     for path in filter(None, paths):
         with suppress(ValueError):
             return path, load(path)["step"]
     return None
 
 
-def _bytes(value) -> int:
-    """Bytes of all tensors in nested containers: the size of their checkpoint, except for some kB."""
+def _bytes(value: object) -> int:
+    """Bytes of all tensors in nested containers: the size of their checkpoint, to within a few kB."""
     if isinstance(value, Tensor):
         return value.nbytes
     if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return 0
-    return sum(map(_bytes, value))
+        return _bytes(list(value.values()))
+    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def load(path: Path) -> dict:
-    """Read a checkpoint of ours onto the CPU; it cannot carry code (`weights_only`), and every byte is checked.
+    """Read one of our checkpoints onto the CPU. It cannot run code (`weights_only`), and every byte is checked.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or it is not a checkpoint of this project.
+        ValueError: the file does not exist, is damaged, or is not a checkpoint of this project.
     """
     return checked(read(path), path)
 
 
 def checked(state: object, path: Path) -> dict:
-    """The content of a file in the present format. ValueError unless it is a checkpoint that can be evaluated."""
+    """A file's content in the current format. ValueError unless it is a checkpoint that can be evaluated."""
     state = migrated(state)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -135,8 +132,8 @@ def checked(state: object, path: Path) -> dict:
             continue
         if absent or not fits(state[key]):
             found = f"no {key}" if absent else f"{key}={reprlib.repr(state[key])}"
-            raise ValueError(f"checkpoint {path} has {found}: expected {expected}, which a training writes")
-    colours = len(state.get("palette", state["classes"]))
+            raise ValueError(f"checkpoint {path} has {found}: expected {expected}, as training writes it")
+    colours = len(state["palette"] if "palette" in state else state["classes"])
     if colours != len(state["classes"]):
         raise ValueError(
             f"checkpoint {path} has {colours} colours in palette: expected {len(state['classes'])}, as classes"
@@ -145,7 +142,7 @@ def checked(state: object, path: Path) -> dict:
 
 
 def _are(entry_fits: Callable[[object], bool], least: int, most: int) -> Callable[[object], bool]:
-    """Whether a value is a sequence of `least` to `most` entries that fit."""
+    """A test: is a value a sequence of `least` to `most` entries that fit?"""
     return lambda value: (
         isinstance(value, (list, tuple)) and least <= len(value) <= most and all(map(entry_fits, value))
     )
@@ -156,16 +153,15 @@ def _is_name(value: object) -> bool:
 
 
 def _are_tensors(value: object) -> bool:
-    tensors = isinstance(value, dict) and all(isinstance(tensor, Tensor) for tensor in value.values())
-    return tensors and all(map(_is_name, value))
+    return isinstance(value, dict) and all(_is_name(name) and isinstance(part, Tensor) for name, part in value.items())
 
 
 def _is_number(value: object, most: float) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
-# What an evaluation needs of a checkpoint: the test of a value, and what it expects.
-_PARTS = {
+# What an evaluation needs from a checkpoint: a test of each part, and its description.
+_PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "task": (_is_name, "the name of its task"),
     "step": (partial(_is_number, most=float("inf")), "a number of steps"),
     "config": (lambda value: isinstance(value, dict), "the dictionary of the run's configuration"),
@@ -177,19 +173,19 @@ _PARTS = {
         "an (R, G, B) of 0 to 255 for each class",
     ),
 }
-_OPTIONAL = ("ema", "palette")  # without averaged weights, and without colours of the classes
+_OPTIONAL = ("ema", "palette")  # present only with averaged weights, and with coloured classes
 
 
 def read(path: Path) -> object:
-    """The content of any file that torch.save wrote, on the CPU; as safe as `load`.
+    """Read any file written by torch.save onto the CPU, as safely as `load`.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or holds anything but tensors and plain containers.
+        ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"checkpoint {path} {found}: expected a file such as RUN_DIR/checkpoints/last.pt")
-    zipped = False  # otherwise PyTorch before 1.6 wrote it, or it is no checkpoint
+    zipped = False  # otherwise it is from PyTorch before 1.6, or is no checkpoint
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"PK"
@@ -199,20 +195,20 @@ def read(path: Path) -> object:
     except pickle.UnpicklingError as error:
         damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
         raise ValueError(
-            f"checkpoint {path} {damaged}contains something else than tensors and plain containers; it is not loaded, "
-            f"because it could run code"
+            f"checkpoint {path} {damaged}contains more than tensors and plain containers: not loaded, because it "
+            f"could run code"
         ) from error
     except Exception as error:  # damaged bytes raise almost anything
         raise ValueError(
-            f"checkpoint {path} is damaged or cannot be read ({error or type(error).__name__}); others of its run "
-            f"may be good: previous.pt, best.pt"
+            f"checkpoint {path} is damaged or cannot be read ({error or type(error).__name__}); previous.pt or "
+            f"best.pt of the same run may be good"
         ) from error
 
 
 def load_network(
-    make: Callable[[], nn.Module], state: dict, classes: tuple[str, ...], source: Path, averaged: bool = True
+    make: Callable[[], nn.Module], state: dict, classes: Sequence[str], source: Path, averaged: bool = True
 ) -> nn.Module:
-    """The network that `make` builds from the checkpoint's configuration, with the checkpoint's weights.
+    """Build the network of the checkpoint's configuration with `make`, and load the checkpoint's weights.
 
     `averaged` takes the averaged weights if the checkpoint has them.
 
@@ -223,14 +219,14 @@ def load_network(
     if trained != tuple(classes):
         raise ValueError(
             f"checkpoint {source} was trained on {len(trained)} classes ({', '.join(trained[:3])}, …) and the dataset "
-            f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on the dataset it was trained on"
+            f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on its own dataset"
         )
     try:
         network = make()
     except (ValueError, RuntimeError, TypeError) as error:  # PyTorch raises any of them for huge numbers
         if is_out_of_memory(error):
             raise
-        reason = str(error).partition("\nException raised from")[0]  # frames of C++
+        reason = str(error).partition("\nException raised from")[0]  # without the C++ frames
         raise ValueError(f"checkpoint {source}: the network of its configuration cannot be built: {reason}") from error
     try:
         network.load_state_dict(state["ema" if averaged and "ema" in state else "network"])
@@ -240,11 +236,11 @@ def load_network(
 
 
 def _check_bytes(path: Path) -> None:
-    """Compare the checksums that torch.save writes and torch.load ignores. ValueError says which part is wrong."""
+    """Verify the checksums that torch.save writes and torch.load ignores. ValueError names the bad part."""
     with zipfile.ZipFile(path) as archive:
         wrong = archive.testzip()
         folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
     if wrong is not None:
-        raise ValueError(f"the checksum of its part {wrong} is wrong")
-    if folders:  # a damaged attribute, which has no checksum: torch.load would return uninitialised memory
+        raise ValueError(f"its part {wrong} has a wrong checksum")
+    if folders:  # attributes have no checksum, and torch.load would return uninitialised memory
         raise ValueError(f"its part {folders[0]} is marked as a folder")

@@ -1,5 +1,8 @@
-"""Checkpoints of earlier versions in the present format. (Keys younger than a checkpoint get their defaults in
-`config.from_plain`; scripts.predict takes colours, which the oldest ones lack, from the data.)"""
+"""Convert checkpoints of earlier versions to the current format.
+
+Keys newer than a checkpoint get their defaults in `config.from_plain`. The oldest checkpoints have no colours:
+scripts.predict takes them from the data.
+"""
 
 from torch import Tensor
 
@@ -8,18 +11,15 @@ SEGMENTATION_ONLY = "inplace-abn-segmentation/1"  # train_seg.py wrote it before
 
 
 def migrated(state: object) -> object:
-    """`state`, read from a file, in the present format if it is of an earlier one; otherwise unchanged.
-
-    What is malformed stays as it is, for `checkpoint.checked` to refuse.
-    """
+    """`state`, read from a file, converted to the current format; malformed content is left to `checkpoint.checked`."""
     if not isinstance(state, dict) or state.get("format") != SEGMENTATION_ONLY:
         return state
     state = {"skipped_images": 0, **state, "format": FORMAT, "task": "segmentation"}
-    if isinstance(state.get("config"), dict):  # before there were samplers
+    if isinstance(state.get("config"), dict):  # older than samplers
         state["config"] = {"sampler": {"name": "uniform"}, **state["config"]}
     random = state.get("random")
     if isinstance(random, dict) and isinstance(random.get("cpu"), Tensor):
-        # Before there were ranks: one process, with the states of all its devices.
+        # Older than ranks: one process, with the states of all its devices.
         cuda = random.get("cuda")
         state["random"] = {"cpu": [random["cpu"]], "cuda": cuda[:1] if isinstance(cuda, list) else []}
     return state

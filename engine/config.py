@@ -1,19 +1,20 @@
-"""From what Hydra composes to checked dataclass instances of `engine.schema`, and to plain dictionaries and back."""
+"""Convert Hydra's configs to checked dataclasses of `engine.schema`, and those to plain dictionaries and back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from typing import TypeVar
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import alternative, check_values, groups_of
+from engine.schema.keys import Keys, alternative, check_values, groups_of
 from engine.schema.training import TrainingRun
 
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
-Schema = TypeVar("Schema", bound=TrainingRun)
+Schema = TypeVar("Schema", bound=Keys)
+Task = TypeVar("Task", bound=TrainingRun)
 
 
 def register(name: str, schema: type) -> None:
@@ -25,8 +26,8 @@ def register(name: str, schema: type) -> None:
             store.store(group=f"schema/{group}", name=choice, node=node, package=group)
 
 
-def typed(values: DictConfig, schema=None):
-    """The dataclass instance of a config that Hydra composed.
+def typed(values: DictConfig, schema: type[Schema]) -> Schema:
+    """The checked dataclass instance of a config that Hydra composed from `schema`.
 
     Raises:
         ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
@@ -34,22 +35,22 @@ def typed(values: DictConfig, schema=None):
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
-    config = OmegaConf.to_object(values)
-    unknown = flat(OmegaConf.to_container(values)).keys() - flat(plain(config)).keys()
+    config: Keys = _instance(values, schema)
+    unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
-        raise ValueError(f"{sorted(unknown)[0]} is not a key of the configuration; --cfg job prints those that are")
+        raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")
     check_values(config)
     return config
 
 
-def of_checkpoint(state: dict, schema: type[Schema], source: str) -> Schema:
-    """The configuration in a checkpoint of the schema's task.
+def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
+    """The configuration in a checkpoint.
 
     Raises:
-        ValueError: the checkpoint is of another task, or has too many classes for it. Names `source`.
+        ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
     """
     if state["task"] != schema.task:
-        raise ValueError(f"{source} is of the task {state['task']}: expected {schema.task}")
+        raise ValueError(f"{source} is for the task {state['task']}: expected {schema.task}")
     if len(state["classes"]) > schema.most_classes:
         raise ValueError(
             f"{source} has {len(state['classes'])} classes: expected at most {schema.most_classes} for {schema.task}"
@@ -58,9 +59,9 @@ def of_checkpoint(state: dict, schema: type[Schema], source: str) -> Schema:
 
 
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
-    """The inverse of `plain`. Keys that are missing, because they are younger than a checkpoint, get their defaults.
+    """The inverse of `plain`. Keys newer than the checkpoint get their defaults.
 
-    Only groups that an evaluation needs are checked; a training that continues compares all keys with the command's.
+    Only the groups that an evaluation needs are checked. Resuming compares all keys with the command's anyway.
 
     Raises:
         ValueError: a key or value does not fit the schema. Names `source`.
@@ -68,26 +69,32 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
     with _misfits_of(source):
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
-            merged[name] = _selected(values, name, alternatives)
-        config = OmegaConf.to_object(OmegaConf.merge(merged, values))
+            merged[name] = OmegaConf.structured(_selected(values, name, alternatives))
+        config = _instance(OmegaConf.merge(merged, values), schema)
         for entry in fields(config):
             if entry.name in NEEDED_TO_EVALUATE:
                 check_values(getattr(config, entry.name), f"{entry.name}.")
         return config
 
 
-def group_from_plain(values: dict, group: str, alternatives: dict[str, type], source: str):
-    """One group of the configuration in a checkpoint of any task. ValueError: see `from_plain`."""
+def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[Schema]], source: str) -> Schema:
+    """One group of the configuration in a checkpoint for any task. ValueError: see `from_plain`."""
     with _misfits_of(source):
-        config = OmegaConf.to_object(OmegaConf.merge(_selected(values, group, alternatives), values[group]))
+        schema = _selected(values, group, alternatives)
+        config = _instance(OmegaConf.merge(OmegaConf.structured(schema), values[group]), schema)
         check_values(config, f"{group}.")
         return config
 
 
-def _selected(values: dict, group: str, alternatives: dict[str, type]) -> DictConfig:
+def _selected(values: dict, group: str, alternatives: Mapping[str, type[Schema]]) -> type[Schema]:
     chosen = values.get(group)
-    name = chosen.get("name") if isinstance(chosen, dict) else None
-    return OmegaConf.structured(alternative(group, alternatives, name))
+    return alternative(group, alternatives, chosen.get("name") if isinstance(chosen, dict) else None)
+
+
+def _instance(values: Any, schema: type[Schema]) -> Schema:
+    config = OmegaConf.to_object(values)
+    assert isinstance(config, schema), f"composed from {type(config).__name__}: expected {schema.__name__}"
+    return config
 
 
 @contextmanager
@@ -98,12 +105,18 @@ def _misfits_of(source: str) -> Iterator[None]:
         raise ValueError(f"{source}: its configuration does not fit this version of the code: {error}") from error
 
 
-def plain(config) -> dict:
+def plain(config: Keys) -> dict:
     """A schema's instance as nested dictionaries, lists, strings and numbers."""
-    return OmegaConf.to_container(OmegaConf.structured(config))
+    return _container(OmegaConf.structured(config))
 
 
-def yaml(config) -> str:
+def _container(values: DictConfig) -> dict:
+    plain_values = OmegaConf.to_container(values)
+    assert isinstance(plain_values, dict)
+    return plain_values
+
+
+def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
@@ -116,12 +129,12 @@ def flat(values: dict, prefix: str = "") -> dict:
     return leaves
 
 
-def fixed(config, prefix: str = "") -> dict[str, object]:
-    """{"optim.lr": 1, …}: the keys that say what a run computes, which a resumed run may not change."""
+def fixed(config: Keys, prefix: str = "") -> dict[str, object]:
+    """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
     leaves = {}
     for entry in fields(config):
         value = getattr(config, entry.name)
-        if is_dataclass(value):
+        if isinstance(value, Keys):
             leaves.update(fixed(value, f"{prefix}{entry.name}."))
         elif not entry.metadata.get("free_on_resume"):
             leaves[prefix + entry.name] = value

@@ -1,23 +1,26 @@
 """What a program prints: console, log, progress bars."""
 
 import logging
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
+from engine.dataset import SizedIterable
+
+Item = TypeVar("Item")
 logger = logging.getLogger("engine")
 
 
 def make_console(rank: int = 0) -> Console:
-    """The terminal; if the output goes to a file or a pipe, lines are not broken at 80 columns.
+    """A console for rank `rank`; only rank 0 prints. In files and pipes, lines do not break at 80 columns.
 
-    Of several processes only the first prints. Square brackets and colons are printed as they are: they may be part of
-    a path or a name in the data.
+    Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
     make = partial(Console, quiet=rank > 0, markup=False, emoji=False)
     console = make()
@@ -25,9 +28,9 @@ def make_console(rank: int = 0) -> Console:
 
 
 def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
-    """Send the log to the console and append it, with times and details, to `file`.
+    """Send the log to the console, and append it with times and debug messages to `file`.
 
-    Processes other than the first print their warnings to stderr.
+    Ranks other than 0 print only warnings, to stderr.
     """
     for handler in logger.handlers[:]:
         logger.removeHandler(handler)
@@ -41,8 +44,8 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         logger.addHandler(warnings_only)
         return
     if console.is_terminal:
-        on_console = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
-    else:  # a line is a line
+        on_console: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
+    else:  # a RichHandler would wrap lines
         on_console = logging.StreamHandler(console.file)
         on_console.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))
     on_console.setLevel(logging.INFO)
@@ -55,14 +58,14 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
 
 
 class LogFile(logging.FileHandler):
-    """Drops lines that a full disk does not take: logging would print a traceback for each, and the run ends anyway."""
+    """Drops lines if the disk is full: logging would print a traceback for each, and the run fails anyway."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def progress_bar(console: Console, *extra: TextColumn) -> Progress:
-    """A progress bar with count, the `extra` columns and the time left; nothing unless the console is a terminal."""
+    """A progress bar with count, the `extra` columns and the time left; shown only on a terminal."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -76,8 +79,8 @@ def progress_bar(console: Console, *extra: TextColumn) -> Progress:
     )
 
 
-def tracked(progress: Progress, items: Sized, description: str) -> Iterator:
-    """Yield the items and count them in a bar of `progress`, which is removed at the end."""
+def tracked(progress: Progress, items: SizedIterable[Item], description: str) -> Iterator[Item]:
+    """Yield the items and count them in a temporary bar of `progress`."""
     task = progress.add_task(description, total=len(items), status="")
     try:
         for item in items:
@@ -89,7 +92,7 @@ def tracked(progress: Progress, items: Sized, description: str) -> Iterator:
 
 @contextmanager
 def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
-    """A function (done, total) that updates a progress bar, which appears with its first call."""
+    """Context for a function (done, total) that updates a progress bar; its first call shows the bar."""
     with progress_bar(console) as progress:
         task = progress.add_task(description, total=None, status="", visible=False)
 

@@ -1,13 +1,27 @@
-"""One split of a dataset, as a run of any task needs it."""
+"""What a run of any task needs from its data."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar
+
+Item_co = TypeVar("Item_co", covariant=True)
 
 
 class Dataset(Protocol):
-    name: str  # for messages and results, as is split
-    split: str
-    classes: tuple[str, ...]  # names, by number
-    palette: Sequence[tuple[int, int, int]] | None  # (R, G, B) of each class, if classes have colours
+    """One split. Messages and results show its name and split."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...  # names, by number
+    @property
+    def palette(self) -> Sequence[tuple[int, int, int]] | None: ...  # (R, G, B) of each class; None without colours
+    def __len__(self) -> int: ...
+
+
+class SizedIterable(Protocol[Item_co]):
+    """Such as a DataLoader."""
 
     def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Item_co]: ...

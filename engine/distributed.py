@@ -1,19 +1,22 @@
-"""The processes of one run: torchrun starts one per device; without it there is only this one."""
+"""The processes of a run: one per device under torchrun, otherwise just this one."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class World:
-    """This process, number `rank` of `size`, and the device that it computes on."""
+    """This process, `rank` of `size`, and its device."""
 
     rank: int = 0
     size: int = 1
@@ -25,48 +28,48 @@ class World:
         return self.rank == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place; every process must call it."""
+        """Sum over all ranks, in place. Every rank must call it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, value) -> list:
-        """The (picklable) values of all processes, by rank; every process must call it."""
+    def gather(self, value: T) -> list[T]:
+        """The (picklable) values of all ranks, in order. Every rank must call it."""
         if self.size == 1:
             return [value]
-        values = [None] * self.size
+        values = [value] * self.size
         dist.all_gather_object(values, value)
         return values
 
-    def check_equal(self, value, advice: str) -> None:
-        """Raise ValueError in every process, with `advice`, unless the (picklable) values of all are equal."""
+    def check_equal(self, value: object, advice: str) -> None:
+        """Raise ValueError with `advice` on every rank unless the (picklable) values of all ranks are equal."""
         values = self.gather(value)
         if any(other != values[0] for other in values):
             raise ValueError(f"the processes of this run differ: {_differences(values)}; {advice}")
 
     @contextmanager
     def first_goes_ahead(self) -> Iterator[bool]:
-        """Context in which the first process, which gets True, works while the others wait, however long it takes.
+        """Context in which rank 0, which gets True, works first; the others wait however long it takes.
 
-        If it fails, they end with an error.
+        If rank 0 fails, the others fail too.
         """
         if self.size == 1:
             yield True
             return
-        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # connects: its end is seen by the others
+        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # connected: all notice if rank 0 dies
         yield self.first
         dist.barrier(patient)
         dist.destroy_process_group(patient)
 
     def share_buffers(self, network: nn.Module) -> None:
-        """Give every process the first one's buffers: without synchronised norms each has statistics of its own."""
+        """Copy rank 0's buffers to all ranks, whose statistics differ unless norms are synchronised."""
         if self.size > 1:
             for buffer in network.buffers():
                 dist.broadcast(buffer, src=0)
 
 
 def _differences(values: list) -> str:
-    """The values by process; of dictionaries, only the entries that differ."""
+    """List the values by process; dictionaries are reduced to the entries that differ."""
     if isinstance(values[0], dict):
         every = set().union(*values)
         keys = {key for key in every if any(value.get(key) != values[0].get(key) for value in values)}
@@ -81,28 +84,28 @@ def launched() -> bool:
 
 @contextmanager
 def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[World]:
-    """The world that this process belongs to. A process group that is already initialised is used as it is.
+    """Join the process group and yield this process's world. An initialised process group is used as it is.
 
     Args:
-        device: "auto", "cpu" or "cuda"; under torchrun each process of a machine takes a CUDA device of its own.
-        timeout_seconds: a process that waits longer than this for another one stops with an error.
+        device: "auto", "cpu" or "cuda"; under torchrun each process takes a CUDA device of its own.
+        timeout_seconds: how long a process waits for another before it fails.
         keys: prefix of the configuration keys device and timeout_seconds, for error messages.
 
     Raises:
-        ValueError: "cuda" where PyTorch sees no CUDA device, or fewer than processes on this machine.
-        ConnectionError: another process ended, or did not come within the timeout.
+        ValueError: "cuda" without a CUDA device, or with fewer devices than processes on this machine.
+        ConnectionError: another process ended, or was not there within the timeout.
     """
     own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
     started = launched() and not dist.is_initialized()
     try:
         if started:
-            # Gloo beside nccl: flags and objects in CPU memory travel without waiting for the device.
+            # Gloo beside NCCL: flags and objects in CPU memory need not wait for the device.
             backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
             timeout = timedelta(seconds=timeout_seconds)
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             if os.environ["GROUP_WORLD_SIZE"] == "1":
-                # torchrun on a single machine (static rendezvous) keeps this store when it restarts the processes:
-                # without a prefix an attempt may find the addresses of the previous one.
+                # On a single machine (static rendezvous) torchrun keeps this store when it restarts the processes:
+                # without a prefix they could read addresses of the previous attempt.
                 store = dist.PrefixStore(f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         together = dist.is_available() and dist.is_initialized()
@@ -114,25 +117,25 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         limit = f"{keys}timeout_seconds={timeout_seconds:g}" if keys else f"{timeout_seconds:g} seconds"
         raise ConnectionError(
             f"process {rank} of the run lost another one, or waited for it longer than {limit} "
-            f"({str(error).strip().splitlines()[0]}). The message of the one that failed first says why; start all of "
+            f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
             f"them again with resume=auto"
         ) from error
-    if started:  # after an error the others may be gone, and the end of this process says so
+    if started:  # not after an error: the others may be gone, and notice when this process ends
         dist.destroy_process_group()
 
 
 def _is_lost_connection(error: RuntimeError) -> bool:
-    """NCCL and the store raise a type of their own; gloo's errors contain the path of its source."""
+    """NCCL and the store raise their own type; gloo's errors contain the path of its source."""
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None:
-    """The processes on this machine as a group of their own; None (all processes) if there is one machine."""
+    """The process group of this machine; None (all processes) if there is only one machine."""
     nodes = world.gather(int(os.environ.get("GROUP_RANK", 0)))
     if len(set(nodes)) == 1:
         return None
     own = None
-    for node in sorted(set(nodes)):  # every process takes part in making every group
+    for node in sorted(set(nodes)):  # every rank must take part in creating every group
         members = [rank for rank, other in enumerate(nodes) if other == node]
         group = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds))
         own = group if node == nodes[world.rank] else own
@@ -140,7 +143,7 @@ def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None
 
 
 def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.device:
-    """The device of a process: `name` is "auto", "cpu" or "cuda". ValueError: see `joined`; names `key`."""
+    """The device of a process from "auto", "cpu" or "cuda". ValueError: see `joined`; names `key`."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""What an evaluation finds, whatever the task."""
+"""The outcome of an evaluation, whatever the task."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,13 +14,14 @@ from models.layers import Extreme
 class Evaluated:
     """
     scores: for metrics.jsonl and results.json.
-    summary: for the log, one line.
-    images: how many were evaluated, by all processes.
-    details: for results.json alone.
+    summary: one line for the log.
+    images: number of evaluated images, over all ranks.
+    details: for results.json only.
     curves: values for TensorBoard, by name.
-    table, confusion: the scores for the console, and a figure for TensorBoard and a PNG; both are made only at the end.
+    table: makes the console's table of the scores; called only at the end of the run, like `confusion`.
+    confusion: makes a figure for TensorBoard and a PNG.
     pictures: uint8 (H, W, 3) by name, for TensorBoard.
-    layers: of `layer_health`, in the first process alone.
+    layers: result of `layer_health`, on rank 0 only.
     """
 
     scores: dict

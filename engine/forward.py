@@ -1,8 +1,9 @@
-"""uint8 images -> logits: the one way of training, evaluation, prediction and benchmarks."""
+"""uint8 images -> logits, the same way in training, evaluation, prediction and benchmarks."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Forward:
-    """Normalises images on the network's device and calls the network, in the run's precision.
+    """Normalises images on the network's device and calls the network in the run's precision.
 
-    network: (N, 3, H, W) normalised float32 images -> logits.
+    network: normalised float32 images (N, 3, H, W) -> logits.
     mean, std: float32 (1, 3, 1, 1), RGB in 0-255, on the network's device.
-    memory_format: of the images that the network gets.
+    memory_format: of the normalised images.
     autocast: makes a fresh context for each pass.
     """
 
@@ -25,11 +26,11 @@ class Forward:
     memory_format: torch.memory_format
     autocast: Callable[[], AbstractContextManager]
 
-    def __call__(self, images: Tensor, at: tuple[int, int] | None = None, **options) -> Tensor:
+    def __call__(self, images: Tensor, at: tuple[int, int] | None = None, **options: Any) -> Tensor:
         """Logits of RGB images (N, 3, H, W) with values 0-255, on any device.
 
-        The images travel in their own dtype, uint8 as a rule. `at`: (H, W) to which they are resized for the network;
-        None keeps their size. `options` are the network's.
+        Images are moved to the network's device in their own dtype, usually uint8, and resized to `at`, (H, W), unless
+        it is None. `options` go to the network.
         """
         inputs = self.normalised(images)
         if at not in (None, tuple(images.shape[-2:])):
@@ -43,5 +44,5 @@ class Forward:
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
 
     def through(self, network: nn.Module) -> "Forward":
-        """The same through another network."""
+        """The same with another network."""
         return replace(self, network=network)

@@ -1,8 +1,7 @@
-"""A network with everything that changes while it learns, and what one optimiser step does to it."""
+"""A network with everything that changes in training: optimiser, schedule, loss scale, averaged weights."""
 
 import math
 import warnings
-from collections.abc import Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -12,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import AveragedModel
 
+from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
 from models.layers import renew_statistics
@@ -22,14 +22,14 @@ SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broke
 @dataclass
 class Learner:
     """
-    network: what is trained, saved and evaluated.
-    forward: from images through the same parameters, as training calls them: compiled or distributed, if the run is.
-    scaler: of the loss, for float16.
-    accumulation_steps: micro-batches that the process splits its share of a minibatch into.
-    average: the exponential moving average of the weights, which is then evaluated; None without one.
-    statistics_minibatches: give the average's norms running statistics of their own before an evaluation; without
-        any they keep the trained network's.
-    max_gradient_norm: longer gradients are clipped to it.
+    network: the bare network, which is trained, saved and (unless averaged) evaluated.
+    forward: from images through the same parameters, compiled and wrapped in DDP as configured.
+    scaler: scales the loss in float16.
+    accumulation_steps: micro-batches per minibatch on each rank.
+    average: exponential moving average of the weights; if not None, it is evaluated instead of `network`.
+    statistics_minibatches: renew the average's norm statistics before an evaluation; if empty, its norms keep the
+        trained network's.
+    max_gradient_norm: clips gradients; None does not.
     """
 
     network: nn.Module
@@ -39,16 +39,16 @@ class Learner:
     scaler: torch.amp.GradScaler
     accumulation_steps: int = 1
     average: AveragedModel | None = None
-    statistics_minibatches: Sized = ()
+    statistics_minibatches: SizedIterable[dict] = ()
     max_gradient_norm: float | None = None
 
     @property
     def evaluated(self) -> Forward:
-        """Through the bare network whose scores count: the averaged one if there is one."""
+        """Through the bare network that is scored: the averaged one, if any."""
         return self.forward.through(self.network if self.average is None else self.average.module)
 
     def prepare_evaluation(self, world: World) -> None:
-        """Give the evaluated network its running statistics, the same in every process. Every process calls it."""
+        """Give the evaluated network its running statistics, equal on all ranks. Every rank must call it."""
         if len(self.statistics_minibatches) > 0:
             images = (minibatch["image"] for minibatch in self.statistics_minibatches)
             renew_statistics(self.evaluated.network, images, forward=self.evaluated)
@@ -64,20 +64,19 @@ class Learner:
         self.scaler.scale(loss).backward()
 
     def gradient_norm(self) -> Tensor:
-        """Euclidean norm of the whole gradient, a scalar on the network's device. Clips to `max_gradient_norm`."""
+        """Euclidean norm of the whole gradient, a scalar on the network's device; clips to `max_gradient_norm`."""
         self.scaler.unscale_(self.optimizer)
-        parameters = [p for p in self.network.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters])
+        norm = get_total_norm([p.grad for p in self.network.parameters() if p.grad is not None])
         if self.max_gradient_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_gradient_norm, norm)
+            clip_grads_with_norm_(self.network.parameters(), self.max_gradient_norm, norm)
         return norm
 
     def check(self, loss: float, gradient_norm: float) -> None:
-        """Before a step.
+        """Check loss and gradient before a step.
 
         Raises:
-            FloatingPointError: the loss or gradient is not finite. An infinite float16 gradient is no error: the step
-                is skipped and the loss scaled down, until that has happened too often.
+            FloatingPointError: one is not finite. In float16, gradients may overflow: the step is then skipped and the
+                loss scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
         """
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}; {self._largest_weight()}")
@@ -86,10 +85,10 @@ class Learner:
             raise FloatingPointError(f"the gradient is {gradient_norm}; {self._largest_gradient()}")
 
     def step(self) -> None:
-        """Change the weights, then the learning rate and the averaged weights."""
+        """Update the weights, the learning rate and the averaged weights."""
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # float16 may skip the very first optimiser steps. (The context makes Python repeat warnings: not elsewhere.)
+        # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
         with warnings.catch_warnings() if self.scaler.is_enabled() else nullcontext():
             if self.scaler.is_enabled():
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
@@ -99,14 +98,14 @@ class Learner:
 
     @property
     def loss_scale(self) -> float | None:
-        """The factor of a float16 loss; None in other precisions."""
+        """The scale of a float16 loss; None in other precisions."""
         return self.scaler.get_scale() if self.scaler.is_enabled() else None
 
     def state_dict(self, step: int) -> dict:
-        """The state after `step` steps, in plain containers and tensors; averaged weights have the network's names.
+        """The state after `step` steps, as tensors in plain containers; averaged weights have the network's names.
 
         Raises:
-            FloatingPointError: a weight or statistic is not finite, which makes a checkpoint useless.
+            FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """
         weights = self.network.state_dict()
         broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
@@ -128,7 +127,7 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`, in every process."""
+        """The inverse of `state_dict`. Every rank must call it."""
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -151,6 +150,6 @@ class Learner:
 
 
 def _largest(tensors: dict[str, Tensor]) -> tuple[str, float]:
-    """Name and Euclidean norm of the largest tensor, in float64; NaN is larger than anything."""
+    """Name and Euclidean norm (float64) of the tensor with the largest norm; NaN counts as the largest."""
     norms = {name: tensor.double().norm().item() for name, tensor in tensors.items()}
     return max(norms.items(), key=lambda entry: math.inf if math.isnan(entry[1]) else entry[1])

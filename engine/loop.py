@@ -1,4 +1,4 @@
-"""Training: the steps of a run."""
+"""The training loop."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -12,22 +12,24 @@ from engine.learner import Learner
 from engine.out_of_memory import memory_errors
 from engine.peak_memory import peak_memory_mib
 from engine.profiling import profiled
-from engine.run import Run
+from engine.run import Config, Run, Split
 from engine.stopping import Preempted
 
-Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> the mean over the images of a micro-batch
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
 
-def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[[], Evaluated]) -> Evaluated:
-    """Train `run.learner` to the end of `minibatches`, one optimiser step each; evaluate when scheduled and at the end.
+def train(
+    run: Run[Config, Split], minibatches: Iterable[dict], loss: Loss, evaluate: Callable[[], Evaluated]
+) -> Evaluated:
+    """Train `run.learner`, one optimiser step per minibatch; evaluate when scheduled and at the end.
 
-    `minibatches` holds this process's share of each: "image" uint8 (N, 3, H, W), "label", and lists of N "name" and
-    "skipped" (lines about unreadable images). All processes take the same steps, also if one is asked to stop.
+    `minibatches` holds this rank's share of each: "image" uint8 (N, 3, H, W), "label", and lists of N "name" and
+    "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
 
     Raises:
         FloatingPointError: the loss or gradient of a step is not finite.
         MemoryError: the device has not enough memory; says what would need less.
-        Preempted: the run was asked to stop; the step that was under way has been saved.
+        Preempted: the run was asked to stop; the current step has been saved.
         ValueError: too many images could not be read.
     """
     learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
@@ -35,7 +37,7 @@ def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[
     if run.config.trainer.profile and world.first:
         minibatches = profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
     with metrics:
-        if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped in it
+        if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # stopped during it
             run.record(run.start_step, evaluate())
             metrics.pause_ended()
         if run.stop.anywhere(world):
@@ -65,8 +67,8 @@ def train(run: Run, minibatches: Iterable[dict], loss: Loss, evaluate: Callable[
 
 
 @contextmanager
-def _errors_of(step: int, minibatch: dict, run: Run) -> Iterator[None]:
-    """Wraps a step: its errors name the step, the images, and what would need less memory."""
+def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[None]:
+    """Wraps a step: errors name the step, the images, and what would need less memory."""
     images, parts = minibatch["image"], run.learner.accumulation_steps
     crops = f"{-(-len(images) // parts)} crops of {images.shape[2]}x{images.shape[3]} pixels at a time"
     advice = run.config.memory_advice(run.world.size)
@@ -78,11 +80,10 @@ def _errors_of(step: int, minibatch: dict, run: Run) -> Iterator[None]:
 
 
 def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> tuple[float, float]:
-    """One optimiser step on this process's share of a minibatch of `minibatch_size` images.
+    """One optimiser step on this rank's share of a minibatch of `minibatch_size` images.
 
-    Every image of the whole minibatch has the same weight, however many of them a process or a micro-batch has: the
-    processes' gradients are averaged, so the mean loss of a micro-batch is weighted by its number of images, divided by
-    the average number per process.
+    Every image of the minibatch has the same weight, even if ranks or micro-batches differ in size. DDP averages
+    gradients over ranks, so a micro-batch's mean loss is weighted by its number of images / the mean number per rank.
 
     Returns:
         The mean loss of the whole minibatch, and the norm of the gradient before clipping.
@@ -109,7 +110,7 @@ def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: in
 
 
 def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
-    """Yields the minibatches with their tensors on `device`; CUDA copies the next one while it computes on this one."""
+    """Move the minibatches' tensors to `device`; on CUDA the next copy overlaps with the current step."""
     if device.type != "cuda":
         yield from minibatches
         return
@@ -128,9 +129,9 @@ def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[di
 
 
 def _arrived(minibatch: dict, copied: torch.cuda.Event) -> dict:
-    present = torch.cuda.current_stream()
-    present.wait_event(copied)
+    current = torch.cuda.current_stream()
+    current.wait_event(copied)
     for value in minibatch.values():
         if isinstance(value, Tensor):
-            value.record_stream(present)  # keeps its memory until the present stream is done with it
+            value.record_stream(current)  # keeps its memory until the current stream is done with it
     return minibatch

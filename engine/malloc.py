@@ -1,16 +1,16 @@
-"""Telling the C library to keep freed memory."""
+"""Keeping freed memory in the process."""
 
 import ctypes
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep freed memory of this process for its next allocation, as CUDA's caching allocator does.
+    """Make the C library reuse freed memory, as CUDA's caching allocator does.
 
-    By default glibc returns large buffers to the system when they are freed and takes new ones page by page. That can
-    cost several times as much as computing their values, or nothing, depending on their neighbours in memory.
+    By default glibc returns large freed buffers to the system and gets new ones page by page. That can cost several
+    times as much as computing their values, or nothing, depending on their neighbours in memory.
 
     Returns:
-        Whether the C library could be told (glibc only).
+        Whether it worked (glibc only).
     """
     trim_threshold, mmap_max = -1, -4  # from malloc.h
     try:

@@ -1,4 +1,4 @@
-"""The records of a training run: progress bar, log, metrics.jsonl, TensorBoard, and the summary at its end."""
+"""The records of a training run: progress bar, log, metrics.jsonl, TensorBoard, and the final summary."""
 
 import json
 import logging
@@ -22,14 +22,14 @@ from engine.run_directory import RunDirectory
 
 
 class MetricsLogger:
-    """Records one training run. A context manager: on exit everything is on disk, whatever ended the run.
+    """Records one training run. A context manager: on exit everything is on disk, even after an error.
 
     Args:
-        run_dir: where metrics.jsonl and tensorboard/ are kept; None in a process that only counts along.
-        console: where the progress bar is drawn.
+        run_dir: for metrics.jsonl and tensorboard/; None on ranks that only keep the counts.
+        console: for the progress bar.
         score: name of the score that selects best.pt.
         total_steps: length of the run.
-        start_step: steps already done. Later records, of a run that was killed after its last checkpoint, are removed.
+        start_step: steps already done. Later records, left by a run killed after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
         config_text: config.yaml, shown in TensorBoard.
     """
@@ -46,21 +46,21 @@ class MetricsLogger:
     ):
         self.run_dir = run_dir
         self.score = score
-        self.scores: dict[int, float] = {}  # by step, of all evaluations, also those before the run was resumed
+        self.scores: dict[int, float] = {}  # by step, of all evaluations, including those before resuming
         if run_dir is not None:
             self.metrics_file = run_dir / "metrics.jsonl"
             self._drop_records_beyond(start_step, total_steps)
-            if start_step == 0:  # left by an attempt without a checkpoint
+            if start_step == 0:  # left by an attempt that saved no checkpoint
                 for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
                     events.unlink()
             self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)
-            if start_step == 0:  # a continued run still has it
+            if start_step == 0:  # a resumed run still has it
                 self.tensorboard.add_text("config", f"```yaml\n{config_text}\n```", 0)
         self.skipped = skipped
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
-        self.losses_and_norms: list[tuple[float, float]] = []  # since the last record, as are images and seconds
+        self.losses_and_norms: list[tuple[float, float]] = []  # since the last record, like images and seconds
         self.images, self.seconds = 0, 0.0
         self.all_steps, self.all_images, self.all_seconds, self.peak_memory_mib = 0, 0, 0.0, 0.0  # of this process
         self.step_started = time.perf_counter()
@@ -70,22 +70,22 @@ class MetricsLogger:
         self.step_started = time.perf_counter()
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.progress.stop()
         if self.skipped and self.run_dir is not None:
             logger.warning(f"{self.skipped} training images could not be read and were skipped")
         if self.run_dir is not None:
-            # On a full disk the error that ended the training says more than this one.
+            # On a full disk the error that ended the training says more than a failing close.
             with suppress(OSError) if exception[0] else nullcontext():
                 self.tensorboard.close()
 
     @property
     def best_score(self) -> float:
-        """Of all evaluations; minus infinity before the first."""
+        """The best of all evaluations; minus infinity before the first."""
         return max((score for score in self.scores.values() if not math.isnan(score)), default=-math.inf)
 
     def step(self, loss: float, gradient_norm: float, images: int) -> None:
-        """Count one training step. It took the time since the last call of `step` or `pause_ended`."""
+        """Count one training step, timed from the last call of `step` or `pause_ended`."""
         now = time.perf_counter()
         self.losses_and_norms.append((loss, gradient_norm))
         self.images += images
@@ -97,21 +97,21 @@ class MetricsLogger:
         self.progress.update(self.task, advance=1)
 
     def skips(self, count: int, reasons: list[str]) -> None:
-        """Count unreadable images of all processes; log the `reasons`, which are this process's."""
+        """Count the unreadable images of all ranks; log this rank's `reasons`."""
         for reason in reasons:
             logger.warning(f"skipped: {reason}")
         self.skipped += count
 
     def pause_ended(self) -> None:
-        """Exclude the time since the last step, of an evaluation say, from the next one."""
+        """Exclude the time since the last step (e.g. an evaluation) from the next."""
         self.step_started = time.perf_counter()
 
     def training(
         self, step: int, epoch: float, lr: float, peak_memory_mib: float, loss_scale: float | None = None
     ) -> None:
-        """Record the means since the last call; `lr` is the last step's.
+        """Record the mean loss, gradient norm and speed since the last call, and the last step's `lr`.
 
-        `loss_scale`: of float16. Skipped images are recorded once there are any, counted since the start of the run.
+        `loss_scale`: None unless in float16. Skipped images are counted from the start of the run, and recorded if any.
         """
         loss, gradient_norm = (sum(column) / len(column) for column in zip(*self.losses_and_norms, strict=True))
         speed = self.images / self.seconds
@@ -133,15 +133,15 @@ class MetricsLogger:
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
         for name, value in values.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
-        self.tensorboard.flush()  # for those who watch
-        # Short enough for a bar on a terminal of 80 columns.
+        self.tensorboard.flush()
+        # Leaves room for a bar on a terminal of 80 columns.
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
         # On a terminal the progress bar says the same.
         logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
 
     def evaluation(self, step: int, epoch: float, evaluated: Evaluated) -> None:
-        """Record an evaluation: scores, curves, pictures and the health of the layers."""
+        """Record an evaluation: scores, curves, pictures and layer health."""
         self.scores[step] = evaluated.scores[self.score]
         if self.run_dir is None:
             return
@@ -163,9 +163,9 @@ class MetricsLogger:
             self.tensorboard.add_figure(name, figure, step)
 
     def summary(self, directory: RunDirectory, score_text: Callable[[float], str], evaluate: str | None) -> str:
-        """Lines for the end of the run: what it took, what it left, and the commands to go on from there.
+        """The run's cost, its files, and the next commands, one per line.
 
-        `score_text` gives a score for people; `evaluate` is the command that evaluates the last checkpoint, if any.
+        `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint, if any.
         """
         speed = f", {self.all_images / self.all_seconds:.1f} images/s" if self.all_seconds else ""
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
@@ -187,7 +187,7 @@ class MetricsLogger:
             file.write(json.dumps(without_nan(record)) + "\n")
 
     def _drop_records_beyond(self, step: int, total_steps: int) -> None:
-        """Keep the records up to the step that the run continues from, but not the final evaluation, made again."""
+        """Keep the records up to the resumed step, except the final evaluation, which is repeated."""
         if not self.metrics_file.is_file():
             return
         kept = []
@@ -196,8 +196,8 @@ class MetricsLogger:
                 record = json.loads(line)
                 beyond = record["step"] > step or (record["kind"] == "val" and record["step"] == total_steps)
                 score = record[self.score] if record["kind"] == "val" else None
-            except (ValueError, KeyError, TypeError):  # the machine stopped while it was written
-                logger.info(f"{self.metrics_file}: line {number} is damaged and dropped")
+            except (ValueError, KeyError, TypeError):  # the machine died while writing it
+                logger.info(f"{self.metrics_file}: dropped damaged line {number}")
                 continue
             if not beyond:
                 kept.append(line + "\n")

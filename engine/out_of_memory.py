@@ -1,4 +1,4 @@
-"""Allocation failures, and the errors that say what to change."""
+"""Recognise allocation failures, and turn them into helpful errors."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,14 +7,14 @@ import torch
 
 
 def is_out_of_memory(error: RuntimeError | ValueError | TypeError) -> bool:
-    """Whether an allocation failed: on a CUDA device, in PyTorch or in CUDA's own libraries, or in the CPU's memory."""
+    """Whether an allocation failed: in CPU memory, or on a CUDA device in PyTorch or CUDA's own libraries."""
     signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
 
 
 @contextmanager
 def memory_errors(where: str) -> Iterator[None]:
-    """Turns an allocation failure into a MemoryError that says `where` it happened."""
+    """Context that turns an allocation failure into a MemoryError saying `where` it happened."""
     try:
         yield
     except RuntimeError as error:

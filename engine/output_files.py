@@ -1,4 +1,4 @@
-"""Writing files into folders that a user named, under names that come from data."""
+"""Write files to folders given by the user, under names from the data."""
 
 import errno
 import os
@@ -10,20 +10,20 @@ from PIL import Image
 
 
 def writable_folder(key: str, folder: Path) -> Path:
-    """The folder, made if it does not exist. ValueError, naming its key, if nothing can be written there."""
+    """The folder, created if needed. ValueError, naming `key`, if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ValueError(
-            f"{key}: {folder} is not a folder to write to ({error.strerror}); give {key}=… another"
+            f"{key}: {folder} is not a writable folder ({error.strerror}); give another one with {key}=…"
         ) from error
     return folder
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The file `name` of a folder. ValueError if the name, which came with data, leads out of it (.., /, a link)."""
+    """The path of `name` in a folder. ValueError if the name, which comes from data, leaves it (.., /, a link)."""
     path = Path(os.path.realpath(folder / name))
     folder = Path(os.path.realpath(folder))
     if folder not in path.parents:
@@ -32,14 +32,14 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None) -> None:
-    """Write uint8 (H, W) or RGB (H, W, 3) pixels; makes the folder.
+    """Write uint8 (H, W) or RGB (H, W, 3) pixels; creates the folder.
 
-    `palette`: uint8 (256, 3) RGB, for a palette PNG whose indices are `pixels` (H, W).
+    `palette`: uint8 (256, 3) RGB, for a palette PNG with indices `pixels` (H, W).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if palette is not None:
         indexed = Image.fromarray(pixels)
-        indexed.putpalette(palette.tobytes())  # keeps the pixels; convert("P") would look for similar colours
+        indexed.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
         indexed.save(path, "PNG")
         return
     if pixels.ndim == 3:

@@ -1,4 +1,4 @@
-"""A trace of some training steps: the time of each operator, by thread and stream."""
+"""Trace training steps: the time of each operator, by thread and stream."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ WARM_UP_STEPS = 10
 
 
 def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[dict]:
-    """Yields the minibatches and profiles `steps` of them, after ten to warm up.
+    """Yield the minibatches and profile `steps` of them, after ten warm-up steps.
 
     Writes folder/trace.json, for Perfetto or chrome://tracing, and folder/operators.txt, a summary by operator.
     """
@@ -36,5 +36,5 @@ def profiled(minibatches: Iterable[dict], steps: int, folder: Path) -> Iterator[
             profiler.step()
     if done <= WARM_UP_STEPS:
         logger.warning(
-            f"no trace of {steps} steps: it starts after {WARM_UP_STEPS} steps of warming up, and there were {done}"
+            f"no trace of {steps} steps: it starts after {WARM_UP_STEPS} warm-up steps, and the run took {done}"
         )

@@ -1,4 +1,4 @@
-"""What a number was measured on: hardware, versions and commit."""
+"""Where a number comes from: hardware, versions and commit."""
 
 import os
 import platform
@@ -36,7 +36,7 @@ def _hardware() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the code, with "-dirty" if tracked files differ from it; None outside a git checkout."""
+    """The commit of the code, with "-dirty" if tracked files have changed; None outside a git checkout."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         described = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=10)

@@ -1,4 +1,4 @@
-"""The random number generators of all processes, as a checkpoint keeps them; dropout draws from them."""
+"""Save and restore the random number generators of all ranks, which dropout draws from."""
 
 import torch
 from torch import Tensor
@@ -8,17 +8,17 @@ from engine.distributed import World
 
 
 def random_states(world: World) -> dict[str, list[Tensor]]:
-    """The generators' states by device type and rank. Every process calls it."""
+    """The generators' states by device type and rank. Every rank must call it."""
     on_device = torch.cuda.get_rng_state(world.device) if world.device.type == "cuda" else None
     states = world.gather((torch.get_rng_state(), on_device))
     return {"cpu": [cpu for cpu, _ in states], "cuda": [cuda for _, cuda in states if cuda is not None]}
 
 
 def restore_random_states(states: dict[str, list[Tensor]], world: World) -> None:
-    """Restore the states, in each process.
+    """Restore this rank's state.
 
-    With another number of processes or another kind of device the streams cannot continue: new ones are seeded,
-    reproducibly, and a warning is logged.
+    With another world size or device type the streams cannot continue: new ones are seeded, reproducibly, and a warning
+    is logged.
     """
     cpu, cuda = states["cpu"], states["cuda"]
     before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
@@ -28,10 +28,10 @@ def restore_random_states(states: dict[str, list[Tensor]], world: World) -> None
             torch.cuda.set_rng_state(cuda[world.rank], world.device)
         return
     torch.set_rng_state(cpu[0])
-    torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # of CUDA, too
+    torch.manual_seed(int(torch.randint(2**62, ())) + world.rank)  # seeds CUDA too
     if world.first:
         logger.warning(
             f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
-            f"same samples, but dropout draws other numbers than it would have there, and norms that are not "
-            f"synchronised see {before[0] / now[0]:.3g} times as many crops"
+            f"same samples, but dropout draws other numbers, and norms that are not synchronised see "
+            f"{before[0] / now[0]:.3g} times as many crops"
         )

@@ -1,4 +1,4 @@
-"""results.json: what an evaluation found, and everything needed to repeat it."""
+"""results.json: an evaluation's scores, and everything needed to repeat it."""
 
 import json
 import math
@@ -14,8 +14,8 @@ from engine.provenance import provenance
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:
     """Return the results of one evaluation, and write them to `path` if given.
 
-    The file is replaced at once: a full disk or a kill leaves the old results or the complete new ones. If there is a
-    picture of a confusion matrix, it is written beside the file as NAME_confusion.png.
+    The file is replaced atomically: a full disk or a kill leaves the old results or the complete new ones. A confusion
+    matrix, if any, is drawn beside the file as NAME_confusion.png.
     """
     results = {
         "dataset": dataset.name,
@@ -38,13 +38,13 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
 
 
 def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
-    """Print the title, then the table of the scores or, without one, the summary."""
+    """Print the title, then the table of scores or, without one, the summary."""
     console.print(title, soft_wrap=True, highlight=False)
     console.print(evaluated.summary if evaluated.table is None else evaluated.table())
 
 
-def without_nan(value):
-    """The value with null for NaN and infinity, which JSON does not have."""
+def without_nan(value: object) -> object:
+    """Replace NaN and infinity, which JSON does not have, by None in nested containers."""
     if isinstance(value, dict):
         return {key: without_nan(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):

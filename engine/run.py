@@ -1,8 +1,9 @@
-"""One training run in one of its processes, from its configuration to its results, whatever its task."""
+"""A training run of any task on one rank, from its configuration to its results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
@@ -22,24 +23,26 @@ from engine.random_states import random_states, restore_random_states
 from engine.results import print_results, write_results
 from engine.run_directory import RunDirectory, new_run_path
 from engine.schedule import Schedule
-from engine.schema.data import Data
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
 
+Config = TypeVar("Config", bound=TrainingRun)
+Split = TypeVar("Split", bound=Dataset)
+
 
 @dataclass
-class Run:
-    """A training run in one of its processes, made by `opened`; `learner` and `metrics` exist from `start` on.
+class Run(Generic[Config, Split]):
+    """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`.
 
-    resumed: the checkpoint to continue from, after `start_step` steps, until the learner has it; None in a new run.
+    resumed: the checkpoint of `start_step` to resume from; None in a new run, and once the learner has loaded it.
     """
 
-    config: TrainingRun
+    config: Config
     world: World
     stop: StopRequest
     directory: RunDirectory
-    train_set: Dataset
-    val_set: Dataset
+    train_set: Split
+    val_set: Split
     schedule: Schedule
     console: Console
     resumed: dict | None = None
@@ -48,7 +51,7 @@ class Run:
     metrics: MetricsLogger = field(init=False)
 
     def start(self, learner: Learner) -> None:
-        """Give `learner` the weights that the run starts or continues with. ValueError: see `initialise_from`."""
+        """Give `learner` its initial or resumed weights. ValueError: see `initialise_from`."""
         skipped = 0
         if self.resumed is not None:
             learner.load_state_dict(self.resumed)
@@ -56,7 +59,7 @@ class Run:
             skipped = self.resumed["skipped_images"]
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
-        self.resumed = None  # it holds as much memory as the network and its momentum
+        self.resumed = None  # frees as much memory as the network and its momentum
         logger.info(
             f"{self.directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
@@ -75,11 +78,11 @@ class Run:
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
 
     def save(self, step: int, best: bool = False) -> None:
-        """Write the last checkpoint or the `best`; every process calls it.
+        """Write the last checkpoint, or the `best`. Every rank must call it.
 
         Raises OSError if it cannot be written, and FloatingPointError if a weight is not finite.
         """
-        if not best and self.schedule.scores(step):  # so that what is scored is what was saved
+        if not best and self.schedule.scores(step):  # the saved network is the scored one
             self.learner.prepare_evaluation(self.world)
         state = {
             "task": self.config.task,
@@ -96,16 +99,16 @@ class Run:
             self.directory.save(state, best)
 
     def record(self, step: int, evaluated: Evaluated) -> None:
-        """Record an evaluation, and save its network if it is the best so far. Every process calls it."""
-        reset_peak_memory(self.world.device)  # evaluating may need more than the training
+        """Record an evaluation, and save the network if it is the best so far. Every rank must call it."""
+        reset_peak_memory(self.world.device)  # an evaluation may need more than training
         if evaluated.scores[self.config.score] > self.metrics.best_score:
-            self.save(step, best=True)  # before the record: a run that is killed in between evaluates again
+            self.save(step, best=True)  # before the record: if killed in between, the run evaluates again
         self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
         if step == self.schedule.total_steps and evaluated.confusion is not None:
             self.metrics.figure("val/confusion", evaluated.confusion(), step)
 
     def conclude(self, evaluated: Evaluated) -> dict:
-        """Write the results of the last checkpoint; print them and the summary of the run."""
+        """Write the last checkpoint's results; print them and the run's summary."""
         results = write_results(
             self.directory.results if self.world.first else None,
             evaluated,
@@ -125,21 +128,21 @@ class Run:
 
 @contextmanager
 def opened(
-    config: TrainingRun,
+    config: Config,
     command: str,
-    find: Callable[[Data], tuple[Dataset, Dataset]],
+    find: Callable[[Any], tuple[Split, Split]],
     verify: Callable[..., None],
-) -> Iterator[Run]:
-    """Join the other processes, find the data and the checkpoint to continue from, open the log, check the data.
+) -> Iterator[Run[Config, Split]]:
+    """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 
     Args:
         command: how the run was started, kept in config.yaml.
-        find: the training and the validation split.
+        find: find(config.data) returns the training and the validation split.
         verify: verify(split, progress=function of (done, total)) raises ValueError if files are missing or damaged.
 
     Raises:
-        ValueError: configuration, data and run directory do not fit each other, or differ between processes.
-        OSError: a checkpoint cannot be written, the data does not come in time, or another process is lost.
+        ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
+        OSError: a checkpoint cannot be written, the data does not come in time, or another rank is lost.
     """
     data, trainer = config.data, config.trainer
     with (
@@ -163,14 +166,14 @@ def opened(
                     verify_with_progress(run.val_set, run.console, verify)
             arithmetic(trainer)
             if world.device.type == "cpu":
-                keep_freed_memory()  # a quarter less time per step: docs/results/training_cpu.md
+                keep_freed_memory()  # saves a quarter of the time per step: docs/results/training_cpu.md
             yield run
 
 
 def _agree(
-    config: TrainingRun, world: World, stop: StopRequest, directory: RunDirectory, train_set: Dataset, val_set: Dataset
-) -> Run:
-    """The run, if all processes have the same configuration, data and checkpoint. Locks its directory."""
+    config: Config, world: World, stop: StopRequest, directory: RunDirectory, train_set: Split, val_set: Split
+) -> Run[Config, Split]:
+    """Lock the directory and return the run, if all ranks agree on configuration, data and checkpoint."""
     if not 1 <= len(train_set.classes) <= config.most_classes:
         count = len(train_set.classes)
         raise ValueError(f"{train_set.name} has {count} classes: expected 1 to {config.most_classes} for {config.task}")
@@ -184,14 +187,14 @@ def _agree(
     found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
     world.check_equal(
         f"{found}, {done}",
-        "the data must be the same files on every machine, and run_dir a folder that all of them share",
+        "every machine needs the same data, and all must share the folder run_dir",
     )
     console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
     return Run(config, world, stop, directory, train_set, val_set, schedule, console, resumed, start_step)
 
 
 def verify_with_progress(dataset: Dataset, console: Console, verify: Callable[..., None], stops: bool = True) -> None:
-    """`verify` with a progress bar. Its ValueError becomes a warning unless it `stops` the run."""
+    """`verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
     try:
         with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
             verify(dataset, progress=progress)

@@ -1,4 +1,4 @@
-"""The folder of one run: where its files are, and whether a run may start or continue in it."""
+"""A run's folder: the paths of its files, and whether a run may start or resume there."""
 
 import errno
 import fcntl
@@ -15,17 +15,17 @@ from engine.config import fixed, of_checkpoint
 from engine.console import logger
 from engine.schema.training import TrainingRun
 
-SECONDS_FOR_ANOTHER = 120  # for another process to end: a requeued job may start before the old one is gone
+SECONDS_FOR_ANOTHER = 120  # until another process ends: a requeued job may start before the old one is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def new_run_path(dataset: str, norm: str) -> str:
-    """The folder of a run without a `run_dir`."""
+    """The folder of a run if none is given."""
     return f"runs/{dataset}-{norm}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 class RunDirectory:
-    """Paths of a run's files below `path`, and the checkpoints among them.
+    """Paths of a run's files below `path`; saves and loads its checkpoints.
 
     Attributes:
         notice: for the log, why `checkpoint_to_resume` did not return the last checkpoint; None if it did.
@@ -37,14 +37,14 @@ class RunDirectory:
         self.log = self.path / "log.txt"
         self.results = self.path / "results.json"
         self.last = self.path / "checkpoints" / "last.pt"
-        self.previous = self.path / "checkpoints" / "previous.pt"  # the last one before `last`
+        self.previous = self.path / "checkpoints" / "previous.pt"  # the one before `last`
         self.best = self.path / "checkpoints" / "best.pt"
         self.notice: str | None = None
-        self._last_is_good = True  # or not there
+        self._last_is_good = True  # or does not exist
         self._lock: TextIO | None = None
 
     def save(self, state: dict, best: bool = False) -> None:
-        """Write the last checkpoint and keep the one before it, as `checkpoint.save`; or write the `best` one."""
+        """Write the last checkpoint and keep the one before it, or write the `best`; errors: see `checkpoint.save`."""
         if best:
             checkpoint.save(self.best, state)
             return
@@ -52,27 +52,27 @@ class RunDirectory:
         self._last_is_good = True
 
     def lock(self) -> None:
-        """Keep other processes from training here until the end of `in_use`. A process that dies frees it.
+        """Lock the folder against other runs until `in_use` ends or the process dies.
 
         Raises:
-            ValueError: another process trains here, and does not end within `SECONDS_FOR_ANOTHER`.
+            ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.path / ".lock", "w")
         started_s, told = time.monotonic(), False
         while True:
             try:
-                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for this process, not for its data workers
+                fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # data workers do not inherit it
                 return
             except (BlockingIOError, PermissionError) as error:
                 if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
                     raise ValueError(
                         f"run_dir={self.path}: another process is training there; end it, or give another run_dir"
                     ) from error
-            except OSError:  # a file system without locks
+            except OSError:  # a filesystem without locks
                 return
             if not told:
-                logger.warning(f"another process is training in run_dir={self.path}: waiting for its end")
+                logger.warning(f"another process is training in run_dir={self.path}: waiting for it to end")
                 told = True
             time.sleep(0.2)
 
@@ -93,10 +93,10 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 if error.filename is None or not Path(error.filename).is_relative_to(self.path):
-                    raise  # checkpoint.save's message is complete
+                    raise  # checkpoint.save has worded it
                 raise OSError(
                     f"run_dir={self.path} cannot be used: {error.filename}: {error.strerror}. Give another run_dir, or "
-                    f"make this one a folder to write to"
+                    f"make this one writable"
                 ) from error
             left = checkpoint.what_is_left(self.path, self.last, self.previous)
             raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
@@ -105,13 +105,13 @@ class RunDirectory:
                 self._lock.close()
 
     def checkpoint_to_resume(self, config: TrainingRun, total_steps: int) -> dict | None:
-        """The state to continue from, None for a run that starts here.
+        """The state to resume from; None for a new run.
 
-        If the last checkpoint is damaged or gone, it is the previous one, and `notice` says so.
+        If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so.
 
         Raises:
-            ValueError: there is a run already and `config.resume` is not "auto", or none of its checkpoints can be
-                used, or it has another configuration or, because the data changed, another length.
+            ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
+                configuration or, because the data changed, its length differs.
         """
         if not any(map(os.path.lexists, (self.last, self.previous))):
             return None
@@ -126,14 +126,14 @@ class RunDirectory:
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             raise ValueError(
-                f"run_dir={self.path} holds a run of another configuration: {listed}. Give the same values to "
+                f"run_dir={self.path} holds a run with another configuration: {listed}. Give the same values to "
                 f"continue it, or another run_dir to start anew"
             )
         steps = state.get("total_steps")
         if steps != total_steps:
             raise ValueError(
-                f"run_dir={self.path} holds a run of {steps} steps, and with the images found now it would have "
-                f"{total_steps}: continue it on the data that it was started on"
+                f"run_dir={self.path} holds a run of {steps} steps, but with the images found now it would have "
+                f"{total_steps}: continue it on the same data"
             )
         return state
 

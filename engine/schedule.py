@@ -1,11 +1,11 @@
-"""The length of a run and what it does when, in steps; configurations give epochs or steps."""
+"""The length of a run, and when it evaluates, saves and logs, in steps."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All durations in optimiser steps. `step` arguments are the number of steps done so far."""
+    """Durations in optimiser steps. `step` arguments count the steps done so far."""
 
     total_steps: int
     steps_per_epoch: int
@@ -14,15 +14,15 @@ class Schedule:
     log_every: int
 
     def evaluates(self, step: int) -> bool:
-        # The end of the run has an evaluation of its own, even if the run is resumed there.
+        # The final evaluation is separate: it also happens if the run is resumed at its end.
         return self.evaluate_every is not None and step % self.evaluate_every == 0 and 0 < step < self.total_steps
 
     def scores(self, step: int) -> bool:
-        """Whether the network of this step is evaluated, as scheduled or at the end."""
+        """Whether this step's network is evaluated, as scheduled or at the end."""
         return self.evaluates(step) or step == self.total_steps
 
     def checkpoints(self, step: int) -> bool:
-        # Before an evaluation too, so that nothing is lost if the evaluation fails.
+        # Before evaluations too: nothing is lost if one fails.
         return step % self.checkpoint_every == 0 or self.scores(step)
 
     def logs(self, step: int) -> bool:

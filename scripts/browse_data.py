@@ -55,7 +55,7 @@ class Shown(NamedTuple):
 
 def browse(values: DictConfig) -> list[Path]:
     """Write the pages and return their files. Raises ValueError for data or keys that do not fit."""
-    config = configuration.typed(values)
+    config = configuration.typed(values, BrowseData)
     console = make_console()
     dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
     crops = islice(training_crops(config, dataset, console), config.count)

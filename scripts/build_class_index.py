@@ -33,7 +33,7 @@ class ClassIndexRun:
 
 def index(values: DictConfig) -> ClassIndex:
     """Make or find the index and print its counts. Raises ValueError if data, labels or folder are unusable."""
-    config = configuration.typed(values)
+    config = configuration.typed(values, ClassIndexRun)
     console = make_console()
     dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
     before = time.perf_counter()

@@ -46,7 +46,7 @@ class ClassShares:
 
 def compare(values: DictConfig) -> dict:
     """Count, write both files, and return the JSON's content. Raises ValueError for data or keys that do not fit."""
-    config = configuration.typed(values)
+    config = configuration.typed(values, ClassShares)
     data, console = config.data, make_console()
     dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
     with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:

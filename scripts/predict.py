@@ -36,7 +36,7 @@ def predict(values: DictConfig) -> list[Path]:
         ValueError: the checkpoint or the input cannot be used; or some images are unreadable. They are named after the
             others are predicted.
     """
-    options = configuration.typed(values)
+    options = configuration.typed(values, Prediction)
     console = make_console()
     log_to(console, None)
     output = Path(options.output).expanduser()

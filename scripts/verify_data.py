@@ -77,7 +77,7 @@ class SplitReport:
 
 def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
-    config = configuration.typed(values)
+    config = configuration.typed(values, VerifyData)
     console = make_console()
     official = build.official_images(config.data)
     unknown = [split for split in config.splits or () if split not in official]

@@ -1,4 +1,4 @@
-"""Running the entries in tests as their users do."""
+"""Run the entries in tests as users do."""
 
 import os
 import subprocess
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from engine import command_line
+from engine import command_line, config
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-# A run of a few steps that takes seconds: the default network on small crops of the drawn streets. On the CPU, where
-# two runs are equal to the bit.
+# A run of a few steps takes seconds: the default network on small crops of the synthetic streets. It is on the CPU,
+# where two runs are equal to the bit.
 SHORT = (
     *("data.crop_size=64", "data.crops_per_minibatch=2", "data.workers=0"),
     *("trainer.evaluate_images=2", "trainer.device=cpu"),
@@ -27,6 +27,11 @@ for name, schema in (("train_seg", SegmentationRun), ("eval", Evaluation), ("pre
 def composed(entry: str, *overrides: str) -> DictConfig:
     """The config that `python {entry}.py {overrides}` sees."""
     return command_line.composed(entry, *overrides)
+
+
+def run_config(*overrides: str) -> SegmentationRun:
+    """The checked configuration of `python train_seg.py {overrides}`."""
+    return config.typed(composed("train_seg", *overrides), SegmentationRun)
 
 
 def command(entry: str, *overrides: str) -> list[str]:

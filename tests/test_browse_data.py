@@ -10,9 +10,9 @@ from engine import config as configuration
 from engine.console import make_console
 from engine.distributed import World
 from scripts import browse_data
-from scripts.browse_data import browse, legend, sheet, training_crops
+from scripts.browse_data import BrowseData, browse, legend, sheet, training_crops
 from tests import trees
-from tests.runs import composed
+from tests.runs import composed, run_config
 
 JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "contrast", "saturation", "hue"))
 # Labels are noise: scales of 1 and above keep every pixel visible.
@@ -24,13 +24,13 @@ CROPS = ("data.crop_size=30", "data.scale=[1,2]", "data.crops_per_minibatch=4", 
 def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     root = trees.camvid_folders(tmp_path / "data")
     overrides = ("data=camvid", f"data.root={root}", f"sampler={sampler}", "seed=3", *CROPS, *options)
-    run = configuration.typed(composed("train_seg", *overrides))
+    run = run_config(*overrides)
     dataset = build.dataset(run.data, "train")
     steps_per_epoch = minibatches_per_epoch(len(dataset), 4)
     seen = build.training_loader(run, dataset, total_steps=9, world=World())
     seen = list(seen)[2 * steps_per_epoch :]
     browsed = composed("browse_data", *overrides, f"out={tmp_path}", "epoch=2", "count=7")
-    shown = list(training_crops(configuration.typed(browsed), dataset, make_console()))
+    shown = list(training_crops(configuration.typed(browsed, BrowseData), dataset, make_console()))
     assert len(shown) == 8  # whole minibatches; the pages show the first 7
     for number, crop in enumerate(shown):
         minibatch, place = seen[number // 4], number % 4

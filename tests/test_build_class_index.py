@@ -25,7 +25,7 @@ def test_a_training_finds_what_the_script_made(tmp_path, monkeypatch, capsys):
         ("positions=0", "positions=0: expected a number above 0"),
         ("workers=-1", "workers=-1: expected 0 or more"),
         ("data.train_split=test", "data.train_split=test"),
-        ("+sampler.folder=x", "sampler.folder is not a key"),
+        ("+sampler.folder=x", "sampler.folder is not a configuration key"),
     ],
 )
 def test_wrong_keys_are_named(override, message):

@@ -19,10 +19,11 @@ from datasets.camvid import camvid_classes
 from engine import build, checkpoint
 from engine import config as cfg
 from engine.schema import keys
+from engine.schema.evaluation import Evaluation
 from eval import default_results_file, evaluate
 from tests import trees
 from tests.official import cityscapes_script
-from tests.runs import REPOSITORY, SHORT, composed
+from tests.runs import REPOSITORY, SHORT, composed, run_config
 from train_seg import train
 
 
@@ -50,10 +51,10 @@ def test_gives_the_numbers_of_the_training(run_dir, tmp_path):
 
 
 def test_other_evaluations_have_results_of_their_own():
-    config = cfg.typed(composed("train_seg"))
+    config = run_config()
 
     def file(checkpoint_path="run/checkpoints/last.pt", *overrides):
-        options = cfg.typed(composed("eval", f"checkpoint={checkpoint_path}", *overrides))
+        options = cfg.typed(composed("eval", f"checkpoint={checkpoint_path}", *overrides), Evaluation)
         return str(default_results_file(options, config))
 
     assert file() == file("run/checkpoints/last.pt", "data.split=val", "precision=float32") == "run/results.json"
@@ -104,7 +105,7 @@ print(sum(map(sum, results["confusion_matrix"])), resource.getrusage(resource.RU
 @pytest.mark.parametrize("views", [(), ("tta.scales=[0.7,1,1.2]", "tta.flip=true")], ids=["one", "six"])
 def test_20_megapixels_take_less_than_3_gib(tmp_path, views):
     """The whole process, with PyTorch, the picture and its scores."""
-    config = cfg.typed(composed("train_seg", "experiment=camvid/resnext_small", f"data.root={tmp_path}"))
+    config = run_config("experiment=camvid/resnext_small", f"data.root={tmp_path}")
     network = build.segmentation_network(config, classes=11)
     state = {"task": "segmentation", "network": network.state_dict(), "step": 0, "config": cfg.plain(config)}
     checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(camvid_classes().names)})

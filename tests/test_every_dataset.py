@@ -13,7 +13,7 @@ from engine import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from tests import trees
-from tests.runs import composed
+from tests.runs import composed, run_config
 from train_seg import train
 
 TREES = {
@@ -77,13 +77,13 @@ def test_trains_evaluates_and_predicts_the_test_split(trained, tmp_path):
 def test_options_of_coco_stuff_reach_the_dataset(tmp_path):
     root = trees.coco_stuff(tmp_path / "data")
     data = ("data=coco_stuff", f"data.root={root}", "run_dir=unused")
-    config = cfg.typed(composed("train_seg", *data, "data.lists=full", "data.other_class=true"))
+    config = run_config(*data, "data.lists=full", "data.other_class=true")
     dataset = build.dataset(config.data, "train")
     assert len(dataset) == 4 and dataset.classes[-1] == "other" and len(dataset.classes) == 92
     with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
         composed("train_seg", "data=camvid", "data.lists=full")
     with pytest.raises(ValueError, match="data.lists=half: expected one of challenge, full"):
-        cfg.typed(composed("train_seg", *data, "data.lists=half"))
+        run_config(*data, "data.lists=half")
 
 
 def test_evaluation_at_another_resolution(tmp_path):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from engine import build, checkpoint
-from engine import config as configuration
 from engine.distributed import World
 from engine.forward import Forward
 from engine.learner import Learner
@@ -18,7 +17,7 @@ from engine.schema.training import Optim
 from eval import evaluate
 from models.layers.backends.compiled import compiler_available
 from tests.cuda import NEEDS_CUDA
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, composed, run_config
 from train_seg import train
 
 STEPS = 3
@@ -41,7 +40,7 @@ def plain(tmp_path_factory) -> Weights:
 
 
 def initial_weights() -> Weights:
-    config = configuration.typed(composed("train_seg", *SHORT))
+    config = run_config(*SHORT)
     make = functools.partial(build.segmentation_network, config, 19)
     return build.learner(config, make, 1, World()).network.state_dict()
 

@@ -216,7 +216,7 @@ def test_a_run_is_not_continued_on_other_data(tmp_path):
     for entry in files[:100]:
         entry.image.unlink()
         entry.label.unlink()
-    with pytest.raises(ValueError, match="a run of 4 steps, and with the images found now it would have 2"):
+    with pytest.raises(ValueError, match="a run of 4 steps, but with the images found now it would have 2"):
         train(composed("train_seg", *overrides, "resume=auto"))
 
 

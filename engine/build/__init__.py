@@ -1,4 +1,4 @@
-"""From configuration keys to objects: with the entries, the only code that knows both."""
+"""Build objects from configuration keys. Besides the entries, no other code knows both."""
 
 from engine.build.data import (
     dataset,

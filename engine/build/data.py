@@ -1,10 +1,11 @@
-"""Configuration keys -> datasets and the loaders of their minibatches."""
+"""Configuration keys -> datasets and loaders."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, index_classes, synthetic, vistas
 from datasets.camvid import IMAGES as CAMVID_IMAGES
@@ -24,7 +25,7 @@ from engine.schema.training import TrainingRun
 
 
 def dataset(config: SegmentationData, split: str, strict: bool = True) -> SegmentationDataset:
-    """One split of the dataset, its files paired and counted but not yet read. ValueError for missing files.
+    """One split of the dataset; its files are paired and counted but not yet read. ValueError for missing files.
 
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
     """
@@ -36,7 +37,7 @@ def dataset(config: SegmentationData, split: str, strict: bool = True) -> Segmen
 
 
 def official_images(config: SegmentationData) -> dict[str, int]:
-    """The number of images in each split of the dataset, as its publishers state it."""
+    """The published number of images in each split of the dataset."""
     _, images = _source(config)
     return images
 
@@ -46,12 +47,13 @@ def _source(config: SegmentationData) -> tuple[Callable[..., SegmentationDataset
     if isinstance(config, CocoStuffData):
         make = partial(coco_stuff, lists=config.lists, other_class=config.other_class)
         return make, COCO_STUFF_IMAGES[config.lists]
-    return {
+    sources: dict[str, tuple[Callable[..., SegmentationDataset], dict[str, int]]] = {
         "camvid": (camvid, CAMVID_IMAGES),
         "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
         "synthetic": (synthetic, SYNTHETIC_IMAGES),
         "vistas": (vistas, VISTAS_IMAGES),
-    }[config.name]
+    }
+    return sources[config.name]
 
 
 def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, SegmentationDataset]:
@@ -61,7 +63,7 @@ def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, Segm
 
 
 def labelled_dataset(config: SegmentationData, key: str, split: str) -> SegmentationDataset:
-    """As `dataset`; also ValueError if the labels of the split are withheld. `key` is the config key of `split`."""
+    """As `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
     try:
         built = dataset(config, split)
     except ValueError as error:
@@ -81,13 +83,12 @@ def training_loader(
     start_step: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> DataLoader:
-    """This process's share of a minibatch of crops for each step from `start_step` to `total_steps`.
+    """This rank's share of a minibatch of crops for each step from `start_step` to `total_steps`.
 
-    Class-uniform sampling needs the class index, which is made here unless it exists: `progress(done, total)` counts
-    its images.
+    Class-uniform sampling needs a class index, which is built here if missing; `progress(done, total)` counts images.
 
     Raises:
-        ValueError: the minibatches do not fit the images or the processes, or the class index cannot be made.
+        ValueError: the minibatch size does not fit the images or the world size, or the class index cannot be built.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     if isinstance(sampler, ClassUniformSampler):
@@ -105,14 +106,14 @@ def training_loader(
                 f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
                 f"split and are not drawn: {', '.join(absent)}"
             )
-        minibatches = ClassUniformMinibatches(index, fraction=sampler.fraction, **order)
+        minibatches: Sampler[list] = ClassUniformMinibatches(index, fraction=sampler.fraction, **order)
     else:
         minibatches = ShuffledMinibatches(len(dataset), **order)
     return loader(training_crops(data, dataset, config.seed), data, world, batch_sampler=minibatches)
 
 
 def order_of(config: TrainingRun, total_steps: int, world: World, start_step: int = 0) -> dict:
-    """Arguments that all samplers of minibatches have in common."""
+    """Arguments shared by all samplers of minibatches."""
     return dict(
         crops_per_minibatch=config.data.crops_per_minibatch,
         seed=config.seed,
@@ -124,14 +125,15 @@ def order_of(config: TrainingRun, total_steps: int, world: World, start_step: in
 
 
 def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed: int) -> TrainingCrops:
-    """The augmented crops that a sampler chooses from."""
-    jitter = config.colour_jitter
+    """The augmented crops that a sampler draws from."""
+    jitter, (lowest, highest) = config.colour_jitter, config.scale
+    red, green, blue = (255 * value for value in config.mean)
     transform = TrainingTransform(
         (config.crop_size, config.crop_size),
-        scale=tuple(config.scale),
+        scale=(lowest, highest),
         flip=config.flip,
         base_size=config.base_size,
-        fill=tuple(255 * value for value in config.mean),
+        fill=(red, green, blue),
         ignore_index=dataset.ignore_index,
         colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
     )
@@ -141,13 +143,14 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
 def evaluation_loader(
     source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1
 ) -> DataLoader:
-    """The items of `source` in order; processes split the first `images` of them without overlap. None takes all."""
+    """The items of `source` in order; ranks split the first `images` of them (None: all) without overlap."""
+    assert isinstance(source, Sized), source
     count = len(source) if images is None else min(images, len(source))
     return loader(source, config, world, sampler=evaluation_shard(count, world.rank, world.size), batch_size=batch_size)
 
 
-def loader(source: Dataset, config: Data, world: World, **batching) -> DataLoader:
-    """Reads `source` with the configured workers. `batching`: DataLoader's own arguments."""
+def loader(source: Dataset, config: Data, world: World, **batching: Any) -> DataLoader:
+    """A DataLoader of `source` with the configured workers. `batching`: further arguments of DataLoader."""
     return DataLoader(
         source,
         num_workers=config.workers,
@@ -155,7 +158,7 @@ def loader(source: Dataset, config: Data, world: World, **batching) -> DataLoade
         worker_init_fn=worker_init,
         multiprocessing_context=Workers() if config.workers else None,
         pin_memory=world.device.type == "cuda",
-        # Its own generator: an iterator draws a number when it starts, and evaluating must not change the training.
+        # Iterators draw a random number when they start; evaluations must not change the training's numbers.
         generator=torch.Generator(),
         **batching,
     )

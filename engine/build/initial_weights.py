@@ -1,4 +1,4 @@
-"""Fine-tuning: a run that starts from the weights in a file, `init.weights`."""
+"""Start a run from the weights in a file, `init.weights`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +11,16 @@ from engine.config import group_from_plain
 from engine.schema.network import NORMS, PackageNorm
 from engine.schema.training import TrainingRun
 
-SHOWN_NAMES = 4  # tensors listed with one reason
+SHOWN_NAMES = 4  # tensors listed per reason
 
 
 class Initialised(NamedTuple):
     """The report of `initialise_from`."""
 
     source: str  # file, step, and which weights
-    matched: list[str]  # names of the network's tensors that were loaded
-    skipped: dict[str, str]  # name of a tensor in the file -> why it was not used
-    new: list[str]  # names of the network's tensors that keep their random initialisation
+    matched: list[str]  # the network's tensors that were loaded
+    skipped: dict[str, str]  # tensor in the file -> why it was not used
+    new: list[str]  # the network's tensors that keep their random initialisation
 
     def __str__(self) -> str:
         lines = [
@@ -38,12 +38,13 @@ class Initialised(NamedTuple):
 class _Weights(NamedTuple):
     tensors: dict[str, Tensor]
     source: str
-    classes: list[str] | None = None  # None: the file has no names
+    classes: list[str] | None = None  # None: the file does not name them
     package_eps: float | None = None  # of the released package's norms, whose scale is |weight| + eps
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Initialised:
     """Load the weights of `config.init`. ValueError: see `initialise_from`."""
+    assert config.init.weights is not None
     path = Path(config.init.weights).expanduser()
     package = isinstance(config.norm, PackageNorm)
     return initialise_from(network, path, classes, format=config.init.format, part=config.init.part, package=package)
@@ -61,19 +62,19 @@ def initialise_from(
     """Load weights by name and shape. The whole body must match, and the whole head if the file has one.
 
     Weights mean the same in standard, checkpointed and in-place norms; the released package's are converted. The
-    classifier `cls` is loaded if it has the same classes in the same order; otherwise it starts anew.
+    classifier `cls` is loaded if it has the same classes in the same order; otherwise it stays random.
 
     Args:
-        network: as its run initialised it.
-        path: a checkpoint of this project (its averaged weights are taken if it has them), or a file of `format`.
+        network: with its random initialisation.
+        path: a checkpoint of this project (averaged weights are preferred), or a file of `format`.
         classes: names of the classes that the network will learn.
-        format: of a file that is not ours: "standard_bn", a state dict {name: tensor} of a network with standard batch
+        format: of a file from elsewhere: "standard_bn", a state dict {name: tensor} of a network with standard batch
             normalisation, or of its body, under our names; also below "state_dict", or with the prefix "module.".
-        part: "body" leaves head and classifier new; "network" loads everything.
+        part: "body" leaves head and classifier random; "network" loads everything.
         package: whether the network has the released package's norms.
 
     Raises:
-        ValueError: the file cannot be read, is of another format, or does not fit; the network is unchanged.
+        ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
     """
     content = checkpoint.read(path)
     weights = _of_checkpoint(content, path) if format is None else _of_other_program(content, path, format)
@@ -106,7 +107,7 @@ def _of_checkpoint(content: object, path: Path) -> _Weights:
     if not _is_ours(content):
         raise ValueError(
             f"init.weights={path} is not a checkpoint of this project: give init.format=standard_bn if it is a state "
-            f"dict of a network with standard batch normalisation under our names; others cannot be loaded yet"
+            f"dict with standard batch normalisation under our names; other formats cannot be loaded yet"
         )
     state = checkpoint.checked(content, path)
     norm = group_from_plain(state["config"], "norm", NORMS, f"init.weights={path}")
@@ -126,8 +127,8 @@ def _of_other_program(content: object, path: Path, format: str) -> _Weights:
     tensors = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(
-            f"init.weights={path} with init.format=standard_bn: expected a state dict {{name: tensor}}, or one below "
-            f"the name state_dict"
+            f"init.weights={path} with init.format=standard_bn: expected a state dict {{name: tensor}}, possibly "
+            f"below the key state_dict"
         )
     if all(name.startswith("module.") for name in tensors):  # of DataParallel
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
@@ -139,26 +140,24 @@ def _is_ours(content: object) -> bool:
 
 
 def _named_as_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names of a body alone get the prefix that they have in a whole network."""
+    """Give the tensors of a body alone the prefix that they have in a whole network."""
     if any(name.startswith(("body.", "head.", "cls.")) for name in tensors):
         return tensors
     return {f"body.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _scaled_for(package: bool, weights: _Weights, path: Path) -> dict[str, Tensor]:
-    """The tensors, with scales of norms in the parametrisation of the network."""
-    if package == (weights.package_eps is not None):
-        return weights.tensors
-    if package:
+    """The tensors, with norm scales as the network parametrises them."""
+    eps = weights.package_eps
+    if package and eps is None:
         raise ValueError(
-            f"init.weights={path} with norm=package: the released package has no scales below its eps, so it cannot "
-            f"load other norms; give norm=inplace, which can"
+            f"init.weights={path} with norm=package: the released package cannot represent scales below its eps, so "
+            f"it cannot load other norms; give norm=inplace"
         )
+    if package or eps is None:
+        return weights.tensors
     scales = {name.removesuffix("running_mean") + "weight" for name in weights.tensors if name.endswith("running_mean")}
-    return {
-        name: tensor.abs() + weights.package_eps if name in scales else tensor
-        for name, tensor in weights.tensors.items()
-    }
+    return {name: tensor.abs() + eps if name in scales else tensor for name, tensor in weights.tensors.items()}
 
 
 def _reason_to_skip(name: str, tensor: Tensor, part: str, trained: list[str] | None, classes: list[str]) -> str | None:
@@ -169,15 +168,15 @@ def _reason_to_skip(name: str, tensor: Tensor, part: str, trained: list[str] | N
     if not name.startswith("cls."):
         return None
     if len(tensor) != len(classes):
-        return f"of {len(tensor)} classes, and there are {len(classes)} here"
+        return f"of {len(tensor)} classes: expected {len(classes)}"
     if trained is not None and trained != classes:
         there, here = next(pair for pair in zip(trained, classes, strict=True) if pair[0] != pair[1])
-        return f"of other classes, such as {there} in the place of {here}"
+        return f"of other classes, such as {there} in place of {here}"
     return None
 
 
 def _must_be_given(name: str, with_head: bool) -> bool:
-    if name.endswith("num_batches_tracked"):  # only a norm without momentum uses it; older programs did not save it
+    if name.endswith("num_batches_tracked"):  # used only without momentum; older programs did not save it
         return False
     return name.startswith("body.") or (with_head and name.startswith("head."))
 

@@ -1,7 +1,8 @@
-"""Configuration keys -> norms and bodies, and how images pass through a network."""
+"""Configuration keys -> norms, bodies and forward passes."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,12 @@ from models.package import package_abn
 
 
 def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
-    """number of channels -> norm followed by an activation; synchronised norms span `group`, None all processes.
+    """number of channels -> norm followed by an activation. Synchronised norms span `group`; None: all processes.
 
     Raises:
-        ValueError: the released package is chosen and not installed.
+        ValueError: the released package is chosen but not installed.
     """
-    options = dict(
+    options: dict[str, Any] = dict(
         eps=config.eps,
         momentum=config.momentum,
         activation=config.activation,
@@ -40,24 +41,27 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
     return partial(ABN, **options)
 
 
-def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> nn.Module:
-    """Features of images, or logits of `classes`."""
-    options = dict(classes=classes, output_stride=config.output_stride, stem_channels=config.stem_channels)
+def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> ResNeXt | WiderResNet:
+    """images -> features, or logits if `classes` is above 0."""
+    assert isinstance(config, (schema.ResNeXtBody, schema.WiderResNetBody)), config
+    options: dict[str, Any] = dict(
+        classes=classes, output_stride=config.output_stride, stem_channels=config.stem_channels
+    )
     if isinstance(config, schema.ResNeXtBody):
         options.update(groups=config.groups, base_channels=config.base_channels, stem=config.stem)
         return ResNeXt(config.structure, norm, **options)
-    assert isinstance(config, schema.WiderResNetBody), config
     options.update(downsampling=config.downsampling, dropout=config.dropout)
     return WiderResNet(config.structure, config.channels, norm, **options)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:
-    """Through `network`, moved to `device`, as `config.data` normalises and `config.trainer` computes."""
+    """A forward pass through `network`, moved to `device`, with the run's normalisation and precision."""
     memory_format = torch.channels_last if config.trainer.channels_last else torch.contiguous_format
     mean, std = (
         torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in (config.data.mean, config.data.std)
     )
     dtype = getattr(torch, config.trainer.precision)
-    low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast does not know float32, which needs none
+    low = torch.bfloat16 if dtype == torch.float32 else dtype  # autocast refuses float32, which needs none
     autocast = partial(torch.autocast, device.type, low, enabled=dtype != torch.float32)
-    return Forward(network.to(device, memory_format=memory_format), mean, std, memory_format, autocast)
+    network = network.to(device, memory_format=memory_format)  # type: ignore[call-overload]  # torch's hints lack it
+    return Forward(network, mean, std, memory_format, autocast)

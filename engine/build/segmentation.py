@@ -1,4 +1,4 @@
-"""Configuration keys -> the network, loss and views of a segmentation."""
+"""Configuration keys -> segmentation network, loss and views."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -44,19 +44,20 @@ def loss(config: Loss, ignore_index: int) -> nn.Module:
 
 
 def views(options: TrainedNetwork, base_size: int | None = None) -> Views:
-    """What the network sees of each image; `base_size`: pixels of the longest side at scale 1."""
+    """The views of each image; `base_size`: longest side in pixels at scale 1."""
     return Views(base_size, options.window.size, options.window.overlap, tuple(options.tta.scales), options.tta.flip)
 
 
 def trained_forward(
     config: SegmentationRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
 ) -> Forward:
-    """Through the network of a checkpoint, in eval mode, as an evaluation uses it.
+    """The network of a checkpoint, in eval mode.
 
     Args:
-        config: the configuration in the checkpoint, perhaps changed by the command.
+        config: the checkpoint's configuration, perhaps changed by the command.
         state: content of the checkpoint `path`.
-        classes: that the network must have been trained on. `averaged` takes the averaged weights if there are any.
+        classes: the network must have been trained on these.
+        averaged: take the averaged weights if there are any.
 
     Raises:
         ValueError: see `checkpoint.load_network`.

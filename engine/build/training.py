@@ -1,12 +1,13 @@
-"""Configuration keys -> what learns: optimiser, schedule, precision."""
+"""Configuration keys -> learner, optimiser, schedules, precision."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from datasets import minibatches_per_epoch
@@ -20,27 +21,26 @@ from models.layers.backends.compiled import check_compiler
 
 
 def arithmetic(config: Trainer) -> None:
-    """Choose, for this process, how CUDA computes in float32, and whether algorithms must be deterministic."""
+    """Set this process's TF32 and determinism."""
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32
     if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS refuses
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
     torch.use_deterministic_algorithms(config.deterministic)
 
 
 def learner(
     config: TrainingRun, make: Callable[[dist.ProcessGroup | None], nn.Module], total_steps: int, world: World
 ) -> Learner:
-    """The network as `config.seed` initialises it, on its device, with everything that changes it.
+    """The network on its device, initialised from `config.seed`, with everything that trains it.
 
-    From here on each process draws its own random numbers (dropout). Rank 0 draws the same numbers as a run in one
-    process.
+    From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
     Args:
-        make: the network on the CPU, from the process group of synchronised norms (None is all processes).
+        make: builds the network on the CPU, given the process group of synchronised norms (None: all processes).
 
     Raises:
-        ValueError: the network is to be compiled, and there is no compiler; or `make` raises it.
+        ValueError: the network is to be compiled but there is no compiler; or from `make`.
     """
     trainer = config.trainer
     torch.manual_seed(config.seed)
@@ -53,16 +53,16 @@ def learner(
     trained = plain.network
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
-        trained = torch.compile(trained, fullgraph=True, dynamic=False)
+        trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     if world.size > 1:
         on_cuda = world.device.type == "cuda"
         trained = DistributedDataParallel(
             trained,
             device_ids=[world.device] if on_cuda else None,
             gradient_as_bucket_view=True,
-            broadcast_buffers=False,  # the first process's are shared before they are needed, for evaluations
-            # Otherwise it lays out its buckets anew after the first step, and with them the order in which the
-            # gradients of three or more processes are summed: a resumed run would round differently.
+            broadcast_buffers=False,  # `prepare_evaluation` shares rank 0's
+            # Otherwise DDP rebuilds its buckets after the first step, which changes the order of summation over three
+            # or more ranks: a resumed run would round differently.
             find_unused_parameters=trainer.deterministic or not on_cuda,
         )
     sgd = optimizer(config.optim, plain.network.parameters())
@@ -79,15 +79,15 @@ def learner(
 
 
 def _sync_group(config: TrainingRun, world: World) -> dist.ProcessGroup | None:
-    """The processes that share the statistics of synchronised norms; None is all of them."""
+    """The process group of synchronised norms; None: all processes."""
     norm = config.norm
     if isinstance(norm, OurNorm) and norm.sync and norm.sync_group == "node":
         return node_group(world, config.trainer.timeout_seconds)
     return None
 
 
-def optimizer(config: Optim, parameters) -> torch.optim.SGD:
-    """SGD with weight decay on every parameter, the norms' included, as in the paper's recipe."""
+def optimizer(config: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
+    """SGD with weight decay on every parameter, norms included, as in the paper."""
     sgd = torch.optim.SGD(
         parameters,
         lr=config.lr,
@@ -96,23 +96,23 @@ def optimizer(config: Optim, parameters) -> torch.optim.SGD:
         nesterov=config.nesterov,
         fused=config.fused,
     )
-    # Otherwise GradScaler calls it for infinite gradients too: that leaves the weights unchanged, but the first
-    # momentum would start from uninitialised memory.
+    # Otherwise GradScaler also calls it for infinite gradients: weights would not change, but the momentum could start
+    # from uninitialised memory.
     sgd._step_supports_amp_scaling = False
     return sgd
 
 
-def lr_schedule(config: Optim, optimizer: torch.optim.Optimizer, total_steps: int):
+def lr_schedule(config: Optim, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
     """lr * (1 - step / total_steps)^power (paper, section 4.2), advanced after every optimiser step."""
-    return torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=total_steps, power=config.power)
+    return PolynomialLR(optimizer, total_iters=total_steps, power=config.power)
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:
-    """The run's durations in steps; `images` is the size of the training split. ValueError if no minibatch is full."""
+    """The run's schedule in steps, for `images` training images. ValueError if no minibatch is full."""
     trainer = config.trainer
     steps_per_epoch = minibatches_per_epoch(images, config.data.crops_per_minibatch, key="data.crops_per_minibatch")
     total_steps = in_steps(trainer.epochs, trainer.steps, steps_per_epoch)
-    assert total_steps is not None, "Trainer.check requires epochs or steps"
+    assert total_steps is not None, "TrainingRun.check requires epochs or steps"
     return Schedule(
         total_steps=total_steps,
         steps_per_epoch=steps_per_epoch,

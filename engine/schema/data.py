@@ -1,4 +1,4 @@
-"""Keys of the data: what every dataset has, and the segmentation datasets and samplers."""
+"""Keys of datasets and samplers."""
 
 from dataclasses import dataclass, field
 
@@ -11,21 +11,21 @@ from engine.schema.keys import key
 @dataclass
 class Data:
     name: str = MISSING
-    root: str | None = key(None, free_on_resume=True)  # the dataset's folder; synthetic: null is the cache folder
+    root: str | None = key(None, free_on_resume=True)  # the dataset's folder; null: the cache folder (synthetic only)
     train_split: str = "train"
     val_split: str = "val"
     crop_size: int = key(MISSING, above=0)  # pixels, square
-    # The paper's number: global, before it is divided over processes and accumulation steps.
+    # The paper's number: global, over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
     mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))  # 0 to 1
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
     workers: int = key(2, least=0, free_on_resume=True)  # processes that read and augment
-    # Check every file before the first step; remembered until the files change.
+    # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, free_on_resume=True)
-    # An unreadable image stops the training, or is skipped for the next one, at most max_skipped times in a run.
+    # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
     on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
     max_skipped: int = key(100, least=0, free_on_resume=True)
-    # If the workers bring no minibatch in this time, the run stops.
+    # The run stops if the workers deliver no minibatch in this time.
     timeout_seconds: int = key(300, above=0, free_on_resume=True)
 
     def check_skipped(self, images: int) -> None:
@@ -33,23 +33,23 @@ class Data:
         if images > self.max_skipped:
             raise ValueError(
                 f"{images} training images could not be read, more than data.max_skipped={self.max_skipped}: "
-                f"restore them, python -m scripts.verify_data lists them, or raise data.max_skipped"
+                f"restore them (python -m scripts.verify_data lists them) or raise data.max_skipped"
             )
 
 
 @dataclass
 class ColourJitter:
-    """Random changes of a crop's colours; none by default, as in the paper's recipe."""
+    """Random changes of a crop's colours; off by default, as in the paper."""
 
     brightness: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
     contrast: float = key(0.0, least=0)
     saturation: float = key(0.0, least=0)
-    hue: float = key(0.0, least=0, most=0.5)  # a shift of at most so many turns of the colour circle, either way
+    hue: float = key(0.0, least=0, most=0.5)  # largest shift, in turns of the colour circle, either way
 
 
 @dataclass
 class SegmentationData(Data):
-    # Pixels of the longest side at scale 1, in training and in evaluation; null: the image's own size. IoU is counted
+    # Longest side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is always counted
     # at the label's own size.
     base_size: int | None = key(None, above=0)
     scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
@@ -64,12 +64,12 @@ class SegmentationData(Data):
 @dataclass
 class CocoStuffData(SegmentationData):
     lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
-    other_class: bool = False  # things are a 92nd class "other"; false: they are ignored
+    other_class: bool = False  # things become a 92nd class, "other"; false: they are ignored
 
 
 @dataclass
 class Sampler:
-    """Which image, and which part of it, each training crop is taken from."""
+    """Which image, and which part of it, each training crop comes from."""
 
     name: str = MISSING
 
@@ -82,9 +82,9 @@ class UniformSampler(Sampler):
 @dataclass
 class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
-    fraction: float = key(1.0, above=0, most=1)  # of an epoch's crops drawn by class, the rest by image
-    folder: str | None = key(None, free_on_resume=True)  # where the class index is kept; null: in the cache folder
-    positions: int = key(32, above=0)  # pixels that the index remembers per image and class
+    fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
+    folder: str | None = key(None, free_on_resume=True)  # of the class index; null: the cache folder
+    positions: int = key(32, above=0)  # pixels that the index keeps per image and class
 
 
 SEGMENTATION_DATASETS = {

@@ -1,4 +1,4 @@
-"""Keys of eval.py and scripts.predict: a checkpoint, and how its network predicts."""
+"""Keys of eval.py and scripts.predict."""
 
 from dataclasses import dataclass, field
 
@@ -9,11 +9,10 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import DEVICES, PRECISIONS
 
 OVERLAP = 0.25
-# For the message of an image that does not fit into memory, also in a training.
+# If an image to evaluate does not fit into memory, also during training.
 MEMORY_ADVICE = (
-    "eval.py and scripts.predict need less with window.size=1024 or smaller, also for the checkpoints of a training "
-    "that stops here; a training itself with a smaller data.base_size, or trainer.precision=bfloat16 if it is not used "
-    "yet"
+    "eval.py and scripts.predict need less with window.size=1024 or smaller, also for checkpoints of a run that stops "
+    "here; training needs less with a smaller data.base_size or trainer.precision=bfloat16"
 )
 
 
@@ -24,8 +23,8 @@ class TrainedData:
 
 @dataclass
 class EvaluationData(TrainedData):
-    root: str | None = None  # null: where the network was trained
-    split: str | None = None  # null: the validation split of the training
+    root: str | None = None  # null: as in training
+    split: str | None = None  # null: the validation split in training
 
 
 @dataclass
@@ -36,10 +35,10 @@ class TrainedHead:
 
 @dataclass
 class Window:
-    """Larger images are seen in overlapping squares, so that memory does not grow with the image."""
+    """Larger images are evaluated in overlapping squares, to limit memory."""
 
-    size: int | None = key(None, above=0)  # pixels of a side, a multiple of body.output_stride; null: whole images
-    overlap: float = key(OVERLAP, least=0, most=0.9)  # least share of a side that neighbours have in common
+    size: int | None = key(None, above=0)  # side in pixels, a multiple of body.output_stride; null: whole images
+    overlap: float = key(OVERLAP, least=0, most=0.9)  # smallest share of a side that neighbours share
 
     def check(self) -> None:
         if self.size is None and self.overlap != OVERLAP:
@@ -48,15 +47,15 @@ class Window:
 
 @dataclass
 class TestTimeAugmentation:
-    """Views of every image, whose softmax is averaged."""
+    """Average the softmax over several views of each image."""
 
     scales: list[float] = key([1.0], above=0)  # 1 is data.base_size
-    flip: bool = False  # each scale also mirrored left to right
+    flip: bool = False  # also mirror each scale left to right
 
 
 @dataclass
 class TrainedNetwork:
-    """A checkpoint and how it predicts; keys that are not given are as in the checkpoint."""
+    """A checkpoint, and how its network predicts."""
 
     checkpoint: str = MISSING
     averaged: bool = True  # the averaged weights, if the checkpoint has them
@@ -65,9 +64,10 @@ class TrainedNetwork:
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
     device: str = key("auto", one_of=DEVICES)
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
+    data: TrainedData = field(default_factory=TrainedData)
 
     def apply_to(self, config: SegmentationRun) -> None:
-        """Override keys of the training with the keys given here. ValueError if the network cannot do that."""
+        """Override the training's keys by those given here. ValueError if they do not fit the network."""
         config.data.base_size = self.data.base_size or config.data.base_size
         config.head.pooling_size = self.head.pooling_size or config.head.pooling_size
         config.trainer.precision = self.precision or config.trainer.precision
@@ -87,10 +87,10 @@ class Evaluation(TrainedNetwork):
     data: EvaluationData = field(default_factory=EvaluationData)
     predictions: str | None = None  # folder for predictions in the dataset's official encoding
     overlays: str | None = None  # folder for pictures: image | ground truth | prediction
-    overlay_images: int | None = key(None, above=0)  # how many of them; null: all
+    overlay_images: int | None = key(None, above=0)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)  # processes that read
-    timeout_seconds: int | None = key(None, above=0)  # for an image from the workers; null: as in training
+    timeout_seconds: int | None = key(None, above=0)  # to wait for the workers' next image; null: as in training
 
     def check(self) -> None:
         if self.overlay_images is not None and self.overlays is None:
@@ -101,6 +101,5 @@ class Evaluation(TrainedNetwork):
 class Prediction(TrainedNetwork):
     """One run of scripts.predict."""
 
-    data: TrainedData = field(default_factory=TrainedData)
-    input: str = MISSING  # an image, or a folder: its PNG and JPEG files are predicted, also in its subfolders
+    input: str = MISSING  # an image, or a folder of PNG and JPEG files, searched with its subfolders
     output: str = MISSING  # folder

@@ -1,16 +1,32 @@
-"""Declaring and checking configuration keys: defaults, bounds, groups, and which keys a resumed run may change."""
+"""Declare and check configuration keys: defaults, bounds, groups, and which keys a resumed run may change."""
 
 import math
 import re
+from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import field, fields, is_dataclass
+from dataclasses import Field, field, fields
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Keys(Protocol):
+    """An instance of a dataclass of `engine.schema`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+@runtime_checkable
+class _WithRules(Protocol):
+    def check(self) -> None: ...
+
 
 def key(
-    default,
+    default: T,
     *,
     above: float | None = None,
     least: float | None = None,
@@ -18,41 +34,41 @@ def key(
     one_of: tuple | None = None,
     entries: tuple[str, ...] | None = None,
     free_on_resume: bool = False,
-):
-    """A key with a default. Bounds hold for every number of a list; None (null) is always allowed.
+) -> T:
+    """A key with a default. Bounds hold for every number in a list; None (null) is always allowed.
 
     Args:
         above, least, most: a number must be > above, >= least, <= most.
         one_of: the allowed values.
-        entries: what the entries of a list are, which fixes its length.
-        free_on_resume: a resumed run may change the key: it says where or how the run computes, not what.
+        entries: names of the list's entries, which fix its length.
+        free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries}
     return field(default_factory=lambda: deepcopy(default), metadata={**bounds, "free_on_resume": free_on_resume})
 
 
-def group(alternatives: dict[str, type]):
-    """A group of keys (norm, body, …) with one dataclass per alternative, which its `name` selects.
+def group(alternatives: Mapping[str, type]) -> Any:
+    """A group of keys (norm, body, …) whose `name` selects one dataclass of several.
 
-    An option that the selected alternative does not have is then an error; a single dataclass would ignore it.
+    An option that the selected dataclass does not have is an error; one dataclass for all would ignore it.
     """
     return field(default=MISSING, metadata={"alternatives": alternatives})
 
 
-def groups_of(schema: type) -> dict[str, dict[str, type]]:
+def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
     """{group: {name: dataclass}}"""
     return {entry.name: entry.metadata["alternatives"] for entry in fields(schema) if "alternatives" in entry.metadata}
 
 
-def alternative(group_name: str, alternatives: dict[str, type], name: object) -> type:
-    """The dataclass that `name` selects. ValueError for an unknown name."""
-    if name not in list(alternatives):  # a list: a name from a checkpoint may not be hashable
+def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
+    """The dataclass selected by `name`. ValueError for an unknown name."""
+    if name not in list(alternatives):  # a list, because a checkpoint's name may not be hashable
         raise ValueError(f"{group_name}.name={name}: expected one of {', '.join(alternatives)}")
     return alternatives[name]
 
 
-def check_values(config, prefix: str = "") -> None:
-    """Check every value against its bounds, then the rules of each dataclass, its method `check` if it has one.
+def check_values(config: Keys, prefix: str = "") -> None:
+    """Check every value against its bounds, then each dataclass by its method `check`, if it has one.
 
     Raises:
         ValueError: names the key, its value and what is expected.
@@ -63,15 +79,15 @@ def check_values(config, prefix: str = "") -> None:
             selected = value and value.name
             if type(value) is not alternative(name, entry.metadata["alternatives"], selected):
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
-        if is_dataclass(value):
+        if isinstance(value, Keys):
             check_values(value, f"{name}.")
         elif value is not None:
             _check_bounds(name, value, entry.metadata)
-    if hasattr(config, "check"):
+    if isinstance(config, _WithRules):
         config.check()
 
 
-def _check_bounds(name: str, value, bounds) -> None:
+def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     above, least, most, one_of, entries = (
         bounds.get(bound) for bound in ("above", "least", "most", "one_of", "entries")
     )
@@ -82,7 +98,7 @@ def _check_bounds(name: str, value, bounds) -> None:
     if above is None and least is None:
         return
     numbers = _numbers(value)
-    # Written so that NaN fails. An empty list is refused too.
+    # NaN and empty lists must fail.
     low_enough = bool(numbers) and all(number <= (math.inf if most is None else most) for number in numbers)
     at_most = "" if most is None else f", at most {most}"
     if above is not None and not (low_enough and all(above < number < math.inf for number in numbers)):
@@ -91,12 +107,12 @@ def _check_bounds(name: str, value, bounds) -> None:
         raise ValueError(f"{name}={value}: expected {least} or more{at_most}")
 
 
-def _numbers(value) -> list[float]:
+def _numbers(value: Any) -> list[float]:
     return [number for entry in value for number in _numbers(entry)] if isinstance(value, list) else [value]
 
 
 def override(name: str, path: object) -> str:
-    """`name=path` as a Hydra override, quoted where Hydra needs it. Quote the result for the shell as well."""
+    """`name=path` as a Hydra override, quoted for Hydra if needed. Quote the result for the shell as well."""
     text = str(path)
     if not re.fullmatch(r"[\w.+-]*(/[\w.+-]+)+", text, re.ASCII):
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # an interpolation otherwise

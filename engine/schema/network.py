@@ -17,7 +17,7 @@ class Norm:
 
     name: str = MISSING
     activation: str = "leaky_relu"
-    activation_param: float = 0.01  # slope of leaky_relu for negative inputs, alpha of elu
+    activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
     momentum: float = key(0.1, above=0, most=1)
     eps: float = key(1e-5, above=0)
 
@@ -27,8 +27,8 @@ class OurNorm(Norm):
     """Options of every layer in models.layers."""
 
     learn_scale: bool = True  # false: gamma is 1
-    sync: bool = False  # statistics over several processes
-    sync_group: str = key("world", one_of=SYNC_GROUPS)  # over all of them, or over those on the same machine
+    sync: bool = False  # share statistics between processes
+    sync_group: str = key("world", one_of=SYNC_GROUPS)  # all processes, or those on the same machine
     backend: str = key("auto", one_of=BACKENDS)
 
 
@@ -80,17 +80,17 @@ class Body:
 class ResNeXtBody(Body):
     name: str = "resnext"
     structure: list[int] = key([3, 4, 23, 3], above=0)  # blocks per module
-    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first module's bottleneck
+    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first module's bottlenecks
     groups: int = key(64, above=0)
     stem_channels: int = key(64, above=0)
-    stem: str = "3x3"  # three 3x3 convolutions (the released networks), or one 7x7
+    stem: str = "3x3"  # three 3x3 convolutions (as released), or one 7x7
 
 
 @dataclass
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
     structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0)  # blocks in mod2 … mod7
-    channels: list[list[int]] = key(MISSING, above=0)  # of the convolutions of a block, in mod2 … mod7
+    channels: list[list[int]] = key(MISSING, above=0)  # of each block's convolutions, in mod2 … mod7
     stem_channels: int = key(64, above=0)
     downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)
     dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0, most=1)  # in mod2 … mod7
@@ -107,11 +107,11 @@ class DeepLabV3Head(Head):
     hidden_channels: int = key(256, above=0)
     out_channels: int = key(256, above=0)
     dilations: list[int] = key([12, 24, 36], above=0)
-    # Sliding pooling window at test time.
+    # Sliding pooling window in evaluation; null: global pooling, as in training.
     pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
 
 
-NORMS = {
+NORMS: dict[str, type[Norm]] = {
     "std": StandardNorm,
     "checkpoint": CheckpointNorm,
     "checkpoint_xhat": CheckpointXHatNorm,
@@ -119,5 +119,5 @@ NORMS = {
     "inplace": InPlaceNorm,
     "package": PackageNorm,
 }
-BODIES = {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody}
+BODIES: dict[str, type[Body]] = {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody}
 HEADS = {"deeplabv3": DeepLabV3Head}

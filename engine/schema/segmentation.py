@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
 from engine.schema.keys import group, key, override
-from engine.schema.network import HEADS, Head
+from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun
 
 
@@ -26,7 +26,7 @@ class CrossEntropyLoss(Loss):
 @dataclass
 class BootstrappedLoss(Loss):
     name: str = "bootstrapped"
-    fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts: the paper's m
+    fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts, the paper's m
 
 
 LOSSES = {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss}
@@ -44,7 +44,7 @@ class SegmentationRun(TrainingRun):
     task: ClassVar[str] = "segmentation"
     score: ClassVar[str] = "miou"
     score_label: ClassVar[str] = "mIoU"
-    most_classes: ClassVar[int] = 255  # of uint8 labels and predictions; 255 is ignore_index
+    most_classes: ClassVar[int] = 255  # labels and predictions are uint8; 255 is ignore_index
     fewest_at_a_time: ClassVar[tuple[int, str]] = (
         2,
         "the pooled branch of the head cannot normalise a single value per channel",
@@ -52,7 +52,7 @@ class SegmentationRun(TrainingRun):
 
     trainer: SegmentationTrainer = field(default_factory=SegmentationTrainer)
     data: SegmentationData = group(SEGMENTATION_DATASETS)
-    head: Head = group(HEADS)
+    head: DeepLabV3Head = group(HEADS)
     loss: Loss = group(LOSSES)
     sampler: Sampler = group(SAMPLERS)
 

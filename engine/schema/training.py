@@ -1,4 +1,4 @@
-"""Keys that every training run has, whatever its task, with their rules and the advice that names them."""
+"""Keys of training runs of any task, with their rules and the messages that name them."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -24,44 +24,44 @@ class Optim:
     weight_decay: float = key(1e-4, least=0)
     nesterov: bool = False
     power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power
-    max_gradient_norm: float | None = key(None, above=0)  # longer gradients are scaled down to it; null: never
+    max_gradient_norm: float | None = key(None, above=0)  # clip gradients to it; null: never
     fused: bool = True  # one pass over each parameter
 
 
 @dataclass
 class Trainer:
-    # Durations are in epochs or steps; if both are given, the shorter one counts.
+    # Give epochs or steps; if both are given, the shorter counts.
     epochs: int | None = key(None, above=0)
     steps: int | None = key(None, above=0)
     # The end of the run is always evaluated.
     evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
-    evaluate_images: int | None = key(None, above=0)  # evaluate only the first so many, also at the end; null: all
+    evaluate_images: int | None = key(None, above=0)  # evaluate only the first so many, even at the end; null: all
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
     log_every_steps: int = key(20, above=0, free_on_resume=True)
     device: str = key("auto", one_of=DEVICES, free_on_resume=True)
-    precision: str = key("float32", one_of=PRECISIONS)  # bfloat16, float16: by autocast; float16 scales the loss
-    tf32: bool = False  # float32 products of 10-bit mantissas on CUDA devices
+    precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
+    tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True
-    compile: bool = False  # the training's forward and backward pass as one graph of torch.compile
-    deterministic: bool = False  # deterministic algorithms only: two runs give equal weights
-    accumulation_steps: int = key(1, above=0)  # micro-batches that a process splits its share of a minibatch into
-    # Decay per step of the exponential moving average of the weights, which is then evaluated; null: no average.
+    compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph
+    deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
+    accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
+    # Decay per step of the weights' exponential moving average, which is then evaluated; null: no average.
     ema_decay: float | None = key(None, above=0, most=1)
-    # Before an evaluation the average's norms take statistics from so many minibatches; 0: the trained network's.
+    # Minibatches to renew the average's norm statistics from before an evaluation; 0: use the trained network's.
     ema_statistics_minibatches: int = key(0, least=0)
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
-    timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # a process stops if it waits longer for another
+    timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # for a process to wait for another before it fails
 
 
 @dataclass
 class Init:
-    """The weights at step 0; random ones without a file."""
+    """The initial weights; random without a file."""
 
     weights: str | None = None  # a checkpoint of this project, or a file of the format below
-    # Of a file that is not ours; standard_bn: a state dict with standard batch normalisation under our names.
+    # Of a file from elsewhere; standard_bn: a state dict with standard batch normalisation under our names.
     format: str | None = key(None, one_of=("standard_bn",))
-    part: str = key("network", one_of=("network", "body"))  # body: head and classifier start anew
+    part: str = key("network", one_of=("network", "body"))  # body: head and classifier start from random weights
 
     def check(self) -> None:
         for name, value, default in (("format", self.format, None), ("part", self.part, "network")):
@@ -71,16 +71,16 @@ class Init:
 
 @dataclass
 class TrainingRun:
-    """One training run, from its weights to its results. Each task sets the class attributes."""
+    """One training run. Each task sets the class attributes."""
 
     task: ClassVar[str]  # its name in checkpoints
-    score: ClassVar[str]  # name of the score, higher is better, that selects best.pt
-    score_label: ClassVar[str]  # its name for people
+    score: ClassVar[str]  # name of the score that selects best.pt; higher is better
+    score_label: ClassVar[str]  # the score's name in messages
     most_classes: ClassVar[int] = 65_535  # that labels and predictions can encode
-    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # and why
+    fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
 
     run_dir: str | None = key(None, free_on_resume=True)  # null: runs/DATASET-NORM/DATE
-    # auto: continue the run in run_dir if there is one, else start it
+    # auto: resume the run in run_dir if there is one, else start it
     resume: str | None = key(None, free_on_resume=True)
     seed: int = key(0, least=0)
     init: Init = field(default_factory=Init)
@@ -91,7 +91,7 @@ class TrainingRun:
     trainer: Trainer = field(default_factory=Trainer)
 
     def check(self) -> None:
-        """Rules between groups. Raises ValueError with the key, its value, what is expected and how to get it."""
+        """Check rules between groups. ValueError names the key, its value, what is expected and how to get it."""
         trainer = self.trainer
         if trainer.epochs is None and trainer.steps is None:
             raise ValueError("trainer.epochs and trainer.steps are both null: give one of them, the length of the run")
@@ -114,11 +114,11 @@ class TrainingRun:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
     def score_text(self, score: float) -> str:
-        """The score for people."""
+        """The score for the console."""
         return f"{self.score_label} {100 * score:.2f} %"
 
     def evaluation_command(self, checkpoint: Path) -> str | None:
-        """The command that evaluates a checkpoint of this task, if there is one."""
+        """The command that evaluates a checkpoint; None if the task has none."""
         return None
 
     def check_precision(self) -> None:
@@ -130,7 +130,7 @@ class TrainingRun:
             )
 
     def check_shares(self, processes: int) -> None:
-        """Raise ValueError if some process would have too few images in a micro-batch."""
+        """Raise ValueError if a process would have too few images in a micro-batch."""
         fewest, reason = self.fewest_at_a_time
         parts = processes * self.trainer.accumulation_steps
         at_a_time = self.data.crops_per_minibatch // parts
@@ -141,27 +141,27 @@ class TrainingRun:
             )
 
     def division(self, processes: int) -> str:
-        """How a minibatch is divided into micro-batches, in keys."""
+        """How a minibatch is divided into micro-batches, for messages."""
         parts = self.trainer.accumulation_steps
         over = f" over {processes} processes" if processes > 1 else ""
         over += f" over trainer.accumulation_steps={parts}" if parts > 1 else ""
         return f"data.crops_per_minibatch={self.data.crops_per_minibatch}{over}"
 
     def memory_advice(self, processes: int) -> str:
-        """Changes that take about half of the memory of a training step."""
+        """For messages: changes that each roughly halve a training step's memory."""
         parts, (fewest, _) = self.trainer.accumulation_steps, self.fewest_at_a_time
         ways = []
-        if self.data.crops_per_minibatch // (2 * processes * parts) >= fewest:  # check_shares refuses others
+        if self.data.crops_per_minibatch // (2 * processes * parts) >= fewest:  # otherwise check_shares refuses
             ways += [f"trainer.accumulation_steps={2 * parts}", "twice as many processes"]
         ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
         if not isinstance(self.norm, InPlaceNorm):
             ways.append("norm=inplace")
         if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
             ways.append("trainer.precision=bfloat16")
-        return f"({self.division(processes)}). Each of these takes about half of the memory of crops: {'; '.join(ways)}"
+        return f"({self.division(processes)}). Each of these roughly halves the memory of crops: {'; '.join(ways)}"
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
-        """How to go on from `checkpoint`, the last good one, after the loss or a gradient became infinite or NaN."""
+        """For messages: how to continue from `checkpoint`, the last good one, after divergence."""
         if checkpoint is None:
             return "try a lower optim.lr"
         start = shlex.quote(override("init.weights", checkpoint))

@@ -16,6 +16,7 @@ from engine.evaluated import Evaluated
 from engine.forward import Forward
 from engine.run import Run
 from engine.schema.evaluation import MEMORY_ADVICE
+from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.pictures import confusion_picture
 from engine.segmentation.predictions import PictureCollector
@@ -68,7 +69,7 @@ def evaluate_split(
     )
 
 
-def evaluation_of(run: Run, loader: DataLoader) -> Callable[[], Evaluated]:
+def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader) -> Callable[[], Evaluated]:
     """Return a function that evaluates the current network of `run` on `loader`, this rank's share of the images.
 
     It also measures the norm layers on two crops of the first image. It raises MemoryError (see `predict`) and

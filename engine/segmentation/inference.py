@@ -16,6 +16,7 @@ from torch import Tensor
 from datasets.transforms import base_scale, scaled
 from engine.forward import Forward
 from engine.out_of_memory import memory_errors
+from models.segmentation import SegmentationNetwork
 
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
@@ -77,7 +78,8 @@ def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory
 @torch.inference_mode()
 def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
     forward.network.eval()
-    own_size = tuple(images.shape[-2:])
+    height, width = images.shape[-2:]
+    own_size = (height, width)
     size = views.size(own_size)
     if views.at_once(size):
         predictions = forward(images, at=size).argmax(dim=1).to(torch.uint8)
@@ -92,13 +94,14 @@ def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], view
     """Like `predict`, with predictions of another size: uint8 (N, *size)."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
+    height, width = images.shape[-2:]
     seen = [
-        _View(forward, pixels, views.size(images.shape[-2:], scale), views, mirrored=bool(mirrored))
+        _View(forward, pixels, views.size((height, width), scale), views, mirrored=bool(mirrored))
         for scale in views.scales
         for mirrored, pixels in enumerate(orientations)
     ]
     predictions = images.new_empty(len(images), *size)
-    rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * forward.network.classes * size[1]))
+    rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * seen[0].classes * size[1]))
     for top in range(0, size[0], rows_at_once):
         rows = range(top, min(top + rows_at_once, size[0]))
         scores = seen[0].logits(rows, size)  # (N, classes, rows, W)
@@ -121,7 +124,10 @@ class _View:
 
     def __init__(self, forward: Forward, images: Tensor, size: tuple[int, int], views: Views, mirrored: bool):
         self.forward, self.images, self.size, self.mirrored = forward, images, size, mirrored
-        self.stride = forward.network.body.output_stride
+        assert isinstance(forward.network, SegmentationNetwork), type(forward.network)
+        self.classes, stride = forward.network.classes, forward.network.body.output_stride
+        assert isinstance(stride, int), stride
+        self.stride = stride
         self.cells = tuple(math.ceil(side / self.stride) for side in size)
         window = math.ceil((views.window or max(size)) / self.stride)
         self.windows = [windows_along(cells, window, views.overlap) for cells in self.cells]
@@ -145,7 +151,7 @@ class _View:
         rows, columns = self.windows
         begun = None  # rows that the next windows also cover
         for (top, row_weights), following in zip(rows, [*rows[1:], None], strict=True):
-            shape = (len(self.images), self.forward.network.classes, len(row_weights), self.cells[1])
+            shape = (len(self.images), self.classes, len(row_weights), self.cells[1])
             strip = torch.zeros(shape, device=self.images.device)
             for left, column_weights in columns:
                 logits = self._window(top, left, len(row_weights), len(column_weights))

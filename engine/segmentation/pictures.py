@@ -55,7 +55,8 @@ def class_legend(dataset: SegmentationDataset) -> Figure:
 
 def class_patch(colour: tuple[int, int, int], label: str) -> Patch:
     """The legend entry of a class."""
-    return Patch(facecolor=np.array(colour) / 255, edgecolor="gray", label=label)
+    red, green, blue = (channel / 255 for channel in colour)
+    return Patch(facecolor=(red, green, blue), edgecolor="gray", label=label)
 
 
 def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:

@@ -194,5 +194,5 @@ def _value(value: Tensor) -> float | None:
 
 def _by_name(names: tuple[str, ...], values: Tensor, chosen: Tensor | None = None) -> dict[str, float | None]:
     """{name: value, or None for NaN}, for all entries or the chosen ones."""
-    chosen = [True] * len(names) if chosen is None else chosen.tolist()
-    return {name: _value(value) for name, value, keep in zip(names, values, chosen, strict=True) if keep}
+    kept = [True] * len(names) if chosen is None else chosen.tolist()
+    return {name: _value(value) for name, value, keep in zip(names, values, kept, strict=True) if keep}

@@ -1,4 +1,4 @@
-"""Networks of tests, called and trained as runs do it."""
+"""Call and train test networks as runs do."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from engine.schema.training import Trainer, TrainingRun
 def forward_of(
     network: nn.Module, precision: str = "float32", mean: float = 0.5, std: float = 0.25, channels_last: bool = True
 ) -> Forward:
-    """Through a network on the CPU; `mean` and `std` (0 to 1) of all three colours."""
+    """A forward pass on the CPU; all three colours have `mean` and `std` (0 to 1)."""
     trainer = Trainer(precision=precision, channels_last=channels_last)
     config = TrainingRun(data=Data(mean=[mean] * 3, std=[std] * 3), trainer=trainer)
     return build.forward(config, network, torch.device("cpu"))

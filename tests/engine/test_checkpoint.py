@@ -1,4 +1,4 @@
-"""Checkpoints: complete or not there, every byte checked, never code, never a wrong network."""
+"""Checkpoints: complete or absent, every byte checked, never code, never a wrong network."""
 
 import errno
 import os
@@ -30,7 +30,7 @@ def test_state_survives(tmp_path):
 
 @contextmanager
 def files_of_at_most(size: int):
-    """What the kernel says of larger files, and what torch.save makes of it, is that of a full disk."""
+    """For larger files the kernel, and so torch.save, reports the same error as for a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -40,7 +40,7 @@ def files_of_at_most(size: int):
 
 
 def check_that_step_2_is_not_written(path: Path, previous: Path | None, message: str) -> None:
-    """With checkpoints of steps 1 (`path`) and 0 (`previous`) on disk; the second has 40,000 bytes of tensors."""
+    """With checkpoints of steps 1 (`path`) and 0 (`previous`) on disk; the latter holds 40,000 bytes of tensors."""
     files = sorted(path.parent.iterdir())
     state = state_of(2, network={"w": torch.randn(9000)}, optimizer=[{"m": torch.randn(500, 2)}, None])
     with pytest.raises(OSError) as error:
@@ -106,7 +106,7 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path):
 
 
 def is_noticed(path: Path, content: bytes, good: dict) -> bool:
-    """Whether a damaged file is refused by name. If not, what it gives must be the good state: padding has changed."""
+    """Whether a damaged file is refused by name. If not, only padding changed, and it must give the good state."""
     path.write_bytes(content)
     try:
         state = checkpoint.load(path)
@@ -130,7 +130,7 @@ def test_no_changed_byte_and_no_lost_end_goes_unnoticed(tmp_path, record_propert
     assert sum(is_noticed(path, damaged, good) for damaged in flipped) > 30 * 4 + 5 * 8  # in tensors, and elsewhere
     for size in range(0, len(content), 13):
         assert is_noticed(path, content[:size], good)
-        is_noticed(path, content[:size] + bytes(len(content) - size), good)  # as some filesystems leave it
+        is_noticed(path, content[:size] + bytes(len(content) - size), good)  # as some filesystems do
 
 
 class Payload:
@@ -200,7 +200,7 @@ def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, exp
 
 
 def test_a_file_may_have_as_many_classes_as_any_task(tmp_path):
-    """A task may allow fewer: `engine.config.of_checkpoint`."""
+    """A task may allow fewer; see `engine.config.of_checkpoint`."""
     names, colours = [f"class {i}" for i in range(65_535)], [[i % 256, i // 256, 0] for i in range(65_535)]
     checkpoint.save(tmp_path / "net.pt", state_of(3, classes=names, palette=colours))
     state = checkpoint.load(tmp_path / "net.pt")

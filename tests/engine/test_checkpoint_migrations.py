@@ -1,4 +1,4 @@
-"""Checkpoints of every earlier version load, evaluate and continue; malformed ones are refused by name."""
+"""Checkpoints of every earlier version load, evaluate and resume; malformed ones are refused by name."""
 
 import json
 import shutil
@@ -15,23 +15,23 @@ from engine.distributed import World
 from engine.random_states import restore_random_states
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
-from tests.runs import composed
+from tests.runs import composed, run_config
 from train_seg import train
 
 OLD_CHECKPOINTS = Path(__file__).parent / "old_checkpoints"  # by the commit that wrote them
-SCORES = {"b0b34fd": (0.02154218330902728, 0.2150651737555832)}  # mIoU and pixel accuracy, as that commit evaluates
+SCORES = {"b0b34fd": (0.02154218330902728, 0.2150651737555832)}  # mIoU and pixel accuracy by that commit
 
 
 def old_state(**more) -> dict:
-    """Of the format before there were tasks, with all that an evaluation needs."""
-    config = cfg.plain(cfg.typed(composed("train_seg")))
+    """A state in the format before tasks, with all that an evaluation needs."""
+    config = cfg.plain(run_config())
     network = {"w": torch.arange(3.0)}
     state = {"format": SEGMENTATION_ONLY, "step": 3, "config": config, "classes": ["road", "sky"], "network": network}
     return {**state, **more}
 
 
 def loaded(tmp_path: Path, state: dict) -> dict:
-    """The state, written and read."""
+    """The state, written and read back."""
     torch.save(state, tmp_path / "last.pt")
     return checkpoint.load(tmp_path / "last.pt")
 
@@ -40,7 +40,7 @@ def test_a_checkpoint_from_before_there_were_tasks_is_of_a_segmentation(tmp_path
     before = old_state(palette=[[0, 0, 0], [1, 2, 3]], total_steps=9)
     state = loaded(tmp_path, before)
     assert (state["format"], state["task"]) == (FORMAT, "segmentation")
-    assert cfg.of_checkpoint(state, SegmentationRun, "last.pt") == cfg.typed(composed("train_seg"))
+    assert cfg.of_checkpoint(state, SegmentationRun, "last.pt") == run_config()
     assert torch.equal(state["network"]["w"], before["network"]["w"])
     same = ("step", "config", "classes", "palette", "total_steps")
     assert {key: state[key] for key in same} == {key: before[key] for key in same}
@@ -51,14 +51,14 @@ def test_a_checkpoint_from_before_there_were_samplers_was_sampled_uniformly(tmp_
     before = old_state()
     del before["config"]["sampler"]
     config = cfg.of_checkpoint(loaded(tmp_path, before), SegmentationRun, "last.pt")
-    assert config == cfg.typed(composed("train_seg", "sampler=uniform"))
-    by_class = cfg.typed(composed("train_seg", "sampler=class_uniform"))
+    assert config == run_config("sampler=uniform")
+    by_class = run_config("sampler=class_uniform")
     config = cfg.of_checkpoint(loaded(tmp_path, old_state(config=cfg.plain(by_class))), SegmentationRun, "last.pt")
     assert config == by_class
 
 
 def test_a_checkpoint_from_before_there_were_ranks_continues_its_random_numbers(tmp_path, caplog):
-    """One process, with the states of all its devices; it computed on the first."""
+    """It holds the states of all devices of one process, which computed on the first."""
     torch.manual_seed(5)
     devices = [torch.arange(16, dtype=torch.uint8) + i for i in range(2)]
     random = {"cpu": torch.get_rng_state(), "cuda": []}
@@ -121,7 +121,7 @@ def test_malformed_content_is_refused_by_file_and_key(tmp_path, key, value):
     ids=str,
 )
 def test_malformed_random_states_do_not_keep_a_checkpoint_from_evaluation(tmp_path, random):
-    """They only matter to a run that continues."""
+    """They only matter when a run resumes."""
     assert loaded(tmp_path, old_state(random=random))["step"] == 3
 
 
@@ -133,7 +133,7 @@ def test_a_file_of_anything_else_is_refused(tmp_path, content):
 
 
 def with_the_keys_of(file: Path, run_dir: Path) -> DictConfig:
-    """What the command line of the file's run composes today."""
+    """The config that the run's command line composes today."""
     state = checkpoint.read(file)
     config = OmegaConf.merge(composed("train_seg"), state["config"])
     return OmegaConf.merge(config, {"run_dir": str(run_dir), "resume": "auto"})
@@ -163,6 +163,6 @@ def test_the_run_of_an_old_checkpoint_continues_to_its_end(tmp_path, commit):
     for name, weights in before["network"].items():
         if name.endswith(".weight"):
             assert not torch.equal(state["network"][name], weights), name
-    # It is the old run that continues: its momentum and learning rate, not new ones.
+    # It really resumes: momentum and learning rate are the old run's.
     assert state["scheduler"]["last_epoch"] == before["scheduler"]["last_epoch"] + len(steps)
     assert json.loads((tmp_path / "results.json").read_text())["checkpoint"] == str(last)

@@ -1,4 +1,4 @@
-"""Errors that a user can fix are one message; others keep their traceback."""
+"""Errors that a user can fix become one message; others keep their traceback."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""Configurations: every shipped one composes, builds and steps; every wrong one is refused with its key's name."""
+"""Configurations: every shipped one composes, builds and steps; wrong ones are refused, naming the key."""
 
 import functools
 import math
@@ -31,6 +31,10 @@ def composed(*overrides: str):
     return runs.composed("train_seg", "run_dir=unused", *overrides)
 
 
+def run_config(*overrides: str) -> SegmentationRun:
+    return runs.run_config("run_dir=unused", *overrides)
+
+
 def from_plain(values: dict, source: str = "the checkpoint") -> SegmentationRun:
     return cfg.from_plain(values, SegmentationRun, source)
 
@@ -51,8 +55,8 @@ ALL = [f"{group}={name}" for group in GROUPS for name in (OUR_NORMS if group == 
 
 @pytest.mark.parametrize("choice", ALL)
 def test_every_choice_composes_builds_and_steps(choice):
-    """On fake tensors: shapes and dtypes of a whole training step, without its arithmetic."""
-    config = cfg.typed(composed(choice))
+    """On fake tensors: shapes and dtypes of a whole training step without arithmetic."""
+    config = run_config(choice)
     assert from_plain(cfg.plain(config)) == config
     schedule = build.schedule_of(config, images=100)
     with FakeTensorMode():
@@ -70,13 +74,11 @@ def test_every_choice_composes_builds_and_steps(choice):
 
 
 def test_groups_reach_what_they_build():
-    """The keys of the network end in the layer that they name."""
-    config = cfg.typed(
-        composed(
-            *("norm=inplace_1", "norm.activation=elu", "norm.activation_param=0.5", "norm.gamma_floor=0.01"),
-            *("norm.momentum=0.3", "norm.eps=0.002", "norm.learn_scale=false", "body=wider_resnet38_a2"),
-            *("head.dilations=[2,4]", "head.pooling_size=[5,6]", "body.output_stride=16"),
-        )
+    """The network's keys reach the layers that they name."""
+    config = run_config(
+        *("norm=inplace_1", "norm.activation=elu", "norm.activation_param=0.5", "norm.gamma_floor=0.01"),
+        *("norm.momentum=0.3", "norm.eps=0.002", "norm.learn_scale=false", "body=wider_resnet38_a2"),
+        *("head.dilations=[2,4]", "head.pooling_size=[5,6]", "body.output_stride=16"),
     )
     with torch.device("meta"):
         network = build.segmentation_network(config, classes=3)
@@ -98,7 +100,7 @@ def test_groups_reach_what_they_build():
     ],
 )
 def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
-    config = cfg.typed(composed(f"norm={norm}", "norm.sync=true", "norm.backend=eager"))
+    config = run_config(f"norm={norm}", "norm.sync=true", "norm.backend=eager")
     layer = build.norm_act(config.norm)(4)
     assert type(layer) is cls and option.items() <= vars(layer).items()
     assert layer.sync and layer.backend == "eager"
@@ -107,7 +109,7 @@ def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
 @pytest.mark.parametrize("norm", OUR_NORMS)
 def test_every_norm_fits_every_body(norm):
     for body in choices("body"):
-        config = cfg.typed(composed(f"norm={norm}", f"body={body}", "norm.sync=true"))
+        config = run_config(f"norm={norm}", f"body={body}", "norm.sync=true")
         with FakeTensorMode():
             network = build.segmentation_network(config, classes=3)
             network(torch.empty(2, 3, 64, 96)).square().mean().backward()
@@ -116,8 +118,8 @@ def test_every_norm_fits_every_body(norm):
 
 
 def test_the_released_package_is_a_norm_choice():
-    """Where it is not installed, the message says how to; where it is, a residual network trains a step in it."""
-    config = cfg.typed(composed("norm=package", "norm.activation=elu"))
+    """If it is not installed, the message says how to install it; if it is, a residual network takes a step."""
+    config = run_config("norm=package", "norm.activation=elu")
     try:
         import inplace_abn  # noqa: F401
     except ImportError:
@@ -131,10 +133,10 @@ def test_the_released_package_is_a_norm_choice():
 
 
 def test_loss_and_optimizer_keys_reach_their_objects():
-    config = cfg.typed(composed("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "optim.power=2"))
+    config = run_config("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "optim.power=2")
     assert build.loss(config.loss, ignore_index=7).fraction == 0.5
     assert build.loss(config.loss, ignore_index=7).ignore_index == 7
-    assert type(build.loss(cfg.typed(composed("loss=cross_entropy")).loss, ignore_index=255)) is CrossEntropy
+    assert type(build.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
     optimizer = build.optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
@@ -149,7 +151,7 @@ def test_data_keys_reach_the_loader():
         "data.mean=[0.1,0.2,0.4]",
         "data.std=[0.25,0.5,1]",
     )
-    config = cfg.typed(composed(*overrides, "data.crops_per_minibatch=5", "seed=3", "data.workers=0"))
+    config = run_config(*overrides, "data.crops_per_minibatch=5", "seed=3", "data.workers=0")
     dataset = build.dataset(config.data, "train")
     loader = build.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
     transform = loader.dataset.transform
@@ -165,7 +167,7 @@ def test_data_keys_reach_the_loader():
 
 def test_sampler_keys_reach_the_loader(tmp_path):
     sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
-    config = cfg.typed(composed(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0"))
+    config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
     dataset = build.dataset(config.data, "train")
     seen = []
     loader = build.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
@@ -206,8 +208,8 @@ def test_an_option_of_another_alternative_is_an_error():
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["+surprise=1"], "surprise is not a key"),
-        (["+optim.surprise=1"], "optim.surprise is not a key"),
+        (["+surprise=1"], "surprise is not a configuration key"),
+        (["+optim.surprise=1"], "optim.surprise is not a configuration key"),
         (["trainer.epochs=null"], "trainer.epochs and trainer.steps are both null"),
         (["norm=package", "trainer.precision=bfloat16"], "norm=package.*trainer.precision=float32 .*or norm=inplace"),
         (["norm=package", "norm.activation=relu"], "norm.activation=relu with norm=package.*leaky_relu, elu, identity"),
@@ -244,20 +246,20 @@ def test_an_option_of_another_alternative_is_an_error():
 )
 def test_rules_across_keys(overrides, message):
     with pytest.raises(ValueError, match=message):
-        cfg.typed(composed(*overrides))
+        run_config(*overrides)
 
 
 def test_a_checkpoint_of_another_schema_is_refused():
-    values = cfg.plain(cfg.typed(composed()))
+    values = cfg.plain(run_config())
     values["trainer"]["unheard_of"] = 1
     with pytest.raises(ValueError, match="does not fit this version.*unheard_of"):
         from_plain(values)
 
 
 def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
-    values = cfg.plain(cfg.typed(composed("norm=inplace_1", "norm.eps=0.25")))
+    values = cfg.plain(run_config("norm=inplace_1", "norm.eps=0.25"))
     norm = cfg.group_from_plain({"norm": values["norm"], "data": "unheard of"}, "norm", NORMS, "checkpoint a.pt")
-    assert type(norm) is NORMS["inplace_1"] and norm == cfg.typed(composed("norm=inplace_1", "norm.eps=0.25")).norm
+    assert type(norm) is NORMS["inplace_1"] and norm == run_config("norm=inplace_1", "norm.eps=0.25").norm
     for wrong in ({}, {"norm": None}, {"norm": {"name": "batch"}}, {"norm": {**values["norm"], "surprise": 1}}):
         with pytest.raises(ValueError, match="(?s)^checkpoint a.pt: its configuration does not fit .*"):
             cfg.group_from_plain(wrong, "norm", NORMS, "checkpoint a.pt")
@@ -266,24 +268,24 @@ def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
 
 
 def test_a_checkpoint_of_another_task_is_refused_by_file_and_task(tmp_path):
-    """By whatever reads it, before it reads anything else of it."""
+    """Every reader checks the task first."""
     file = tmp_path / "last.pt"
     state = {"task": "shapes", "step": 3, "config": {}, "classes": ["disc", "square"], "network": {}}
     checkpoint.save(file, state)
-    with pytest.raises(ValueError, match=f"^checkpoint {file} is of the task shapes: expected segmentation$"):
+    with pytest.raises(ValueError, match=f"^checkpoint {file} is for the task shapes: expected segmentation$"):
         cfg.of_checkpoint(checkpoint.load(file), SegmentationRun, f"checkpoint {file}")
     for entry, function, options in (
         ("eval", evaluate, ()),
         ("predict", predict, (f"input={runs.REPOSITORY / 'docs'}", f"output={tmp_path / 'out'}")),
     ):
-        with pytest.raises(ValueError, match=f"^checkpoint {file} is of the task shapes: expected segmentation$"):
+        with pytest.raises(ValueError, match=f"^checkpoint {file} is for the task shapes: expected segmentation$"):
             function(runs.composed(entry, f"checkpoint={file}", "device=cpu", *options))
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
 def test_a_segmentation_has_as_many_classes_as_its_labels_and_predictions_can_tell_apart():
-    """uint8, of which 255 is ignored."""
-    config = cfg.typed(composed())
+    """They are uint8, and 255 is ignored."""
+    config = run_config()
     state = {"task": "segmentation", "config": cfg.plain(config), "classes": [f"class {i}" for i in range(255)]}
     assert cfg.of_checkpoint(state, SegmentationRun, "checkpoint a.pt") == config
     state["classes"].append("one more")
@@ -316,7 +318,7 @@ def test_a_segmentation_has_as_many_classes_as_its_labels_and_predictions_can_te
     ],
 )
 def test_a_checkpoint_with_a_wrong_value_is_refused_by_file_and_key(key, value, message):
-    values = cfg.plain(cfg.typed(composed()))
+    values = cfg.plain(run_config())
     *groups, name = key.split(".")
     functools.reduce(dict.get, groups, values)[name] = value
     with pytest.raises(ValueError, match=f"(?s)^checkpoint a.pt: its configuration does not fit .*{message}"):
@@ -324,15 +326,15 @@ def test_a_checkpoint_with_a_wrong_value_is_refused_by_file_and_key(key, value, 
 
 
 def test_keys_that_only_mattered_to_its_training_do_not_keep_a_checkpoint_from_evaluation():
-    values = cfg.plain(cfg.typed(composed()))
+    values = cfg.plain(run_config())
     values["optim"]["lr"], values["loss"]["fraction"] = 0.0, 3.0
     values["trainer"]["epochs"] = values["trainer"]["steps"] = None
     assert from_plain(values).optim.lr == 0
 
 
 def test_what_is_printed_is_what_runs(tmp_path):
-    """`--cfg job` prints the composed config; the run keeps it as config.yaml, which reads back to the same."""
+    """`--cfg job` prints the composed config; the run keeps it as config.yaml, which reads back the same."""
     values = composed("norm=inplace_1", "data.crop_size=96")
     OmegaConf.save(values, tmp_path / "config.yaml")
     again = from_plain(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"), resolve=True))
-    assert again == cfg.typed(values)
+    assert again == cfg.typed(values, SegmentationRun)

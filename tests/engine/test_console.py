@@ -1,4 +1,4 @@
-"""What is printed: names and paths as they are, in tables, lines and progress bars."""
+"""Names and paths are printed literally in tables, lines and progress bars."""
 
 from functools import partial
 

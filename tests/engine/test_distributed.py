@@ -1,4 +1,4 @@
-"""Several processes do what one does: the same losses, gradients, statistics, weights and scores."""
+"""Several processes compute what one does: the same losses, gradients, statistics, weights and scores."""
 
 import json
 import os
@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from engine import build, checkpoint
-from engine import config as cfg
 from engine.distributed import World, node_group
 from engine.loop import train_step
 from engine.stopping import Preempted
 from eval import evaluate
 from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, composed, run_config
 from train_seg import train
 
 NORMS = ("inplace", "std")
@@ -36,9 +35,9 @@ def this_world() -> World:
 
 
 def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tuple[str, ...] = ()) -> dict:
-    """Three training steps of this process in float64: losses, gradients of the last, weights, running statistics.
+    """Three training steps in float64 on this rank: losses, last gradients, weights, running statistics.
 
-    The crops of each minibatch come in `order`, and each process's share of them in so many `parts`.
+    `order` permutes the crops of each minibatch; each rank splits its share into `parts` micro-batches.
     """
     torch.set_default_dtype(torch.float64)
     try:
@@ -51,7 +50,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     world, crops = this_world(), len(order)
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
-    config = cfg.typed(composed("train_seg", *SHORT, *options))
+    config = run_config(*SHORT, *options)
     learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
@@ -70,7 +69,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm):
-    """Three processes have 2, 3 and 3 of the eight crops."""
+    """Three ranks have 2, 3 and 3 of the eight crops."""
     order = list(range(8))
     assert_equal_to_rounding(ranks.run(steps, norm, order), steps(0, norm, order))
 
@@ -85,7 +84,7 @@ def test_compiled_they_step_as_a_whole_minibatch_that_is_not(ranks, norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm):
-    """Norms see a part at a time: one process gets the crops in the order in which the parts of several hold them."""
+    """Norms see one part at a time, so one process gets the crops in the order of the parts of several."""
     size, parts = len(ranks.processes), 2
     order = torch.arange(2 * size * parts)
     together = order.view(size, parts, -1).transpose(0, 1).flatten()
@@ -102,7 +101,7 @@ def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_parts_have_the_norms_of_unsynchronised_processes(ranks, norm):
-    """What docs/training.md advises for fewer devices; only the running statistics are updated with every part."""
+    """As docs/training.md advises for fewer devices. Only running statistics differ: every part updates them."""
     size, order = len(ranks.processes), list(range(12))
     alone = steps(0, norm, order, size, ("norm.sync=false",))
     of_the_first = ("running_mean", "running_var", "num_batches_tracked")
@@ -113,7 +112,7 @@ def test_parts_have_the_norms_of_unsynchronised_processes(ranks, norm):
 
 
 def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
-    """Statistics of a norm from this process's share of six minibatches."""
+    """A norm's statistics from this rank's share of six minibatches."""
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), ABN(4))
     minibatches = [torch.randn(2, 3, 8, 8) for _ in range(6)]
@@ -134,9 +133,9 @@ def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
 
 @pytest.mark.parametrize("norm", [("norm.sync=true",), ("norm.sync=false", "norm.momentum=0.9")])
 def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path, norm):
-    """Seven images, each evaluated by one of the processes: what one process gives on the same weights.
+    """Seven images, each evaluated on one rank, give the scores of one process with the same weights.
 
-    Without synchronisation all evaluate with the first one's running statistics, which are those that are saved.
+    Without synchronised norms, all ranks evaluate with rank 0's running statistics, as saved.
     """
     options = (*SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "trainer.evaluate_images=7", *norm)
     results = ranks.run(run_in_rank, (f"run_dir={tmp_path}", *options))
@@ -155,7 +154,7 @@ def evaluated_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
 
 
 def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
-    """The same counts, predictions and overlays as of one; the averaged weights count where there are such."""
+    """Same counts, predictions and overlays as in one process; averaged weights are evaluated if present."""
     train(composed("train_seg", f"run_dir={tmp_path}", *SHORT, "trainer.steps=2", "trainer.ema_decay=0.9"))
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
     common = (checkpoint_file, "workers=0", "device=cpu", "overlay_images=5")
@@ -178,7 +177,7 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
 
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
-    """One of the processes is sent SIGTERM in a step."""
+    """One rank gets SIGTERM during a step."""
     from engine.metrics_logger import MetricsLogger
 
     original, counted = MetricsLogger.step, []
@@ -200,7 +199,7 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: in
 
 
 def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
-    """With dropout, of which every process draws its own."""
+    """With dropout, which every rank draws for itself."""
     body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
     channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*SHORT, *body, channels, "data.crops_per_minibatch=7", "trainer.steps=5", "trainer.ema_decay=0.5")
@@ -235,7 +234,7 @@ def sees_no_checkpoint(rank: int, overrides: tuple[str, ...], blind: int) -> Non
 
 
 def test_all_processes_start_from_the_same(ranks, tmp_path):
-    """Where one does not see the checkpoint, or was given another value, none starts, and all say why."""
+    """If one does not see the checkpoint, or got another value, none starts, and all say why."""
     options = (f"run_dir={tmp_path}", *SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "resume=auto")
     ranks.run(run_in_rank, (*options,))
     before = (tmp_path / "checkpoints" / "last.pt").read_bytes()

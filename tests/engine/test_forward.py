@@ -1,4 +1,4 @@
-"""Images reach the network in one way: normalised, resized if asked, in the run's precision and memory format."""
+"""Images reach the network normalised, resized if asked, in the run's precision and memory format."""
 
 import pytest
 import torch
@@ -6,15 +6,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine import build
-from engine.config import typed
 from tests.engine.learners import forward_of
-from tests.runs import composed
+from tests.runs import run_config
 
 CPU = torch.device("cpu")
 
 
 class Recorder(nn.Conv2d):
-    """Remembers what it was called with."""
+    """Records its arguments."""
 
     def forward(self, x, **options):
         self.seen, self.options = x, options
@@ -34,7 +33,7 @@ def images(*size: int, count: int = 2) -> torch.Tensor:
 def test_images_are_normalised_in_the_memory_format_of_the_network():
     mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     for channels_last, memory_format in ((True, torch.channels_last), (False, torch.contiguous_format)):
-        config = typed(composed("train_seg", f"trainer.channels_last={channels_last}"))
+        config = run_config(f"trainer.channels_last={channels_last}")
         forward = build.forward(config, network(), CPU)
         inputs = forward.normalised(images(4, 5))
         expected = (images(4, 5) / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
@@ -48,7 +47,7 @@ def test_images_are_normalised_in_the_memory_format_of_the_network():
 def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels_last):
     net, pixels = network(), images(13, 17)
     overrides = (f"trainer.precision={precision}", f"trainer.channels_last={channels_last}")
-    config = typed(composed("train_seg", *overrides, "data.mean=[0.1,0.2,0.4]", "data.std=[0.25,0.5,1]"))
+    config = run_config(*overrides, "data.mean=[0.1,0.2,0.4]", "data.std=[0.25,0.5,1]")
     logits = build.forward(config, net, CPU)(pixels)
 
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in ([0.1, 0.2, 0.4], [0.25, 0.5, 1.0]))
@@ -63,7 +62,7 @@ def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels
 
 
 def test_images_are_resized_only_if_that_changes_their_size():
-    """Bilinearly, after they are normalised."""
+    """Bilinearly, after normalisation."""
     net = network()
     forward, pixels = forward_of(net), images(12, 20)
     at_own_size = forward(pixels, at=(12, 20))
@@ -93,7 +92,7 @@ def test_through_another_network_everything_else_stays():
 
 
 def test_gradients_pass_and_images_of_floats_are_accepted():
-    """Also what benchmarks draw: the images keep their own dtype until they are normalised."""
+    """Benchmarks draw float images, which keep their dtype until they are normalised."""
     net = network()
     forward = forward_of(net)
     assert torch.equal(forward(images(8, 8).float()), forward(images(8, 8)))

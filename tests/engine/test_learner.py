@@ -1,4 +1,4 @@
-"""What changes while a network learns: it survives a checkpoint, its numbers are checked, its statistics renewed."""
+"""The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_a_gradient_whose_norm_alone_overflows_is_named():
 
 
 def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
-    """They come from the given minibatches. Without minibatches, the trained network's statistics stay."""
+    """From the given minibatches; without any, the trained network's statistics stay."""
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), InPlaceABN(4))
     minibatches = [{"image": torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)} for _ in range(3)]
     learner = learner_of(network, average=AveragedModel(network), statistics_minibatches=minibatches)

@@ -1,4 +1,4 @@
-"""One training step: accumulation, precisions, clipping, averages, and what is not finite."""
+"""One training step: accumulation, precision, clipping, averaging and non-finite values."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ def step(learner: Learner) -> tuple[float, float]:
 
 
 def test_accumulation_gives_the_step_of_the_whole_minibatch():
-    """For a network without batch statistics; those are of the parts by nature."""
+    """Without norms, whose batch statistics are taken over one part at a time."""
     weights = []
-    for parts in (1, 2, 3, 4):  # three are of 2, 1 and 1 crops
+    for parts in (1, 2, 3, 4):  # three have 2, 1 and 1 crops
         torch.manual_seed(0)
         network = nn.Conv2d(3, 5, 3, padding=1)
         loss, _ = step(learner_of(network, accumulation_steps=parts))
@@ -119,7 +119,7 @@ def test_low_precision_steps_as_float32_does(precision):
 
 
 def test_averaged_weights_follow_the_recursion():
-    """average <- decay average + (1 - decay) weights after every step but the first, which it begins with."""
+    """average <- decay * average + (1 - decay) * weights, starting from the weights after the first step."""
     network = nn.Conv2d(3, 5, 1)
     average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.75))
     learner, expected = learner_of(network, average=average), None

@@ -1,4 +1,4 @@
-"""Records of a run: what people watch, speeds without pauses, no record twice, none lost."""
+"""Records of a run: complete, speeds without pauses, no record twice, none lost."""
 
 import json
 import math
@@ -13,12 +13,11 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import checkpoint
-from engine.config import typed
 from engine.evaluated import Evaluated
 from engine.metrics_logger import MetricsLogger
 from engine.run_directory import RunDirectory
 from engine.schema.data import Data
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, composed, run_config
 from train_seg import train
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}
@@ -26,7 +25,7 @@ SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75
 
 def logger(run_dir, start_step=0, total_steps=10, skipped=0) -> MetricsLogger:
     if run_dir is not None and (run_dir / "tensorboard").exists():
-        # Files that one process starts in the same second may be read in the wrong order.
+        # Files started in the same second by one process may be read in the wrong order.
         time.sleep(1 - time.time() % 1)
     return MetricsLogger(run_dir, Console(quiet=True), "miou", total_steps, start_step, skipped)
 
@@ -37,7 +36,7 @@ def evaluated(**scores) -> Evaluated:
 
 def summary_of(running: MetricsLogger, directory: RunDirectory) -> list[str]:
     """The lines of a segmentation run's summary."""
-    config = typed(composed("train_seg"))
+    config = run_config()
     evaluate = config.evaluation_command(directory.last)
     return running.summary(directory, config.score_text, evaluate).splitlines()
 
@@ -67,7 +66,7 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
     assert found and found == {name for name in names if name.startswith("val_iou/")}
     assert events.Scalars("val/miou")[-1].value == pytest.approx(results["miou"])
 
-    # The layers: at every evaluation, and with the names of the layers in metrics.jsonl.
+    # Layer health: at every evaluation, with layer names in metrics.jsonl.
     weights = checkpoint.load(tmp_path / "checkpoints" / "last.pt")["network"]
     gammas = {name: weights[name.replace("running_mean", "weight")] for name in weights if "running_mean" in name}
     smallest, name = min((gamma.abs().min().item(), name) for name, gamma in gammas.items())
@@ -101,7 +100,7 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
 
 
 def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
-    """Looked at after every step, or never; in bfloat16, with dropout and an average of the weights."""
+    """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
     body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4", "norm=inplace_1")
     channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*body, channels, "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
@@ -198,7 +197,7 @@ def write_run(run_dir, start_step, steps, total_steps=10):
 
 def test_a_resumed_run_has_every_record_once(tmp_path):
     write_run(tmp_path, 0, [1, 2, 3, 4])
-    (tmp_path / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # the machine stopped here
+    (tmp_path / "metrics.jsonl").open("a").write('{"kind": "train", "st')  # the machine died here
     write_run(tmp_path, 2, [3, 4, 5])
     assert [(r["kind"], r["step"]) for r in records(tmp_path)] == [("train", s) for s in (1, 2, 3, 4, 5)] + [("val", 5)]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -207,7 +206,7 @@ def test_a_resumed_run_has_every_record_once(tmp_path):
 
 
 def test_a_resumed_run_knows_the_scores_of_before(tmp_path):
-    """By the name of the task's own score; a score that was not a number is none of the best."""
+    """Under the name of the task's score; NaN is never the best."""
     scores = {2: 0.25, 4: 0.75, 6: math.nan, 8: 0.5}
     for start_step in (0, 6):
         if start_step:

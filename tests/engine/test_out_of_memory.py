@@ -1,4 +1,4 @@
-"""Failed allocations are recognised, and become a MemoryError that says where; other errors stay as they are."""
+"""Failed allocations become a MemoryError that says where; other errors stay as they are."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from engine.out_of_memory import is_out_of_memory, memory_errors
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        torch.AcceleratorError("CUDA error: out of memory"),  # of the driver: the device was full before
+        torch.AcceleratorError("CUDA error: out of memory"),  # from the driver: the device was full already
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried"),
     ],

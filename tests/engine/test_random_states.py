@@ -1,4 +1,4 @@
-"""The random numbers that a run goes on with, in every process."""
+"""The random numbers with which a run resumes, on every rank."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from engine.random_states import random_states, restore_random_states
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-    """The state of three processes with streams of their own, written and read, and the next numbers of each."""
+    """The state of three ranks with different streams, written and read back, and each one's next numbers."""
     states, following = [], []
     for rank in range(3):
         torch.manual_seed(rank)
@@ -24,7 +24,7 @@ def stored(tmp_path, monkeypatch):
 
 
 def restored(state: dict, rank: int = 0, world_size: int = 1) -> torch.Tensor:
-    """The next random numbers of a process."""
+    """This process's next random numbers."""
     torch.manual_seed(123)
     restore_random_states(state, World(rank, world_size))
     return torch.rand(3)
@@ -48,9 +48,9 @@ def test_another_number_of_ranks_has_new_random_streams_and_says_so(stored, capl
     ranks = [restored(state, rank=rank, world_size=2) for rank in range(2)]
     assert [record.getMessage() for record in caplog.records] == [
         "the run was on 3 x cpu and continues on 2 x cpu: at the same step with the same samples, but dropout draws "
-        "other numbers than it would have there, and norms that are not synchronised see 1.5 times as many crops"
+        "other numbers, and norms that are not synchronised see 1.5 times as many crops"
     ]
-    assert torch.equal(restored(state, rank=1, world_size=2), ranks[1])  # again the same
+    assert torch.equal(restored(state, rank=1, world_size=2), ranks[1])  # reproducibly
     streams = [*following, *ranks, restored(state, rank=0, world_size=1)]
     assert len({tuple(stream.tolist()) for stream in streams[:5]}) == 5
     assert torch.equal(streams[5], ranks[0])

@@ -1,4 +1,4 @@
-"""results.json: JSON without NaN, complete or as it was before."""
+"""results.json: JSON without NaN, either complete or unchanged."""
 
 import json
 import resource
@@ -37,7 +37,7 @@ def test_json_has_null_for_what_is_not_a_number(tmp_path):
 
 
 def test_the_file_holds_what_is_returned(tmp_path):
-    """Scores and details beside the data, the checkpoint, its configuration, and hardware, versions and commit."""
+    """Scores and details, data, checkpoint, configuration, hardware, versions and commit."""
     results, written = write(None), write(tmp_path / "results.json")
     assert results.keys() == written.keys() == json.loads((tmp_path / "results.json").read_text()).keys()
     assert results.keys() == {
@@ -50,12 +50,12 @@ def test_the_file_holds_what_is_returned(tmp_path):
 
 def test_a_full_disk_keeps_the_results_that_were_there(tmp_path):
     file = tmp_path / "results.json"
-    file.write_text("those of before")
+    file.write_text("old results")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # the kernel reports nearly the same for a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # much like a full disk
     try:
         with pytest.raises(OSError):
             write(file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert file.read_text() == "those of before"
+    assert file.read_text() == "old results"

@@ -1,4 +1,4 @@
-"""Runs of any task: what is refused before the first step, and scores of any size."""
+"""Runs of any task: refusals before the first step, and scores of any size."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.second_task.test_second_task import shapes_config
 
 @pytest.mark.parametrize("count", [0, 4])
 def test_a_number_of_classes_that_the_task_cannot_have_is_refused_before_the_first_step(tmp_path, monkeypatch, count):
-    """A checkpoint of such a run could not be loaded."""
+    """The run's checkpoints could not be loaded."""
     monkeypatch.setattr(shapes.Shapes, "classes", ("a", "b", "c", "d")[:count])
     monkeypatch.setattr(shapes.ShapesRun, "most_classes", 3)
     with pytest.raises(ValueError, match=f"^shapes has {count} classes: expected 1 to 3 for shapes$"):

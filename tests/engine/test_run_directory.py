@@ -1,4 +1,4 @@
-"""A run survives: killed before any line of a save, or damaged, it continues from a good checkpoint."""
+"""A run that was killed during a save, or damaged, resumes from a good checkpoint."""
 
 import errno
 import itertools
@@ -22,12 +22,12 @@ from engine import config as cfg
 from engine.checkpoint_migrations import SEGMENTATION_ONLY
 from engine.run_directory import RunDirectory
 from engine.schema.segmentation import SegmentationRun
-from tests.runs import composed
+from tests.runs import run_config
 
 
 @pytest.fixture(scope="module")
 def config() -> SegmentationRun:
-    return cfg.typed(composed("train_seg", "run_dir=unused", "resume=auto"))
+    return run_config("run_dir=unused", "resume=auto")
 
 
 def run_in(path: Path) -> RunDirectory:
@@ -48,7 +48,7 @@ def damage(path: Path) -> None:
 
 
 def resumed(run: RunDirectory, config: SegmentationRun) -> int | None:
-    """The step of the checkpoint to resume, None for a run to start; its tensors are exactly those of the step."""
+    """The step of the checkpoint to resume, whose tensors must be that step's; None for a new run."""
     state = run.checkpoint_to_resume(config, total_steps=9)
     if state is None:
         return None
@@ -58,7 +58,7 @@ def resumed(run: RunDirectory, config: SegmentationRun) -> int | None:
     return state["step"]
 
 
-# The lines of a save before which a process is killed: ours, and those of torch between the tensors.
+# A process is killed before each of these lines of a save: ours, and torch's between the tensors.
 WATCHED = {
     (checkpoint.__file__, "save"),
     (checkpoint.__file__, "_put_in_place"),
@@ -67,7 +67,7 @@ WATCHED = {
 
 
 def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool:
-    """Save in a copy of this process that is killed before the given one of the watched lines; False where it lives."""
+    """Save in a forked process that is killed before the given watched line; False if it survives."""
     child = os.fork()
     if child == 0:
         lines = itertools.count(1)
@@ -108,9 +108,9 @@ def no_links(*_):
 def test_killed_before_any_line_of_a_save_a_run_continues(
     tmp_path, config, monkeypatch, record_property, held, old, links
 ):
-    """From the step before (`old`) or the one that was saved (3), and its next save is as any other."""
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process is not a lost power supply, and this is slow
-    # Nor is the configuration what is tested, and it is read a hundred times.
+    """From the step before (`old`) or the saved one (3); its next save works normally."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # only a power failure would need it, and it is slow
+    # The configuration is not tested here, and reading it a hundred times is slow.
     monkeypatch.setattr("engine.run_directory.of_checkpoint", lambda *_: config)
     if not links:
         monkeypatch.setattr(os, "link", no_links)
@@ -148,7 +148,7 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_sa
     assert resumed(run, config) == 2
     assert f"checkpoint {run.last} is damaged" in run.notice and "checksum" in run.notice
     assert f"The run continues from {run.previous}, of step 2" in run.notice
-    run.save(state_of(3, config))  # the good one stays, not the damaged one
+    run.save(state_of(3, config))  # the good one is kept, not the damaged one
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [3, 2]
     run.save(state_of(4, config))
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [4, 3]
@@ -168,7 +168,7 @@ def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config)
 
 
 def locks(run_dir: Path, connection) -> None:
-    """In a process of its own: it holds the folder until it is told, or dies."""
+    """In a process of its own: hold the folder until told to let go, or killed."""
     held = RunDirectory(str(run_dir))
     held.lock()
     connection.send("locked")
@@ -176,7 +176,7 @@ def locks(run_dir: Path, connection) -> None:
 
 
 def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch, caplog):
-    """Others wait for its end, or give up; what it leaves when it is killed does not matter."""
+    """Others wait for it to end, or give up. A killed process leaves no lock."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     other = context.Process(target=locks, args=(tmp_path, theirs), daemon=True)
@@ -210,7 +210,7 @@ def test_an_interrupt_says_what_there_is_to_continue_from(tmp_path, config):
         raise KeyboardInterrupt
 
 
-# Keys that say where and how a run computes, not what.
+# Keys that say where and how to compute, not what.
 FREE_ON_RESUME = {
     *("run_dir", "resume", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
     *("data.root", "data.workers", "data.verify", "data.on_error", "data.max_skipped", "data.timeout_seconds"),
@@ -220,8 +220,8 @@ FREE_ON_RESUME = {
 
 
 def test_exactly_the_free_keys_may_change(tmp_path):
-    """Of all keys of a run, with every group."""
-    config = cfg.typed(composed("train_seg", f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform"))
+    """Among all keys of a run, in every group."""
+    config = run_config(f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform")
     run, keys = RunDirectory(str(tmp_path)), cfg.flat(cfg.plain(config))
     assert FREE_ON_RESUME <= keys.keys()
     run.save(state_of(1, config))
@@ -240,7 +240,7 @@ def test_exactly_the_free_keys_may_change(tmp_path):
 def test_a_run_of_another_task_is_not_continued(tmp_path, config):
     run = run_in(tmp_path)
     run.save({**state_of(1, config), "task": "shapes"})
-    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is of the task shapes: expected segmentation$"):
+    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):
         run.checkpoint_to_resume(config, total_steps=9)
 
 
@@ -300,7 +300,7 @@ def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config, young
     for key in younger:
         del state["config"][key]
     run.save(state)
-    if "sampler" in younger:  # from before there were tasks
+    if "sampler" in younger:  # from before tasks
         torch.save({**state, "format": SEGMENTATION_ONLY}, run.last)
     assert resumed(run, config) == 1
     other = replace(config, init=replace(config.init, weights="other.pt"))

@@ -35,7 +35,7 @@ def test_durations_in_steps():
 def test_schedule_counts_steps_done():
     schedule = Schedule(total_steps=10, steps_per_epoch=4, evaluate_every=5, checkpoint_every=4, log_every=3)
     done = range(1, 11)
-    assert [s for s in done if schedule.evaluates(s)] == [5]  # the end is evaluated by the run itself
+    assert [s for s in done if schedule.evaluates(s)] == [5]  # the final evaluation is separate
     assert [s for s in done if schedule.checkpoints(s)] == [4, 5, 8, 10]  # and before an evaluation
     assert [s for s in done if schedule.logs(s)] == [3, 6, 9, 10]
     assert schedule.epoch(10) == 2.5

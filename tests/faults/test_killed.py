@@ -104,7 +104,7 @@ def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
     run = Run(tmp_path / "run", inject=slow_evaluation).until_step(8)
     run.send(signal.SIGTERM)
     assert run.ends() == EXIT_CODE, run.output
-    assert says(run.output, "stopped during an evaluation, which will be made again")
+    assert says(run.output, "stopped during an evaluation, which will be repeated")
     assert run.steps == list(range(1, 9))
     survived(tmp_path / "run", whole)
 

@@ -1,4 +1,4 @@
-"""Drawn discs, squares and crosses; the keys of a run that tells them apart; and how that is scored."""
+"""Drawn discs, squares and crosses, the keys of a run that classifies them, and its evaluation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class ShapesRun(TrainingRun):
 
 
 class Shapes(Dataset):
-    """Images of one split, uint8 (3, size, size), drawn from their number; a training addresses (epoch, number)."""
+    """Images of one split, uint8 (3, size, size), drawn from their number; training keys are (epoch, number)."""
 
     name, classes, palette = "shapes", ("disc", "square", "cross"), None
 
@@ -57,10 +57,10 @@ def shapes(config: Data) -> tuple[Shapes, Shapes]:
 
 
 def verify(dataset: Shapes, progress: Callable[[int, int], None]) -> None:
-    """What is drawn needs no check."""
+    """Drawn images need no check."""
 
 
-def evaluation_of(run: Run, loader: DataLoader) -> Callable[[], Evaluated]:
+def evaluation_of(run: Run[ShapesRun, Shapes], loader: DataLoader) -> Callable[[], Evaluated]:
     @torch.inference_mode()
     def evaluate() -> Evaluated:
         forward = run.learner.evaluated

@@ -1,4 +1,4 @@
-"""A task that the engine does not know: trained, evaluated, stopped, resumed to the bit, on two processes."""
+"""A task that the engine does not know: trained, evaluated, stopped and resumed to the bit, also on two processes."""
 
 import itertools
 import json
@@ -35,14 +35,14 @@ def shapes_config(*overrides: str):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """The directory of a run without interruption, in one process."""
+    """The directory of an uninterrupted run in one process."""
     run_dir = tmp_path_factory.mktemp("shapes") / "run"
     train(shapes_config(f"run_dir={run_dir}"))
     return run_dir
 
 
 def run(run_dir: Path, stop_at: int | None = None) -> int:
-    """Train by the command line to the end, or until SIGTERM once the step `stop_at` is recorded; the exit status."""
+    """Train from the command line, with SIGTERM once step `stop_at` is recorded, if given; return the exit status."""
     started = subprocess.Popen(
         [sys.executable, "-m", "tests.second_task.train_shapes", f"run_dir={run_dir}", "resume=auto"],
         cwd=REPOSITORY,
@@ -57,7 +57,7 @@ def run(run_dir: Path, stop_at: int | None = None) -> int:
 
 
 def trained_by_a_rank(rank: int, run_dir: str, stop_at: int | None = None) -> str:
-    """Train in a process of several, of which the second gets SIGTERM after the step `stop_at`; how it ended."""
+    """Train on one rank; rank 1 gets SIGTERM after step `stop_at`, if given. Return how training ended."""
 
     def step(logger: MetricsLogger, *arguments) -> None:
         original(logger, *arguments)
@@ -116,7 +116,7 @@ def test_its_checkpoint_says_its_task_and_no_other_task_takes_it(tmp_path, whole
     assert state["task"] == "shapes" and "palette" not in state
     config = configuration.of_checkpoint(state, ShapesRun, "it")
     assert configuration.plain(config) == state["config"]
-    refusal = "is of the task shapes: expected segmentation"
+    refusal = "is for the task shapes: expected segmentation"
     with pytest.raises(ValueError, match=refusal):
         configuration.of_checkpoint(state, SegmentationRun, "it")
     with pytest.raises(ValueError, match=f"^checkpoint {last} {refusal}"):
@@ -128,7 +128,7 @@ def test_its_checkpoint_says_its_task_and_no_other_task_takes_it(tmp_path, whole
 
 
 def test_the_entries_share_no_code():
-    """What two entries would both write belongs to the engine."""
+    """Code that two entries would share belongs to the engine."""
     files = [REPOSITORY / "train_seg.py", REPOSITORY / "eval.py", Path(__file__).with_name("train_shapes.py")]
     for one, other in itertools.combinations(files, 2):
         assert not windows(one.read_text()) & windows(other.read_text())

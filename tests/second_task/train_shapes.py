@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,8 +19,8 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 def train(values: DictConfig, command: str = "train_shapes.train") -> dict:
-    """Train as configured, evaluate the last checkpoint, and leave a run directory; errors as of `train_seg.train`."""
-    config = configuration.typed(values)
+    """Train as configured, evaluate the last checkpoint, and leave a run directory; errors: see `train_seg.train`."""
+    config = configuration.typed(values, ShapesRun)
     with opened(config, command, shapes, verify) as run:
         world, total_steps = run.world, run.schedule.total_steps
         run.start(build.learner(config, partial(classifier, config, len(run.train_set.classes)), total_steps, world))
@@ -34,7 +35,7 @@ def train(values: DictConfig, command: str = "train_shapes.train") -> dict:
         return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
 
 
-def classifier(config: ShapesRun, classes: int, group) -> nn.Module:
+def classifier(config: ShapesRun, classes: int, group: dist.ProcessGroup | None) -> nn.Module:
     body = build.body(config.body, build.norm_act(config.norm, group), classes)
     return nn.Sequential(nn.Dropout(0.1), body)  # random numbers that a resumed run must continue
 

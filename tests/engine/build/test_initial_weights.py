@@ -1,4 +1,4 @@
-"""Fine-tuning: what is loaded is exactly the file's, what is not is said, and what does not fit is refused."""
+"""Fine-tuning: loaded tensors are exactly the file's, others are listed, and misfits are refused."""
 
 import pytest
 import torch
@@ -8,15 +8,15 @@ from engine import build, checkpoint
 from engine import config as cfg
 from engine.build.initial_weights import initialise, initialise_from
 from models.layers import ABN
-from tests.runs import composed
+from tests.runs import run_config
 
 CLASSES = ("road", "sky", "tree")
 
 
 def network(*overrides: str, classes: int = 3, seed: int = 0):
-    """A small network with statistics and scales that no initialisation has."""
+    """A small network with statistics and scales unlike any initialisation's."""
     torch.manual_seed(seed)
-    built = build.segmentation_network(cfg.typed(composed("train_seg", *overrides)), classes)
+    built = build.segmentation_network(run_config(*overrides), classes)
     for module in built.modules():
         if isinstance(module, ABN):
             for values in (module.weight, module.bias, module.running_mean):
@@ -25,7 +25,7 @@ def network(*overrides: str, classes: int = 3, seed: int = 0):
 
 
 def write(path, trained, *overrides: str, classes=CLASSES, **more) -> None:
-    config = cfg.plain(cfg.typed(composed("train_seg", *overrides)))
+    config = cfg.plain(run_config(*overrides))
     state = {"task": "segmentation", "step": 5, "config": config, "classes": list(classes)}
     checkpoint.save(path, {**state, "network": trained.state_dict(), **more})
 
@@ -59,8 +59,8 @@ def test_a_checkpoint_means_the_same_in_every_norm(file, trained, norm):
 @pytest.mark.parametrize(
     "classes, reason",
     [
-        (("road", "sky"), "of 3 classes, and there are 2 here"),
-        (("road", "tree", "sky"), "of other classes, such as sky in the place of tree"),
+        (("road", "sky"), "of 3 classes: expected 2"),
+        (("road", "tree", "sky"), "of other classes, such as sky in place of tree"),
     ],
 )
 def test_a_classifier_of_other_classes_starts_anew_and_says_so(file, trained, classes, reason):
@@ -75,7 +75,7 @@ def test_a_classifier_of_other_classes_starts_anew_and_says_so(file, trained, cl
 
 
 def test_the_body_alone(file, trained):
-    """Of a whole network, also for another head; of a file with nothing but a body."""
+    """From a whole network, also into one with another head; and from a file with just a body."""
     tuned = network("head.hidden_channels=24")
     head = {name: tensor.clone() for name, tensor in tuned.head.state_dict().items()}
     report = initialise_from(tuned, file, CLASSES, part="body")
@@ -94,8 +94,8 @@ def test_the_body_alone(file, trained):
 @pytest.mark.parametrize("part", ["network", "body"])
 @pytest.mark.parametrize("prefix", ["body.", ""])
 def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, part):
-    """With more classes than a segmentation can have, and keys of its own; its classifier is left out."""
-    config = cfg.plain(cfg.typed(composed("train_seg", "norm=std")))
+    """It has more classes than a segmentation can have, and its own keys; its classifier is skipped."""
+    config = cfg.plain(run_config("norm=std"))
     config = {"norm": config["norm"], "body": config["body"], "data": {"name": "shapes", "sides": 3}}
     body = {f"{prefix}{name}": tensor for name, tensor in trained.body.state_dict().items()}
     classifier = {f"{prefix}classifier.fc.weight": torch.zeros(1000, 4)}
@@ -113,12 +113,12 @@ def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, par
 def test_the_keys_of_init_are_what_is_loaded(file, trained, monkeypatch):
     monkeypatch.setenv("HOME", str(file.parent))
     for part, new in (("body", {"head", "cls"}), ("network", set())):
-        config = cfg.typed(composed("train_seg", 'init.weights="~/last.pt"', f"init.part={part}"))
+        config = run_config('init.weights="~/last.pt"', f"init.part={part}")
         tuned = network()
         report = initialise(config, tuned, CLASSES)
         assert same(tuned.body.state_dict(), trained.body.state_dict())
         assert {name.split(".")[0] for name in report.new} == new
-    config = cfg.typed(composed("train_seg", f"init.weights={file}", "norm=package"))
+    config = run_config(f"init.weights={file}", "norm=package")
     with pytest.raises(ValueError, match="last.pt with norm=package.*give norm=inplace"):
         initialise(config, network(), CLASSES)
 
@@ -134,7 +134,7 @@ def test_averaged_weights_are_preferred(file, trained):
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, wrapped, zipped):
-    """As other programs write them: below "state_dict", from DataParallel, without the counters, in the old format."""
+    """As other programs write it: below "state_dict", from DataParallel, without counters, in the old format."""
     tensors = {name: tensor for name, tensor in trained.state_dict().items() if "num_batches" not in name}
     if wrapped:
         tensors = {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}
@@ -174,7 +174,7 @@ def test_the_format_is_never_guessed(file, tmp_path):
 def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
     tuned = network(*[option for option in overrides if "learn_scale" not in option])
     if "norm.learn_scale=false" in overrides:
-        tuned = build.segmentation_network(cfg.typed(composed("train_seg", *overrides)), 3)
+        tuned = build.segmentation_network(run_config(*overrides), 3)
     before = {name: tensor.clone() for name, tensor in tuned.state_dict().items()}
     with pytest.raises(ValueError, match=message) as error:
         initialise_from(tuned, file, CLASSES)
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
 
 
 def test_scales_of_the_released_package_become_ours(tmp_path):
-    """|w| + eps; its layers have no counters. Only into itself is it loaded as it is; ours cannot become its own."""
+    """|w| + eps; its layers have no counters. The package loads its own scales unchanged, but cannot load ours."""
     options = ("norm=package", "norm.eps=0.25", "norm.activation=leaky_relu")
     trained = network(seed=1)
     state = {name: tensor for name, tensor in trained.state_dict().items() if "num_batches" not in name}
@@ -206,6 +206,6 @@ def test_scales_of_the_released_package_become_ours(tmp_path):
 @pytest.mark.parametrize("override", ["init.format=standard_bn", "init.part=body"])
 def test_options_of_weights_that_are_not_given(override):
     with pytest.raises(ValueError, match=f"{override} needs init.weights=FILE"):
-        cfg.typed(composed("train_seg", override))
+        run_config(override)
     with pytest.raises(ValueError, match="init.format=released: expected one of standard_bn"):
-        cfg.typed(composed("train_seg", "init.weights=a.pt", "init.format=released"))
+        run_config("init.weights=a.pt", "init.format=released")

@@ -1,12 +1,11 @@
-"""An override in a message can be typed as it stands."""
+"""Overrides in messages can be pasted into a command."""
 
 import shlex
 
 import pytest
 
-from engine.config import typed
 from engine.schema.keys import override
-from tests.runs import composed
+from tests.runs import run_config
 
 
 @pytest.mark.parametrize(
@@ -41,4 +40,4 @@ from tests.runs import composed
 def test_an_override_that_is_advised_reads_back_to_the_path(path):
     """Through a shell and Hydra."""
     (word,) = shlex.split(shlex.quote(override("init.weights", path)))
-    assert typed(composed("train_seg", word)).init.weights == path
+    assert run_config(word).init.weights == path

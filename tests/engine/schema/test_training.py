@@ -1,10 +1,9 @@
-"""What is advised when memory runs out can be followed."""
+"""The advice given when memory runs out can be followed."""
 
 import itertools
 import re
 
-from engine.config import typed
-from tests.runs import composed
+from tests.runs import run_config
 
 
 def accepted(config, crops: int, processes: int, parts: int) -> bool:
@@ -17,14 +16,14 @@ def accepted(config, crops: int, processes: int, parts: int) -> bool:
 
 
 def test_no_process_is_advised_what_would_be_refused():
-    """For all minibatches of up to 16 crops: exactly what would be accepted is advised."""
-    config = typed(composed("train_seg"))
+    """For all minibatches of up to 16 crops, exactly the accepted changes are advised."""
+    config = run_config()
     seen = set()
     for crops, processes, parts in itertools.product(range(2, 17), (1, 2, 3), (1, 2)):
         if not accepted(config, crops, processes, parts):
             continue
         advice = config.memory_advice(processes)
-        more_parts = re.search(r"half .*trainer\.accumulation_steps=(\d+)", advice)
+        more_parts = re.search(r"halves .*trainer\.accumulation_steps=(\d+)", advice)
         assert more_parts is None or int(more_parts[1]) == 2 * parts
         assert bool(more_parts) == accepted(config, crops, processes, 2 * parts)
         assert ("twice as many processes" in advice) == accepted(config, crops, 2 * processes, parts)
@@ -39,6 +38,6 @@ def test_no_change_is_advised_that_the_run_has_already_or_cannot_have():
         (("norm=inplace_1", "trainer.precision=bfloat16"), []),
         (("norm=package",), ["norm=inplace"]),  # computes in float32 only
     ):
-        advice = typed(composed("train_seg", "data.crop_size=96", *overrides)).memory_advice(processes=1)
+        advice = run_config("data.crop_size=96", *overrides).memory_advice(processes=1)
         ways = advice.partition(": ")[2].split("; ")
         assert ways == ["trainer.accumulation_steps=2", "twice as many processes", "data.crop_size=67", *advised]
