@@ -1,4 +1,4 @@
-# Every target sets up what it needs: .venv with the packages of requirements.txt.
+# Every target sets up what it needs: .venv with the packages of pyproject.toml.
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
@@ -18,15 +18,16 @@ test: $(INSTALLED)  ## the tests; PYTEST="-k name" adds options
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (7 minutes)
-	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "fault and not gpu" --faults-out docs/results/faults.json $(PYTEST)
+	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "injects and not gpu" --faults-out docs/results/faults.json $(PYTEST)
 
-lint: $(INSTALLED)  ## style
+lint: $(INSTALLED)  ## style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
-$(INSTALLED): requirements.txt
+$(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 12) else \
 		"error: %s is Python %d.%d: expected 3.10 to 3.12; choose one with make PYTHON=python3.11" % ((sys.executable,) + v))'
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@

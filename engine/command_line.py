@@ -31,10 +31,9 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
     defaults, groups = f"/schema/{name}", []
     if (file := configs / f"{name}.yaml").is_file():
         defaults = f"/{name}"
-        groups = sorted(
-            key for entry in OmegaConf.load(file).defaults if isinstance(entry, DictConfig) for key in entry
-        )
-    lines = [f"  {group}: {', '.join(_choices(configs / group))}" for group in groups]
+        entries = OmegaConf.load(file).defaults
+        groups = sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
+    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := _choices(configs / group))]
     choices = ["Groups (group=choice):", *lines, ""] if lines else []
     node = {
         "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],

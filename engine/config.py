@@ -35,7 +35,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
-    config: Keys = _instance(values, schema)
+    config = _instance(values, schema)
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")

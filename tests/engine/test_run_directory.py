@@ -92,7 +92,7 @@ def no_links(*_):
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
-@pytest.mark.fault(
+@pytest.mark.injects(
     "SIGKILL", "before each line of a save, ours and PyTorch's, in five states of the folder", into="files"
 )
 @pytest.mark.parametrize(

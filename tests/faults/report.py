@@ -1,6 +1,6 @@
 """pytest plugin of `make faults`: counts injected and survived faults and writes them to a JSON file and its page.
 
-`@pytest.mark.fault(what, how, into="trainings")`: the test injects the fault `what` once, described by `how`, into a
+`@pytest.mark.injects(what, how, into="trainings")`: the test injects the fault `what` once, described by `how`, into a
 training or into a single save or file ("files"). A test that injects more faults calls
 `record_property("tried", number)`. A passing test survived all of them, a failing test none.
 """
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if (mark := item.get_closest_marker("fault")) is not None:
+        if (mark := item.get_closest_marker("injects")) is not None:
             item.user_properties.append(("fault", (*mark.args, mark.kwargs.get("into", "trainings"))))
 
 

@@ -29,7 +29,7 @@ def flip(content: bytes, at: float) -> bytes:
 
 
 DAMAGES = [
-    pytest.param(damage, id=name, marks=[pytest.mark.fault("damaged checkpoint", f"last.pt {words}"), *marks])
+    pytest.param(damage, id=name, marks=[pytest.mark.injects("damaged checkpoint", f"last.pt {words}"), *marks])
     for damage, name, words, marks in (
         (truncate, "truncated", "loses its end, from a random byte on", []),
         (zeros_to_the_end, "zeros", "is zero from a random byte on, as after a power cut", [pytest.mark.faults]),
@@ -70,7 +70,7 @@ def files_of_a_megabyte() -> None:
     checkpoint.save = limited
 
 
-@pytest.mark.fault("full disk", "RLIMIT_FSIZE below the size of a checkpoint, from the fourth on")
+@pytest.mark.injects("full disk", "RLIMIT_FSIZE below the size of a checkpoint, from the fourth on")
 def test_no_room_for_a_checkpoint(tmp_path, whole):
     run = Run(tmp_path / "run", inject=files_of_a_megabyte)
     assert run.ends() == 1
@@ -102,7 +102,7 @@ only_root_mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root mount
 
 @pytest.mark.faults
 @only_root_mounts
-@pytest.mark.fault("full disk", "a tmpfs with room for two checkpoints and a half; made larger afterwards")
+@pytest.mark.injects("full disk", "a tmpfs with room for two checkpoints and a half; made larger afterwards")
 @pytest.mark.parametrize("disk", [2.5], indirect=True)
 def test_no_space_left(disk, whole):
     run = Run(disk / "run")
@@ -133,7 +133,7 @@ def others_fill_the_disk() -> None:
 
 @pytest.mark.faults
 @only_root_mounts
-@pytest.mark.fault("full disk", "a tmpfs that others fill to the last byte in the fourth step; emptied afterwards")
+@pytest.mark.injects("full disk", "a tmpfs that others fill to the last byte in the fourth step; emptied afterwards")
 @pytest.mark.parametrize("disk", [10], indirect=True)
 def test_no_space_left_for_a_record(disk, whole):
     """The error may come from log.txt, metrics.jsonl or TensorBoard, whichever first needs another page."""

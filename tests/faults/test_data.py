@@ -47,7 +47,7 @@ def paused_at(run: Run, step: int) -> Run:
 
 
 @pytest.mark.faults
-@pytest.mark.fault("corrupt image", "all images lose half of their bytes after the third step; restored afterwards")
+@pytest.mark.injects("corrupt image", "all images lose half of their bytes after the third step; restored afterwards")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_corrupt_image_is_named(tmp_path, street, whole_street, workers):
     options = (f"data.root={street}", f"data.workers={workers}")
@@ -62,7 +62,7 @@ def test_a_corrupt_image_is_named(tmp_path, street, whole_street, workers):
 
 
 @pytest.mark.faults
-@pytest.mark.fault("corrupt image", "every second image, data.on_error=skip")
+@pytest.mark.injects("corrupt image", "every second image, data.on_error=skip")
 def test_corrupt_images_are_skipped_counted_and_bounded(tmp_path, street):
     options = (f"data.root={street}", "data.on_error=skip")
     run = paused_at(Run(tmp_path / "run", *options), 3)
@@ -94,7 +94,7 @@ def hangs() -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.fault("stuck data worker", "sleeps forever in the middle of a minibatch; data.timeout_seconds=2")
+@pytest.mark.injects("stuck data worker", "sleeps forever in the middle of a minibatch; data.timeout_seconds=2")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_stuck_worker_is_reported(tmp_path, whole, workers):
     options = (f"data.workers={workers}", "data.timeout_seconds=2")
@@ -106,7 +106,7 @@ def test_a_stuck_worker_is_reported(tmp_path, whole, workers):
 
 
 @pytest.mark.faults
-@pytest.mark.fault("killed data worker", "SIGKILL to one of two, as the kernel does where memory is short")
+@pytest.mark.injects("killed data worker", "SIGKILL to one of two, as the kernel does where memory is short")
 def test_a_killed_worker_is_reported(tmp_path, whole):
     options = ("data.workers=2", "data.timeout_seconds=20")
     run = Run(tmp_path / "run", *options)

@@ -12,7 +12,7 @@ from engine.stopping import EXIT_CODE
 from tests.faults.runs import STEPS, Run, complete, says, survived
 
 
-@pytest.mark.fault("SIGKILL", "at a random moment of a run that saves at every step")
+@pytest.mark.injects("SIGKILL", "at a random moment of a run that saves at every step")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 30))])
 def test_killed_at_a_random_moment(tmp_path, whole, seed):
     run = Run(tmp_path / "run", inject=one_step_in_a_quarter_of_a_second)
@@ -38,7 +38,7 @@ def killed(run: Run) -> None:
     assert run.ends() == -signal.SIGKILL, "it ended before it was killed"
 
 
-@pytest.mark.fault("SIGKILL", "while last.pt or best.pt is being written, at a random size of the temporary file")
+@pytest.mark.injects("SIGKILL", "while last.pt or best.pt is being written, at a random size of the temporary file")
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
@@ -59,7 +59,7 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
 
 
 @pytest.mark.faults
-@pytest.mark.fault("SIGKILL", "five times in one run, each time a step or two after it was continued")
+@pytest.mark.injects("SIGKILL", "five times in one run, each time a step or two after it was continued")
 def test_killed_again_and_again(tmp_path, whole, record_property):
     for step in (2, 3, 5, 7, 10):
         killed(Run(tmp_path / "run").until_step(step))
@@ -67,7 +67,7 @@ def test_killed_again_and_again(tmp_path, whole, record_property):
     survived(tmp_path / "run", whole)
 
 
-@pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to the process, or to it and its data workers, in a random step")
+@pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to the process, or to it and its data workers, in a random step")
 @pytest.mark.parametrize(
     "number, workers, seed",
     [
@@ -99,7 +99,7 @@ def slow_evaluation() -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.fault("preemption", "SIGTERM in an evaluation")
+@pytest.mark.injects("preemption", "SIGTERM in an evaluation")
 def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
     run = Run(tmp_path / "run", inject=slow_evaluation).until_step(8)
     run.send(signal.SIGTERM)
@@ -110,7 +110,9 @@ def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
 
 
 @pytest.mark.faults
-@pytest.mark.fault("SIGKILL", "in a random step of a run with float16 and its loss scale, dropout and two data workers")
+@pytest.mark.injects(
+    "SIGKILL", "in a random step of a run with float16 and its loss scale, dropout and two data workers"
+)
 @pytest.mark.parametrize("seed", range(3))
 def test_everything_that_changes_continues(tmp_path, seed):
     body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")

@@ -59,7 +59,7 @@ def out_of_memory_on_the_cpu() -> None:
 
 CROPS = "out of memory in step 5 with 4 crops of 64x64 pixels at a time.*"
 CASES = [
-    pytest.param(inject, message, id=inject.__name__, marks=[pytest.mark.fault(what, how), *marks])
+    pytest.param(inject, message, id=inject.__name__, marks=[pytest.mark.injects(what, how), *marks])
     for inject, what, how, message, marks in (
         (nan_loss, "NaN or infinity", "the loss of a step is NaN", "step 5: the loss is nan; the weights with the", []),
         (nan_weight, "NaN or infinity", "a weight is NaN", "step 5: .*not finite|step 6: the loss is nan", [LONG]),
@@ -105,7 +105,7 @@ def out_of_memory_evaluating() -> None:
 
 
 @pytest.mark.faults
-@pytest.mark.fault("out of memory", "the CPU's allocator is asked for 2^60 bytes in an evaluation")
+@pytest.mark.injects("out of memory", "the CPU's allocator is asked for 2^60 bytes in an evaluation")
 def test_an_evaluation_out_of_memory(tmp_path, whole):
     run = Run(tmp_path / "run", inject=out_of_memory_evaluating)
     assert run.ends() == 1

@@ -44,7 +44,7 @@ def ends(launched: subprocess.Popen, seconds: float = 60) -> str:
         raise AssertionError(f"it hangs:\n{launched.communicate(timeout=60)[0]}") from None
 
 
-@pytest.mark.fault("a rank dies", "SIGKILL to one of two ranks under torchrun; both started again")
+@pytest.mark.injects("a rank dies", "SIGKILL to one of two ranks under torchrun; both started again")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     launched = torchrun(tmp_path / "run")
@@ -59,7 +59,7 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.fault("a rank dies", "SIGKILL to one of two ranks under torchrun --max-restarts 1")
+@pytest.mark.injects("a rank dies", "SIGKILL to one of two ranks under torchrun --max-restarts 1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_torchrun_restarts_and_resumes(tmp_path, whole_of_two, victim):
     launched = torchrun(tmp_path / "run", options=("--max-restarts", "1"))
@@ -70,7 +70,7 @@ def test_torchrun_restarts_and_resumes(tmp_path, whole_of_two, victim):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.fault("a rank dies", "rank 0 cannot write its checkpoint (its folder is a file), rank 1 goes on")
+@pytest.mark.injects("a rank dies", "rank 0 cannot write its checkpoint (its folder is a file), rank 1 goes on")
 def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole_of_two):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -86,7 +86,7 @@ def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole
     assert "lost" not in survived(run_dir, whole_of_two, processes=2)
 
 
-@pytest.mark.fault("a rank hangs", "SIGSTOP to one of two ranks, trainer.timeout_seconds=5")
+@pytest.mark.injects("a rank hangs", "SIGSTOP to one of two ranks, trainer.timeout_seconds=5")
 def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # torchrun's grace period for the stopped rank
     launched = torchrun(tmp_path / "run", "trainer.timeout_seconds=5")
@@ -98,7 +98,7 @@ def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.fault("corrupt image", "found by the first of two ranks before the training, while the other waits")
+@pytest.mark.injects("corrupt image", "found by the first of two ranks before the training, while the other waits")
 def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     root = tmp_path / "streets"
     synthetic(root, "val")
@@ -112,7 +112,7 @@ def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
 
 
-@pytest.mark.fault("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers")
+@pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     launched = torchrun(tmp_path / "run", "data.workers=2", options=SIGNALS)
@@ -126,7 +126,9 @@ def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.fault("preemption", "SIGUSR1 to torchrun, its two ranks and their data workers at once, as Slurm sends it")
+@pytest.mark.injects(
+    "preemption", "SIGUSR1 to torchrun, its two ranks and their data workers at once, as Slurm sends it"
+)
 def test_everyone_is_asked_to_stop(tmp_path, whole_of_two):
     launched = torchrun(tmp_path / "run", "data.workers=2", options=(*SIGNALS, "--max-restarts", "3"))
     ranks = until_step(tmp_path / "run", 2, launched)
@@ -138,7 +140,7 @@ def test_everyone_is_asked_to_stop(tmp_path, whole_of_two):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.fault("another number of processes", "two ranks killed in a run that one process continues, and back")
+@pytest.mark.injects("another number of processes", "two ranks killed in a run that one process continues, and back")
 @pytest.mark.parametrize("first", [1, 2])
 def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
     run_dir = tmp_path / "run"
@@ -161,7 +163,7 @@ def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
 
 
-@pytest.mark.fault("a machine is lost", "torchrun --nnodes 1:2, of two agents the second is killed with its rank")
+@pytest.mark.injects("a machine is lost", "torchrun --nnodes 1:2, of two agents the second is killed with its rank")
 def test_torchrun_goes_on_with_the_machines_that_are_left(tmp_path):
     elastic = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "faults")
     elastic += ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf")

@@ -76,7 +76,7 @@ def test_a_job_without_a_fixed_folder_is_refused(job):
 
 
 @pytest.mark.faults
-@pytest.mark.fault("preemption", "SIGUSR1 to scripts/slurm.sbatch with torchrun and two ranks; submitted again")
+@pytest.mark.injects("preemption", "SIGUSR1 to scripts/slurm.sbatch with torchrun and two ranks; submitted again")
 def test_a_real_run_is_stopped_and_continued(job, tmp_path):
     start, queue = job
     run_dir, launcher = tmp_path / "run", Path(sys.executable).with_name("torchrun")
