@@ -49,7 +49,7 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
 def configured(
     name: str, schema: type, configs: Path = CONFIGS
 ) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
-    """Decorator: makes `main(values)` a command whose keys are those of `schema`, given as key=value.
+    """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
     NAME.yaml in `configs` holds its defaults and groups; a command without groups needs no file. Errors: see
     `errors_for_users`.

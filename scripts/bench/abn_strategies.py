@@ -127,7 +127,7 @@ def batch_norm_leaky_relu(channels: int) -> nn.Module:
 def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tuple[list[Strategy], dict[str, str]]:
     """The strategies of a cell, and the reasons why others are left out, by their names.
 
-    `uncompiled` is the reason to leave out those that need a compiler, None to keep them; `backend` that of ours.
+    `uncompiled` is the reason to leave out compiled strategies, or None to keep them. `backend` is for our layers.
     """
     chosen = [
         Strategy(STANDARD, ABN, "eager"),

@@ -11,7 +11,7 @@ from datasets.streets import draw_street
 
 # Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
 _GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
-_WOBBLE = 0.5  # of a drawn pixel: edges as uneven as those of real objects
+_WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
 _VISTAS_LABELS = 66
 
 
