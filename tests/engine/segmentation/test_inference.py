@@ -137,7 +137,7 @@ def test_windows_of_a_dilated_body_equal_the_whole_image_away_from_their_borders
 @pytest.mark.parametrize("window", [None, 64, 96])
 @pytest.mark.parametrize("base_size", [None, 64])
 def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
-    """Equal to the bit to predictions from the network's own logits. Averaged in float32, bfloat16 logits tie less often."""
+    """Equal to the bit to predictions from the network's own logits. Averaged in float32, bfloat16 logits tie less."""
     torch.manual_seed(0)
     network = SegmentationNetwork(SmallBody(), DeepLabV3(16, 8, (2,), ABN, out_channels=8), classes=5)
     images = pictures(61, 64) if base_size is None else pictures(90, 128)
