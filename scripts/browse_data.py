@@ -61,7 +61,7 @@ def browse(values: DictConfig) -> list[Path]:
     crops = islice(training_crops(config, dataset, console), config.count)
     out = Path(config.out).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: list[Path] = []
     while page := list(islice(crops, _ROWS * _COLUMNS)):
         written.append(out / f"page_{len(written):03d}.png")
         first, last = page[0].epoch, page[-1].epoch
@@ -72,7 +72,7 @@ def browse(values: DictConfig) -> list[Path]:
     return written
 
 
-def training_crops(config: SegmentationRun, dataset: SegmentationDataset, console: Console) -> Iterator[Shown]:
+def training_crops(config: BrowseData, dataset: SegmentationDataset, console: Console) -> Iterator[Shown]:
     """The crops of a run with this configuration, from the first step of the epoch on."""
     steps_per_epoch = minibatches_per_epoch(
         len(dataset), config.data.crops_per_minibatch, key="data.crops_per_minibatch"
@@ -81,6 +81,7 @@ def training_crops(config: SegmentationRun, dataset: SegmentationDataset, consol
     steps = start_step + -(-config.count // config.data.crops_per_minibatch)
     with counted(console, "indexing the classes") as progress:
         loader = build.training_loader(config, dataset, steps, World(), start_step, progress)
+    assert isinstance(loader.dataset, TrainingCrops) and loader.batch_sampler is not None
     for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
         images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()
         for key_of_crop, image, label in zip(keys, images, labels, strict=True):
@@ -95,6 +96,7 @@ def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str,
     facts = [f"scale {scaled_size[0] / size[0]:.2f}" + ", mirrored" * mirrored]
     pixel = None
     if draw.pixel is not None:
+        assert draw.class_id is not None
         facts.append(f"drawn for {dataset.classes[draw.class_id]}")
         row, column = (
             at_scale(*axis) - start for *axis, start in zip(draw.pixel, size, scaled_size, offset, strict=True)
@@ -106,7 +108,7 @@ def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str,
 
 def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[Patch]:
     """Colours, names and shares of the classes in labels, uint8 (H, W), largest first; the ignored share comes last."""
-    pixels = sum(np.bincount(label.reshape(-1), minlength=256) for label in labels)
+    pixels = np.sum([np.bincount(label.reshape(-1), minlength=256) for label in labels], axis=0)
     shares = 100 * pixels / pixels.sum()
     present = [
         class_id

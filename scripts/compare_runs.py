@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
+from engine import config as configuration
 from engine.command_line import configured
 
 
@@ -122,7 +123,7 @@ def curves(runs: list[Run]) -> Figure:
 
 def compare(values: DictConfig) -> Path:
     """Write the report and return the page's path. Raises ValueError for a folder that is not a finished run."""
-    config = OmegaConf.to_object(values)
+    config = configuration.typed(values, Comparison)
     runs = [Run(Path(folder)) for folder in config.runs]
     names = [run.name for run in runs]
     if not names or len(set(names)) < len(names):

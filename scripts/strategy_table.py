@@ -10,30 +10,37 @@ takes little time and memory.
 
 import math
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.bodies import resnext101, wider_resnet38_a2
+from models.bodies import ResNeXt, WiderResNet, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from models.segmentation import SegmentationNetwork
 from scripts.bench.measuring import saved_for_backward
 
-STRATEGIES = {
+# {norm: (letter in Figure 2, title, layer)}
+STRATEGIES: dict[str, tuple[str, str, Callable[..., ABN]]] = {
     "std": ("a", "standard", ABN),
     "checkpoint": ("b", "checkpointing", partial(CheckpointedABN, store="x")),
     "checkpoint_xhat": ("c", "checkpointing (proposed)", partial(CheckpointedABN, store="x_hat")),
     "inplace_1": ("d", "in-place ABN I", partial(InPlaceABN, variant="I")),
     "inplace": ("e", "in-place ABN II", InPlaceABN),
 }
-BODIES = {"ResNeXt-101": resnext101, "WideResNet-38": wider_resnet38_a2}
+BODIES: dict[str, Callable[..., ResNeXt | WiderResNet]] = {
+    "ResNeXt-101": resnext101,
+    "WideResNet-38": wider_resnet38_a2,
+}
 CHANNELS, SLOPE = 16, 0.01
 
 
@@ -51,8 +58,9 @@ def measure(norm: str) -> Row:
     """Run BN + ACT + CONV forward and backward once, on the reference backend."""
     torch.manual_seed(0)
     layer = STRATEGIES[norm][2](CHANNELS, activation_param=SLOPE, backend="eager")
-    nn.init.uniform_(layer.weight, 0.5, 1.5)
-    nn.init.uniform_(layer.bias, -0.5, 0.5)
+    gamma, beta = layer.parameters()
+    nn.init.uniform_(gamma, 0.5, 1.5)
+    nn.init.uniform_(beta, -0.5, 0.5)
     block = recompute_activations(nn.Sequential(layer, nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False)))
     x = torch.randn(4, CHANNELS, 8, 8, requires_grad=True) * 2 + 1
     output, saved = saved_for_backward(lambda: block(x))
@@ -61,7 +69,7 @@ def measure(norm: str) -> Row:
     with _Operators(x.shape) as operators:
         output.sum().backward()
     sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in zip(names, saved, strict=True)}
-    buffers = [name for name in ("x", "x_hat", "z") if name in sizes]
+    buffers: list[str] = [name for name in ("x", "x_hat", "z") if name in sizes]
     return Row(
         norm=norm,
         buffers=buffers,
@@ -143,9 +151,10 @@ def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:
         var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
         sigma = torch.rsqrt(var + layer.eps)
         x_hat = (x - mean.view(1, -1, 1, 1)) * sigma.view(1, -1, 1, 1)
-        y = x_hat * layer.weight.view(1, -1, 1, 1) + layer.bias.view(1, -1, 1, 1)
+        gamma, beta = layer.parameters()
+        y = x_hat * gamma.view(1, -1, 1, 1) + beta.view(1, -1, 1, 1)
         known = {"x": x, "x_hat": x_hat, "z": nn.functional.leaky_relu(y, SLOPE), "mean": mean, "sigma": sigma}
-        known |= {"gamma": layer.weight, "running_mean": layer.running_mean, "running_var": layer.running_var}
+        known |= {"gamma": gamma, **dict(layer.named_buffers())}
         for name, tensor in known.items():
             if tensor.shape == saved.shape and torch.allclose(tensor, saved, atol=1e-5):
                 return name
@@ -160,7 +169,13 @@ class _Operators(TorchDispatchMode):
         self.shape = shape
         self.calls: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         result = function(*args, **(kwargs or {}))
         first = result[0] if isinstance(result, (tuple, list)) else result
         if torch.is_tensor(first) and first.shape == self.shape:
@@ -172,7 +187,7 @@ class _Operators(TorchDispatchMode):
         return [name for name in names if self.calls[name]]
 
     @staticmethod
-    def _paper_name(function, args) -> str:
+    def _paper_name(function: OpOverload, args: tuple[Any, ...]) -> str:
         operator = function.overloadpacket.__name__
         if operator == "native_batch_norm":
             mean, var = args[3], args[4]

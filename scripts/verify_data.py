@@ -68,10 +68,12 @@ class SplitReport:
         """For JSON."""
         report = {"images": self.images, "official_images": self.official_images, "problems": self.by_kind()}
         if self.has_labels:
-            counts = zip(self.inspection.pixels.tolist(), self.inspection.images.tolist(), strict=True)
+            found = self.inspection
+            assert found is not None
+            counts = zip(found.pixels.tolist(), found.images.tolist(), strict=True)
             columns = ({"pixels": pixels, "images": images} for pixels, images in counts)
             report["classes"] = dict(zip(self.classes, columns, strict=True))
-            report["ignored_pixels"] = self.inspection.ignored
+            report["ignored_pixels"] = found.ignored
         return report
 
 
@@ -112,8 +114,10 @@ def check_split(
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
     for report in filter(lambda report: report.has_labels, reports):
+        found = report.inspection
+        assert found is not None
         console.print(histogram(report))
-        absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
+        absent = [name for name, pixels in zip(report.classes, found.pixels, strict=True) if not pixels]
         if absent:
             text = f"{report.split}: without a pixel: {', '.join(absent)}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -144,6 +148,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
 
 def histogram(report: SplitReport) -> Table:
     found = report.inspection
+    assert found is not None
     share = 100 * found.ignored / (found.ignored + found.pixels.sum())
     table = class_table(f"{report.split}: labelled pixels", report.classes, found.pixels, found.images)
     table.add_section()

@@ -18,17 +18,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
+from engine import config as configuration
 from engine.command_line import configured
 
 from .checkout import CommandFailed, Side
 from .scenarios import SCENARIOS
-from .values import COLUMNS, compare_folders
+from .values import COLUMNS, Column, compare_folders
 
 SHOWN = 5  # differences per scenario and column
 
-Compared = dict[str, tuple[int, list[str]]]  # of `compare_folders`, for one scenario
+Compared = dict[str, Column]  # of `compare_folders`, for one scenario
 
 
 @dataclass
@@ -49,7 +50,8 @@ def compare_scenario(scenario: str, old: Side, new: Side) -> Compared:
         try:
             folders.append(side.results(scenario, old))
         except CommandFailed as failed:
-            return {column: (0, []) for column in COLUMNS} | {"files": (1, [f"{side.name} failed: {failed}"])}
+            nothing = {column: Column(0, []) for column in COLUMNS}
+            return nothing | {"files": Column(1, [f"{side.name} failed: {failed}"])}
     return compare_folders(*folders)
 
 
@@ -57,19 +59,20 @@ def page(compared: dict[str, Compared], old: str, new: str) -> str:
     """The report in Markdown; its last line is the total."""
     lines = [f"# {old} and {new}", "", "| | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
     for scenario, columns in compared.items():
-        lines.append(f"| {scenario} | " + " | ".join(_cell(*columns[column]) for column in COLUMNS) + " |")
+        lines.append(f"| {scenario} | " + " | ".join(_cell(columns[column]) for column in COLUMNS) + " |")
     for scenario, columns in compared.items():
         for column, (_, different) in columns.items():
             if different:
                 lines += ["", f"{scenario}, {column}, old → new:", *(f"- {line}" for line in different[:SHOWN])]
             if len(different) > SHOWN:
                 lines.append(f"- and {len(different) - SHOWN} more")
-    count, different = total(compared)
-    end = f"{different:,} of {count:,} values differ." if different else f"All {count:,} values are equal to the bit."
+    count, differ = total(compared)
+    end = f"{differ:,} of {count:,} values differ." if differ else f"All {count:,} values are equal to the bit."
     return "\n".join([*lines, "", end]) + "\n"
 
 
-def _cell(count: int, different: list[str]) -> str:
+def _cell(column: Column) -> str:
+    count, different = column
     if different:
         return f"**{len(different)} of {count} differ**: {different[0].partition(': ')[0]}"
     return f"{count} equal" if count else "–"
@@ -78,12 +81,12 @@ def _cell(count: int, different: list[str]) -> str:
 def total(compared: dict[str, Compared]) -> tuple[int, int]:
     """How many values were compared, and how many differ."""
     cells = [cell for columns in compared.values() for cell in columns.values()]
-    return sum(count for count, _ in cells), sum(len(different) for _, different in cells)
+    return sum(cell.total for cell in cells), sum(len(cell.different) for cell in cells)
 
 
 def compare(values: DictConfig) -> bool:
     """Compare as configured, write and print the report, and return whether everything is equal."""
-    config = OmegaConf.to_object(values)
+    config = configuration.typed(values, CheckoutComparison)
     if unknown := set(config.only) - SCENARIOS.keys():
         raise ValueError(f"only={sorted(unknown)[0]}: expected some of {', '.join(SCENARIOS)}")
     camvid = Path(config.camvid).expanduser().resolve()
@@ -94,7 +97,8 @@ def compare(values: DictConfig) -> bool:
         old, new = (
             Side(name, getattr(config, name), camvid, Path(work).expanduser().resolve()) for name in ("old", "new")
         )
-        chosen, compared = config.only or list(SCENARIOS), {}
+        chosen = config.only or list(SCENARIOS)
+        compared: dict[str, Compared] = {}
         results = pool.map(partial(compare_scenario, old=old, new=new), chosen)
         for scenario, columns in zip(chosen, results, strict=True):
             compared[scenario] = columns

@@ -82,7 +82,7 @@ class Side:
                 process.send_signal(command.stop)
                 stopped = 75 if command.processes == 1 else 1  # torchrun does not pass on the status
                 expected = stopped if command.stop == signal.SIGTERM else -command.stop
-            status = process.wait(TIMEOUT_SECONDS)
+            status: int | str = process.wait(TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             status = f"none in {TIMEOUT_SECONDS} s"
         finally:

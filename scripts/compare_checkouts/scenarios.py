@@ -31,15 +31,17 @@ TO_STOP = (
 )
 
 
-def train(keys: str, run: str = "run", **options) -> Command:
-    return Command(f"train_seg.py run_dir={{here}}/{run} {keys}", **options)
+def train(
+    keys: str, run: str = "run", processes: int = 1, stop: signal.Signals | None = None, only_old: bool = False
+) -> Command:
+    return Command(f"train_seg.py run_dir={{here}}/{run} {keys}", processes, stop, only_old)
 
 
-def evaluate(keys: str, **options) -> Command:
-    return Command(f"eval.py checkpoint={{here}}/run/checkpoints/last.pt device=cpu workers=0 {keys}", **options)
+def evaluate(keys: str, processes: int = 1) -> Command:
+    return Command(f"eval.py checkpoint={{here}}/run/checkpoints/last.pt device=cpu workers=0 {keys}", processes)
 
 
-SCENARIOS = {
+SCENARIOS: dict[str, tuple[Command, ...]] = {
     "float32": (train(f"{SHORT} norm=inplace_1"),),
     "bfloat16_compiled_norms": (train(f"{SHORT} trainer.precision=bfloat16 norm.backend=compiled"),),
     "float16": (train(f"{SHORT} trainer.precision=float16 data.crop_size=32"),),

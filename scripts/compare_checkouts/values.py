@@ -8,9 +8,10 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-import yaml
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -28,13 +29,20 @@ IGNORED_METRICS = ("images_per_second", "peak_memory_mib")
 logging.getLogger("tensorboard").setLevel(logging.ERROR)  # otherwise it warns about every resumed run
 
 
+class Column(NamedTuple):
+    """One column of a comparison."""
+
+    total: int  # names in either folder
+    different: list[str]  # a line for each name whose values differ
+
+
 def contents(folder: Path) -> dict[str, dict[str, object]]:
     """{column: {name: value}} of all files below a folder.
 
     Tensors, pictures and files of other kinds become hashes. Left out: `IGNORED_METRICS`, the environment in
     results.json, the content of log.txt, and the text in TensorBoard, which repeats config.yaml.
     """
-    found = {column: {} for column in COLUMNS}
+    found: dict[str, dict[str, object]] = {column: {} for column in COLUMNS}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.name == "tensorboard":
@@ -57,7 +65,8 @@ def contents(folder: Path) -> dict[str, dict[str, object]]:
             found["results.json"].update(leaves(results, name))
         elif path.name == "config.yaml":
             command, text = path.read_text().split("\n", 1)
-            found["configuration"].update(leaves({"command": command, **yaml.safe_load(text)}, name))
+            found["configuration"][f"{name}.command"] = command
+            found["configuration"].update(leaves(OmegaConf.to_container(OmegaConf.create(text)), name))
         elif path.name != "log.txt":
             found["files"][name] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     return found
@@ -75,22 +84,21 @@ def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
         yield name, value
 
 
-def _tensorboard(folder: Path) -> dict[str, list]:
-    """{tag: [(step, value)]} of scalars and pictures."""
+def _tensorboard(folder: Path) -> dict[str, object]:
+    """{tag: [(step, value)]} of scalars and pictures, {tag: "text"} of texts."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 0, "tensors": 0}).Reload()
     tags = events.Tags()
-    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]}
+    found: dict[str, object] = {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]
+    }
     for tag in tags["images"]:
         found[tag] = [(e.step, hashlib.sha256(e.encoded_image_string).hexdigest()[:16]) for e in events.Images(tag)]
     found.update({tag: "text" for tag in tags["tensors"]})
     return {tag: value for tag, value in found.items() if not tag.endswith(IGNORED_METRICS)}
 
 
-def compare_folders(old: Path, new: Path) -> dict[str, tuple[int, list[str]]]:
-    """{column: (number of names in either folder, one line per name whose values differ)}.
-
-    In texts, the parents of `old` and `new` count as the same folder.
-    """
+def compare_folders(old: Path, new: Path) -> dict[str, Column]:
+    """Compare column by column. In texts, the parents of `old` and `new` count as the same folder."""
     before, after = contents(old), contents(new)
     compared = {}
     for column in COLUMNS:
@@ -100,7 +108,7 @@ def compare_folders(old: Path, new: Path) -> dict[str, tuple[int, list[str]]]:
             texts = [_text(values[column], name, (old.parent, new.parent)) for values in (before, after)]
             if texts[0] != texts[1]:
                 lines.append(f"{name}: {texts[0]} → {texts[1]}")
-        compared[column] = (len(names), lines)
+        compared[column] = Column(len(names), lines)
     return compared
 
 
