@@ -88,7 +88,7 @@ def _draw_ground(view: View, rng: np.random.Generator) -> _Sides:
         z += 5.5
     if rng.random() < 0.35:  # a crossing
         z = rng.uniform(8, 16)
-        for x in np.arange(-sides[-1][0] + 0.4, sides[1][0] - 0.6, 1.0):
+        for x in _steps(-sides[-1][0] + 0.4, sides[1][0] - 0.6, 1.0):
             strip(x, x + 0.5, (220, 220, 216), ROAD, z, z + 2.5)
     return sides
 
@@ -105,7 +105,7 @@ def _draw_lots(view: View, rng: np.random.Generator, side: int, edges: tuple[flo
         if is_house:
             _draw_house(view, rng, side, lots, z0, z1)
         else:
-            for z in np.arange(z1, z0, -2.5):
+            for z in _steps(z1, z0, -2.5):
                 _draw_bush(view, rng, side * (lots + rng.uniform(3.5, 6)), z + 1)
             if rng.random() < 0.75:
                 _draw_fence(view, rng, side, lots, z0, z1)
@@ -123,8 +123,8 @@ def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     if z0 > 60:
         return
     glass = np.array([70, 84, 100]) * rng.uniform(0.6, 1.5)
-    for y in np.arange(1.0, height - 1.8, 3.0):
-        for z in np.arange(z0 + 0.8, z1 - 1.4, 2.6):
+    for y in _steps(1.0, height - 1.8, 3.0):
+        for z in _steps(z0 + 0.8, z1 - 1.4, 2.6):
             pane = [view.at(inner, up, ahead) for up, ahead in ((y, z), (y + 1.6, z), (y + 1.6, z + 1.3), (y, z + 1.3))]
             view.polygon(pane, view.colour(glass * rng.uniform(0.8, 1.2), z), None)
 
@@ -134,7 +134,7 @@ def _draw_fence(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     height = rng.uniform(1.5, 2.0)
     whole = [view.at(side * x, y, z) for y, z in ((0, z0), (height, z0), (height, z1), (0, z1))]
     view.polygon(whole, view.colour(wood, (z0 + z1) / 2), FENCE)
-    for z in np.arange(z0, z1, 0.5):
+    for z in _steps(z0, z1, 0.5):
         gap = [view.at(side * x, y, ahead) for y, ahead in ((0, z), (height, z), (height, z + 0.15), (0, z + 0.15))]
         view.polygon(gap, view.colour(wood * 0.55, z), None)
 
@@ -150,10 +150,10 @@ def _draw_bush(view: View, rng: np.random.Generator, x: float, z: float) -> None
 def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
     placed: list[_Placed] = []
     for side, (road, walk, _) in sides.items():
-        for z in np.arange(rng.uniform(8, 14), 45, rng.uniform(8, 16)):
+        for z in _steps(rng.uniform(8, 14), 45, rng.uniform(8, 16)):
             if rng.random() < 0.6:
                 placed.append((z, draw_tree, side * (walk + 0.4)))
-        for z in np.arange(rng.uniform(7, 11), 26, rng.uniform(5, 9)):
+        for z in _steps(rng.uniform(7, 11), 26, rng.uniform(5, 9)):
             placed.append((z, (draw_sign, draw_light, draw_lamp)[rng.integers(3)], side * (road + 0.5)))
         if rng.random() < 0.3:
             placed.append((rng.uniform(8, 15), draw_bin, side * (walk - 0.5)))
@@ -162,13 +162,13 @@ def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
 
 def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
     placed: list[_Placed] = [
-        (z, draw_car, sides[1][0] * 0.4) for z in np.arange(rng.uniform(9, 30), 50, rng.uniform(9, 20))
+        (z, draw_car, sides[1][0] * 0.4) for z in _steps(rng.uniform(9, 30), 50, rng.uniform(9, 20))
     ]
-    placed += [(z, draw_car, -sides[-1][0] * 0.35) for z in np.arange(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
+    placed += [(z, draw_car, -sides[-1][0] * 0.35) for z in _steps(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
     for side, (road, _, _) in sides.items():
         if road > 4.6 and rng.random() < 0.8:  # room to park
             first, last = rng.uniform(6, 12), rng.uniform(20, 45)
-            placed += [(z, draw_car, side * (road - 1.0)) for z in np.arange(first, last, rng.uniform(5.2, 9))]
+            placed += [(z, draw_car, side * (road - 1.0)) for z in _steps(first, last, rng.uniform(5.2, 9))]
     return placed
 
 
@@ -186,3 +186,8 @@ def _draw_bonnet(view: View, rng: np.random.Generator) -> None:
     centre = (view.width / 2 + rng.uniform(-20, 20), view.height)
     axes = (view.width * rng.uniform(0.4, 0.6), view.height * rng.uniform(0.05, 0.1))
     view.ellipse(centre, axes, (np.array([44, 46, 52]) * rng.uniform(0.7, 2.0)).tolist(), EGO)
+
+
+def _steps(start: float, stop: float, step: float) -> list[float]:
+    """From `start` up to but not including `stop`."""
+    return np.arange(start, stop, step).tolist()

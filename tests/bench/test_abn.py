@@ -133,14 +133,7 @@ def test_a_step_returns_all_gradients_and_an_owned_input_is_freed():
 
 def synthetic(group: str, size: list[int], times_ms: dict[str, float], **cell: str) -> list[dict]:
     """Rows of one cell whose times double from round to round, with the bytes that the strategies should keep."""
-    known = {
-        "group": group,
-        "size": size,
-        "shape": "CONV1",
-        "layout": "contiguous",
-        "dtype": "float32",
-        "device": "cpu",
-    }
+    known = {"shape": "CONV1", "layout": "contiguous", "dtype": "float32", "device": "cpu", **cell}
     input_bytes = 4 * size[0] * size[1] * size[2] * size[3]
     return [
         {
