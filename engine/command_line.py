@@ -47,16 +47,16 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
 
 
 def configured(
-    name: str, schema: type, configs: Path = CONFIGS
+    name: str, schema: type, configs: Path = CONFIGS, about: str | None = None
 ) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
     """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
-    NAME.yaml in `configs` holds its defaults and groups; a command without groups needs no file. Errors: see
-    `errors_for_users`.
+    NAME.yaml in `configs` holds its defaults and groups; a command without groups needs no file. --help prints `about`,
+    by default the docstring of main's module. Errors: see `errors_for_users`.
     """
 
     def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
-        declare(name, schema, configs, about=sys.modules[main.__module__].__doc__ or name)
+        declare(name, schema, configs, about or sys.modules[main.__module__].__doc__ or name)
 
         @hydra.main(version_base="1.3", config_path=str(configs), config_name=f"command/{name}")
         @wraps(main)

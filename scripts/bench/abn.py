@@ -12,15 +12,12 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import Tensor
 
-from engine.command_line import configured
 from engine.distributed import device_of
 from engine.malloc import keep_freed_memory
 from engine.schema.keys import key
@@ -42,7 +39,7 @@ from .abn_strategies import (
     computing_backend,
     strategies,
 )
-from .frame import Arguments, Clock, check_choices, interleaved, ratio_of, reason, record
+from .frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
 from .measuring import Step, captured, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
@@ -222,11 +219,4 @@ def _alone_in_a_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def run(values: DictConfig) -> Path:
-    """Measure and write; returns the path of the page. Raises ValueError for impossible arguments."""
-    return record(values, AbnArguments, measure, page)
-
-
-@configured("bench_abn", AbnArguments)
-def main(values: DictConfig) -> None:
-    print(run(values))
+run, main = benchmark("bench_abn", AbnArguments, measure, page)

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from omegaconf import MISSING, DictConfig
 
 from engine import config as configuration
+from engine.command_line import configured
 from engine.provenance import provenance
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
@@ -49,50 +51,55 @@ class Clock:
         print(f"{self.seconds:6.1f} s  {done}", flush=True)
 
 
-def record(
-    values: DictConfig, schema: type[A], measure: Callable[[A, Clock], dict], page: Callable[[dict, Path], str]
-) -> Path:
-    """Measure, write FILE.json, then FILE.md; returns the path of the page.
+def benchmark(
+    name: str, schema: type[A], measure: Callable[[A, Clock], dict], page: Callable[[dict, Path], str]
+) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
+    """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
     `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
-    record's own. `page(record, FILE.png)` returns the page's text; it may draw the picture.
-
-    Raises:
-        ValueError: an argument is impossible, or there is no record to make a page from.
+    record's own. `page(record, FILE.png)` returns the page's text; it may draw the picture. `run` raises ValueError if
+    an argument is impossible, or if there is no record to make a page from.
     """
-    arguments = configuration.typed(values, schema)
-    out = Path(arguments.out)
-    if out.suffix != ".json":
-        raise ValueError(f"out={out}: expected a file that ends in .json")
-    if arguments.measure:
-        clock, environment = Clock(), provenance()  # the checkout may change while the benchmark runs
-        found = measure(arguments, clock)
-        known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure")}
-        result = {
-            "command": command_line(arguments),
-            "arguments": known | found.pop("arguments", {}),
-            "environment": environment | found.pop("environment", {}),
-            "seconds": round(clock.seconds, 1),
-            **found,
-        }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(as_text(result))
-    elif not out.is_file():
-        raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
-    text = out.with_suffix(".md")
-    text.write_text(page(json.loads(out.read_text()), out.with_suffix(".png")))
-    return text
+
+    def run(values: DictConfig) -> Path:
+        arguments = configuration.typed(values, schema)
+        out = Path(arguments.out)
+        if out.suffix != ".json":
+            raise ValueError(f"out={out}: expected a file that ends in .json")
+        if arguments.measure:
+            clock, environment = Clock(), provenance()  # the checkout may change while the benchmark runs
+            found = measure(arguments, clock)
+            known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure")}
+            result = {
+                "command": command_line(name, arguments),
+                "arguments": known | found.pop("arguments", {}),
+                "environment": environment | found.pop("environment", {}),
+                "seconds": round(clock.seconds, 1),
+                **found,
+            }
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(as_text(result))
+        elif not out.is_file():
+            raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+        text = out.with_suffix(".md")
+        text.write_text(page(json.loads(out.read_text()), out.with_suffix(".png")))
+        return text
+
+    @configured(name, schema, about=sys.modules[measure.__module__].__doc__)
+    def main(values: DictConfig) -> None:
+        print(run(values))
+
+    return run, main
 
 
-def command_line(arguments: Arguments) -> str:
-    """The command that measures the same again. The schema's module is named after the command, without "bench_"."""
+def command_line(name: str, arguments: Arguments) -> str:
+    """The command that measures the same again."""
     changed = [
         f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
         for entry in dataclasses.fields(arguments)
         if entry.name not in ("out", "measure") and getattr(arguments, entry.name) != _default(entry)
     ]
-    name = type(arguments).__module__.rpartition(".")[2]
-    return " ".join([f"python -m scripts.bench_{name}", *changed, "out=FILE.json"])
+    return " ".join([f"python -m scripts.{name}", *changed, "out=FILE.json"])
 
 
 def _default(entry: dataclasses.Field) -> object:

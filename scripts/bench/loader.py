@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from omegaconf import DictConfig
 
 from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, cityscapes, vistas
 from datasets.class_index import POSITIONS, index_label
-from engine.command_line import configured
 from engine.schema.keys import key
 
 from . import frame
@@ -234,11 +232,4 @@ def _title(source: str, result: dict) -> str:
     return f"{size}: {width}x{height} pixels, files of {kib['image']:.0f} KiB, labels of {kib['label']:.0f} KiB"
 
 
-def run(values: DictConfig) -> Path:
-    """Measure and write; returns the path of the page. Raises ValueError for impossible arguments."""
-    return frame.record(values, LoaderArguments, measure, page)
-
-
-@configured("bench_loader", LoaderArguments)
-def main(values: DictConfig) -> None:
-    print(run(values))
+run, main = frame.benchmark("bench_loader", LoaderArguments, measure, page)

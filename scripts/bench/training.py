@@ -13,10 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
 from datasets import synthetic
-from engine.command_line import configured
 from engine.distributed import device_of
 from engine.schema.keys import key
 
@@ -221,11 +218,4 @@ def code(name: str) -> str:
     return f"`{name}`" if "=" in name else name
 
 
-def run(values: DictConfig) -> Path:
-    """Measure and write; returns the path of the page. Raises ValueError for impossible arguments."""
-    return frame.record(values, TrainingArguments, measure, page)
-
-
-@configured("bench_training", TrainingArguments)
-def main(values: DictConfig) -> None:
-    print(run(values))
+run, main = frame.benchmark("bench_training", TrainingArguments, measure, page)

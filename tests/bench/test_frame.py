@@ -1,6 +1,8 @@
 """What all benchmarks share. No test asserts a time."""
 
 import json
+import os
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,11 @@ def test_peak_bytes_are_those_of_tensors_that_live_together():
     assert peak_bytes(step, "cpu") == 2 * 1000 * 4
 
 
+class Dies:
+    def now(self) -> None:
+        os._exit(3)
+
+
 def test_objects_elsewhere_answer_fail_and_end():
     with Elsewhere(list, [3, 1, 2]) as there:
         there.call("sort")
@@ -69,6 +76,8 @@ def test_objects_elsewhere_answer_fail_and_end():
         assert there.call("count", 1) == 1
     with Elsewhere(int, "seven") as there, pytest.raises(ValueError, match="seven"):
         there.call("bit_length")
+    with Elsewhere(Dies) as there, pytest.raises(BrokenProcessPool):
+        there.call("now")
 
 
 @pytest.mark.parametrize(
@@ -80,10 +89,10 @@ def test_objects_elsewhere_answer_fail_and_end():
     ],
 )
 def test_the_command_line_says_what_is_not_the_default(arguments, options):
-    name = type(arguments).__module__.rpartition(".")[2]
-    command = command_line(arguments)
-    assert command == f"python -m scripts.bench_{name} {options} out=FILE.json"
-    values = composed(f"bench_{name}", *command.split()[3:])
+    name = "bench_" + type(arguments).__module__.rpartition(".")[2]
+    command = command_line(name, arguments)
+    assert command == f"python -m scripts.{name} {options} out=FILE.json"
+    values = composed(name, *command.split()[3:])
     assert {key: values[key] for key in vars(arguments) if key != "out"} == {
         k: v for k, v in vars(arguments).items() if k != "out"
     }

@@ -33,7 +33,7 @@ def test_users_see_the_message_of_a_worker_and_no_traceback(capsys):
 COMMANDS = {
     name: path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
     for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]
-    for name in re.findall(r'^@configured\("(\w+)"', path.read_text(), re.MULTILINE)
+    for name in re.findall(r'(?:@configured|benchmark)\("(\w+)"', path.read_text(), re.MULTILINE)
 }
 
 
