@@ -1,5 +1,6 @@
 """Running a command for its user: configuration, --help, exit statuses and error messages."""
 
+import os
 import re
 import shlex
 import sys
@@ -86,7 +87,10 @@ def _choices(folder: Path) -> list[str]:
 
 @contextmanager
 def errors_for_users() -> Iterator[None]:
-    """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback."""
+    """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
+
+    HYDRA_FULL_ERROR=1 keeps all tracebacks.
+    """
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -103,6 +107,8 @@ def errors_for_users() -> Iterator[None]:
             f"optimiser alone need more than is free: look for other processes there, or use a smaller body"
         )
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
         # A DataLoader's worker wraps an error's message into a traceback of its own.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]

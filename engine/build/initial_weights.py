@@ -78,7 +78,8 @@ def initialise_from(
     """
     content = checkpoint.read(path)
     weights = _of_checkpoint(content, path) if format is None else _of_other_program(content, path, format)
-    tensors = _scaled_for(package, weights, path)
+    own = network.state_dict()
+    tensors = _named_as_in(own, _scaled_for(package, weights, path))
     skipped = {}
     for name, tensor in tensors.items():
         reason = _reason_to_skip(name, tensor, part, weights.classes, list(classes))
@@ -86,7 +87,6 @@ def initialise_from(
             skipped[name] = reason
     wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
 
-    own = network.state_dict()
     new = [name for name in own if name not in wanted]
     with_head = any(name.startswith("head.") for name in wanted)
     misfits = [f"{name} has no place in the network" for name in wanted if name not in own]
@@ -113,7 +113,7 @@ def _of_checkpoint(content: object, path: Path) -> _Weights:
     norm = group_from_plain(state["config"], "norm", NORMS, f"init.weights={path}")
     averaged = "ema" in state
     return _Weights(
-        _named_as_whole(state["ema" if averaged else "network"]),
+        state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
         list(state["classes"]),
         norm.eps if isinstance(norm, PackageNorm) else None,
@@ -132,16 +132,16 @@ def _of_other_program(content: object, path: Path, format: str) -> _Weights:
         )
     if all(name.startswith("module.") for name in tensors):  # of DataParallel
         tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    return _Weights(_named_as_whole(tensors), f"{path} (standard_bn)")
+    return _Weights(tensors, f"{path} (standard_bn)")
 
 
 def _is_ours(content: object) -> bool:
     return isinstance(content, dict) and "format" in content
 
 
-def _named_as_whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give the tensors of a body alone the prefix that they have in a whole network."""
-    if any(name.startswith(("body.", "head.", "cls.")) for name in tensors):
+def _named_as_in(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add the prefix that a body has in a whole network, if the tensors are of a body alone."""
+    if tensors.keys() & own.keys() or any(name.startswith(("body.", "head.", "cls.")) for name in tensors):
         return tensors
     return {f"body.{name}": tensor for name, tensor in tensors.items()}
 

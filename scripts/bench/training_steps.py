@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from torch._dynamo.utils import counters
 
+import train_seg  # noqa: F401  # declares its command
 from datasets import synthetic
 from engine import build, command_line, loop
 from engine import config as configuration
@@ -226,5 +227,4 @@ def _no_evaluation() -> Evaluated:
 
 def composed(*overrides: str) -> SegmentationRun:
     """The checked configuration of `train_seg.py OVERRIDES`."""
-    command_line.declare("train_seg", SegmentationRun)
     return configuration.typed(command_line.composed("train_seg", *overrides), SegmentationRun)

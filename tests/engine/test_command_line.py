@@ -30,6 +30,12 @@ def test_users_see_the_message_of_a_worker_and_no_traceback(capsys):
         raise KeyError("our own mistake")
 
 
+def test_tracebacks_are_kept_on_request(monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="our own mistake"), errors_for_users():
+        raise ValueError("our own mistake")
+
+
 COMMANDS = {
     name: path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
     for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]

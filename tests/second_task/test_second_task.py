@@ -41,6 +41,16 @@ def whole(tmp_path_factory) -> Path:
     return run_dir
 
 
+def test_a_run_starts_from_weights_of_its_own_network(whole, tmp_path):
+    """Its modules are not called body, head and cls."""
+    given = whole / "checkpoints" / "last.pt"
+    train(shapes_config(f"run_dir={tmp_path}", f"init.weights={given}", "optim.lr=1e-12", "trainer.steps=1"))
+    before, after = (checkpoint.load(file) for file in (given, tmp_path / "checkpoints" / "last.pt"))
+    assert before["ema"].keys() == after["network"].keys()
+    weights = [name for name in before["ema"] if "running" not in name and "num_batches" not in name]
+    assert all(torch.allclose(before["ema"][name], after["network"][name], atol=1e-6) for name in weights)
+
+
 def run(run_dir: Path, stop_at: int | None = None) -> int:
     """Train from the command line, with SIGTERM once step `stop_at` is recorded, if given; return the exit status."""
     started = subprocess.Popen(
