@@ -1,4 +1,4 @@
-# Every target sets up what it needs: .venv with the packages of pyproject.toml.
+# Targets that need .venv first create or update it with the packages of pyproject.toml.
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
@@ -7,20 +7,20 @@ DEMO := runs/demo
 .DEFAULT_GOAL := help
 .PHONY: help demo test faults lint
 
-help:  ## this list
+help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
 
 demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (2 minutes on two cores)
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
-test: $(INSTALLED)  ## the tests; PYTEST="-k name" adds options
+test: $(INSTALLED)  ## run the tests; PYTEST="-k name" adds options
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (7 minutes)
 	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "injects and not gpu" --faults-out docs/results/faults.json $(PYTEST)
 
-lint: $(INSTALLED)  ## style and types
+lint: $(INSTALLED)  ## check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy

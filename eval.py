@@ -96,13 +96,13 @@ def apply_options(config: SegmentationRun, options: Evaluation) -> None:
     """Override the training's keys with the command's.
 
     Raises:
-        ValueError: the data folder does not exist or is empty: a mistake, or a path from somebody else's checkpoint,
-            where synthetic data would be drawn.
+        ValueError: the data folder does not exist or is empty, e.g. because the checkpoint is from another machine.
+            (Synthetic data would otherwise be drawn there.)
     """
     root = options.data.root or config.data.root
     if root is not None and not (_folder(root).is_dir() and any(_folder(root).iterdir())):
         raise ValueError(
-            f"data.root={root} is not a folder with files: give data.root=DIR, where {config.data.name} is"
+            f"data.root={root} is not a folder with files: give data.root=DIR, the folder of {config.data.name}"
         )
     config.data.root = root
     config.data.timeout_seconds = options.timeout_seconds or config.data.timeout_seconds

@@ -108,7 +108,7 @@ def index_classes(
 def index_label(
     label: np.ndarray, classes: int, positions: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Counts int64 (classes,) and sampled (row, column) uint16 (n, 2), sorted by class.
+    """Count a label's pixels, int64 (classes,), and sample (row, column), uint16 (n, 2), sorted by class.
 
     `label`: train ids, uint8 (H, W). Each class gets min(pixels, `positions`) distinct pixels; every subset of that
     size is equally likely, as in reservoir sampling. This is faster than reservoirs: it counts the pixels, draws which
@@ -188,7 +188,7 @@ def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
-    """Write a temporary file and rename it: readers never see half an index, and two writers write the same."""
+    """Write a temporary file and rename it: readers never see half an index, and two writers write the same content."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.stem}-{uuid.uuid4().hex}.npz")
     try:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import cv2
 import numpy as np
 
-_ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this file
+_ILLEGAL = 254  # in lookup tables: a raw value that label files must not contain; never leaves this module
 
 
 class UnknownIds(ValueError):

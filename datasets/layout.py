@@ -19,7 +19,7 @@ class Layout:
         self.source = source
 
     def check(self, root: str | os.PathLike | None, split: str) -> Path:
-        """The root folder as a Path. ValueError if it does not exist or the split is unknown."""
+        """Return the root folder as a Path. ValueError if it does not exist or the split is unknown."""
         if split not in self.splits:
             raise ValueError(f"split {split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}")
         if root is None or str(root) == "":

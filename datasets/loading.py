@@ -1,4 +1,4 @@
-"""What a DataLoader reads: random crops for training, whole images for evaluation. Pixels stay uint8."""
+"""The items that a DataLoader reads: random crops for training, whole images for evaluation. Pixels stay uint8."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

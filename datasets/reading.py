@@ -37,7 +37,7 @@ def decode_image(path: Path, window: Window = EVERYTHING) -> np.ndarray:
 
 
 def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
-    """Values of a label file, uint8 (H, W); palette PNGs give indices. ValueError if the file holds anything else.
+    """Decode a label file to uint8 (H, W); palette PNGs give indices. ValueError if the file holds anything else.
 
     Rows below `window` are not decoded, but the checksums of the whole file are verified.
     """
@@ -61,12 +61,12 @@ def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
 
 
 def decode_instance_classes(path: Path, window: Window = EVERYTHING) -> np.ndarray:
-    """Classes from an instance file whose values are 256 * class + number of the instance, uint8 (H, W)."""
+    """Decode the classes, uint8 (H, W), from an instance file with values 256 * class + instance number."""
     return (decode_uint16(path)[window] // 256).astype(np.uint8)
 
 
 def decode_uint16(path: Path) -> np.ndarray:
-    """Values of an instance file, uint16 (H, W). ValueError if it holds anything else."""
+    """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
     raw = _decode(_read_png(path), cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise ValueError(f"{path}: cannot be decoded as instances; expected an intact PNG. {RESTORE}")
@@ -94,9 +94,7 @@ def read_size(path: Path) -> tuple[int, int]:
     except Image.DecompressionBombError:
         assert Image.MAX_IMAGE_PIXELS is not None  # without a limit there is no such error
         limit = 2 * Image.MAX_IMAGE_PIXELS // 10**6
-        raise ValueError(
-            f"{path}: the header says that it has more than {limit} megapixels; expected fewer. {RESTORE}"
-        ) from None
+        raise ValueError(f"{path}: the header claims more than {limit} megapixels; expected fewer. {RESTORE}") from None
     except OSError as error:
         raise _unreadable(path, error) from None
 

@@ -10,7 +10,7 @@ from datasets.loading import Draw
 
 
 def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "crops_per_minibatch") -> int:
-    """Full minibatches in one pass over `images`. ValueError, naming the setting `key`, if there is none."""
+    """Full minibatches in one pass over `images`. ValueError, naming the setting `key`, if not even one is full."""
     if crops_per_minibatch < 1:
         raise ValueError(f"{key}={crops_per_minibatch} must be at least 1")
     if images < crops_per_minibatch:

@@ -173,7 +173,7 @@ def scale_and_crop(
     fill: tuple[int, int, int],
     ignore_index: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The window of `crop_size` at `offset` (top, left; may be negative) of the image resized to `scaled_size`.
+    """Cut a window of `crop_size` at `offset` (top, left; may be negative) out of the image resized to `scaled_size`.
 
     image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. Pixels outside the resized image are padding.
     Both are sliced once, to the pixels needed: if slicing reads a file, only those are read.

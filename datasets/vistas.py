@@ -56,8 +56,8 @@ def vistas_classes(config: Path) -> ClassTable:
     names = tuple(labels[position][0] for position in ids)
     if not 0 < len(set(names)) == len(names) or len(labels) > 250:
         raise ValueError(
-            f"{config}: {len(labels)} labels, of which {len(names)} are evaluated, under {len(set(names))} different "
-            f"names; expected the 66 labels of Mapillary Vistas v1.2. {RESTORE}"
+            f"{config}: {len(names)} of {len(labels)} labels are evaluated, under {len(set(names))} different names; "
+            f"expected the 66 labels of Mapillary Vistas v1.2. {RESTORE}"
         )
     ignored = dict.fromkeys(range(len(labels)), 255)
     return ClassTable(

@@ -1,7 +1,7 @@
 """Worker processes that read data: how they start, stop and fail, and one pass over a dataset on all cores.
 
 They are processes, not threads: if a thread that used OpenCV ends while a process is forked, the new process may
-inherit an OpenCV mutex that stays locked for ever. A training run forks its workers right after such a pass.
+inherit an OpenCV mutex that stays locked forever. A training run forks its workers right after such a pass.
 """
 
 import os
@@ -66,7 +66,7 @@ def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: 
     try:
         yield
     except RuntimeError as error:
-        # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises another one.
+        # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
         message = next((text for text in _messages(error) if text.startswith("DataLoader")), "")
         if message.startswith("DataLoader timed out"):
             raise TimeoutError(

@@ -20,7 +20,7 @@ MOST_CLASSES = 65_535
 
 
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
-    """Write `state` to `path`. The checkpoint that was there is kept as `previous`, a file beside it, if given.
+    """Write `state` to `path`. If `previous`, a file in the same folder, is given, the old checkpoint moves there.
 
     Killing the process at any time leaves a complete checkpoint at `path` if one was ever written; without hard links
     it may be at `previous`. The next call removes partial files. Only one process may write to a folder.
@@ -142,7 +142,7 @@ def checked(state: object, path: Path) -> dict:
 
 
 def _are(entry_fits: Callable[[object], bool], least: int, most: int) -> Callable[[object], bool]:
-    """A test: is a value a sequence of `least` to `most` entries that fit?"""
+    """Return a test for sequences of `least` to `most` entries that each pass `entry_fits`."""
     return lambda value: (
         isinstance(value, (list, tuple)) and least <= len(value) <= most and all(map(entry_fits, value))
     )
@@ -177,7 +177,7 @@ _OPTIONAL = ("ema", "palette")  # present only with averaged weights, and with c
 
 
 def read(path: Path) -> object:
-    """Read any file written by torch.save onto the CPU, as safely as `load`.
+    """Read any file written by torch.save onto the CPU. Like `load`, it cannot run code.
 
     Raises:
         ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
@@ -185,7 +185,7 @@ def read(path: Path) -> object:
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
         raise ValueError(f"checkpoint {path} {found}: expected a file such as RUN_DIR/checkpoints/last.pt")
-    zipped = False  # otherwise it is from PyTorch before 1.6, or is no checkpoint
+    zipped = False  # otherwise it is from PyTorch before 1.6, or not a checkpoint at all
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"PK"

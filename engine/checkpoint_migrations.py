@@ -11,7 +11,7 @@ SEGMENTATION_ONLY = "inplace-abn-segmentation/1"  # train_seg.py wrote it before
 
 
 def migrated(state: object) -> object:
-    """`state`, read from a file, converted to the current format; malformed content is left to `checkpoint.checked`."""
+    """Convert `state`, read from a file, to the current format; malformed content is left to `checkpoint.checked`."""
     if not isinstance(state, dict) or state.get("format") != SEGMENTATION_ONLY:
         return state
     state = {"skipped_images": 0, **state, "format": FORMAT, "task": "segmentation"}

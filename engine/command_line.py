@@ -71,13 +71,13 @@ def configured(
 
 
 def composed(name: str, *overrides: str, configs: Path = CONFIGS) -> DictConfig:
-    """The configuration of a declared command that is given `overrides`."""
+    """Compose the configuration of a declared command with `overrides`."""
     with hydra.initialize_config_dir(str(configs), version_base="1.3"):
         return hydra.compose(f"command/{name}", list(overrides))
 
 
 def command_line() -> str:
-    """The command that started this process, for the shell."""
+    """The command that started this process, quoted for the shell."""
     return shlex.join(["python", *sys.argv])
 
 
@@ -103,13 +103,13 @@ def errors_for_users() -> Iterator[None]:
             raise
         logger.debug("", exc_info=True)
         sys.exit(
-            f"error: out of memory outside of steps and images: {str(error).strip().splitlines()[0]}. Network and "
-            f"optimiser alone need more than is free: look for other processes there, or use a smaller body"
+            f"error: out of memory outside of steps and images: {str(error).strip().splitlines()[0]}. The network "
+            f"and its optimiser alone need more than is free: stop other processes, or use a smaller body"
         )
     except (ValueError, FloatingPointError, MemoryError, OSError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
-        # A DataLoader's worker wraps an error's message into a traceback of its own.
+        # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         sys.exit(f"error: {message.strip()}")

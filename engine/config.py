@@ -27,7 +27,7 @@ def register(name: str, schema: type) -> None:
 
 
 def typed(values: DictConfig, schema: type[Schema]) -> Schema:
-    """The checked dataclass instance of a config that Hydra composed from `schema`.
+    """Turn a config that Hydra composed from `schema` into a checked dataclass instance.
 
     Raises:
         ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
@@ -44,7 +44,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 
 
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
-    """The configuration in a checkpoint.
+    """Read the configuration in a checkpoint.
 
     Raises:
         ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
@@ -78,7 +78,7 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
 
 
 def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[Schema]], source: str) -> Schema:
-    """One group of the configuration in a checkpoint for any task. ValueError: see `from_plain`."""
+    """Read one group of the configuration in a checkpoint for any task. ValueError: see `from_plain`."""
     with _misfits_of(source):
         schema = _selected(values, group, alternatives)
         config = _instance(OmegaConf.merge(OmegaConf.structured(schema), values[group]), schema)

@@ -92,7 +92,7 @@ def tracked(progress: Progress, items: SizedIterable[Item], description: str) ->
 
 @contextmanager
 def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
-    """Context for a function (done, total) that updates a progress bar; its first call shows the bar."""
+    """Context that yields a function (done, total) to update a progress bar; its first call shows the bar."""
     with progress_bar(console) as progress:
         task = progress.add_task(description, total=None, status="", visible=False)
 

@@ -21,7 +21,7 @@ class Dataset(Protocol):
 
 
 class SizedIterable(Protocol[Item_co]):
-    """Such as a DataLoader."""
+    """An iterable with a length, such as a DataLoader."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Item_co]: ...

@@ -49,7 +49,7 @@ class World:
 
     @contextmanager
     def first_goes_ahead(self) -> Iterator[bool]:
-        """Context in which rank 0, which gets True, works first; the others wait however long it takes.
+        """Context that the other ranks leave only after rank 0, however long it takes; yields whether this is rank 0.
 
         If rank 0 fails, the others fail too.
         """
@@ -116,7 +116,7 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         rank = os.environ.get("RANK", "0")
         limit = f"{keys}timeout_seconds={timeout_seconds:g}" if keys else f"{timeout_seconds:g} seconds"
         raise ConnectionError(
-            f"process {rank} of the run lost another one, or waited for it longer than {limit} "
+            f"process {rank} of the run lost another process, or waited for it longer than {limit} "
             f"({str(error).strip().splitlines()[0]}). See the message of the process that failed first; start all of "
             f"them again with resume=auto"
         ) from error

@@ -12,7 +12,8 @@ from models.layers import Extreme
 
 @dataclass(frozen=True)
 class Evaluated:
-    """
+    """Scores and pictures of one evaluation.
+
     scores: for metrics.jsonl and results.json.
     summary: one line for the log.
     images: number of evaluated images, over all ranks.

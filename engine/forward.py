@@ -44,5 +44,5 @@ class Forward:
         return ((images - self.mean) / self.std).contiguous(memory_format=self.memory_format)
 
     def through(self, network: nn.Module) -> "Forward":
-        """The same with another network."""
+        """A copy with another network."""
         return replace(self, network=network)

@@ -21,7 +21,8 @@ SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broke
 
 @dataclass
 class Learner:
-    """
+    """A network in training.
+
     network: the bare network, which is trained, saved and (unless averaged) evaluated.
     forward: from images through the same parameters, compiled and wrapped in DDP as configured.
     scaler: scales the loss in float16.
@@ -29,7 +30,7 @@ class Learner:
     average: exponential moving average of the weights; if not None, it is evaluated instead of `network`.
     statistics_minibatches: renew the average's norm statistics before an evaluation; if empty, its norms keep the
         trained network's.
-    max_gradient_norm: clips gradients; None does not.
+    max_gradient_norm: gradients are clipped to it; None: never.
     """
 
     network: nn.Module
@@ -44,7 +45,7 @@ class Learner:
 
     @property
     def evaluated(self) -> Forward:
-        """Through the bare network that is scored: the averaged one, if any."""
+        """The forward pass through the bare network that is scored: the averaged one, if any."""
         return self.forward.through(self.network if self.average is None else self.average.module)
 
     def prepare_evaluation(self, world: World) -> None:

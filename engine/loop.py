@@ -27,8 +27,8 @@ def train(
     "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
 
     Raises:
-        FloatingPointError: the loss or gradient of a step is not finite.
-        MemoryError: the device has not enough memory; says what would need less.
+        FloatingPointError: the loss or gradient of a step, or a weight to be saved, is not finite.
+        MemoryError: the device does not have enough memory; the message says what would need less.
         Preempted: the run was asked to stop; the current step has been saved.
         ValueError: too many images could not be read.
     """
@@ -37,7 +37,7 @@ def train(
     if run.config.trainer.profile and world.first:
         minibatches = profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
     with metrics:
-        if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # stopped during it
+        if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped during it
             run.record(run.start_step, evaluate())
             metrics.pause_ended()
         if run.stop.anywhere(world):

@@ -1,4 +1,4 @@
-"""Keeping freed memory in the process."""
+"""Keep freed memory in the process."""
 
 import ctypes
 

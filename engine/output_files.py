@@ -10,14 +10,14 @@ from PIL import Image
 
 
 def writable_folder(key: str, folder: Path) -> Path:
-    """The folder, created if needed. ValueError, naming `key`, if it is not writable."""
+    """Create a folder if needed and return it. ValueError, naming `key`, if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ValueError(
-            f"{key}: {folder} is not a writable folder ({error.strerror}); give another one with {key}=…"
+            f"{key}: {folder} is not a writable folder ({error.strerror}); give another with {key}=…"
         ) from error
     return folder
 

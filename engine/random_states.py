@@ -32,6 +32,6 @@ def restore_random_states(states: dict[str, list[Tensor]], world: World) -> None
     if world.first:
         logger.warning(
             f"the run was on {before[0]} x {before[1]} and continues on {now[0]} x {now[1]}: at the same step with the "
-            f"same samples, but dropout draws other numbers, and norms that are not synchronised see "
+            f"same samples, but dropout draws other numbers, and unsynchronised norms see "
             f"{before[0] / now[0]:.3g} times as many crops"
         )

@@ -34,7 +34,7 @@ Split = TypeVar("Split", bound=Dataset)
 class Run(Generic[Config, Split]):
     """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`.
 
-    resumed: the checkpoint of `start_step` to resume from; None in a new run, and once the learner has loaded it.
+    resumed: the checkpoint to resume from, saved at `start_step`; None in a new run, and after the learner loaded it.
     """
 
     config: Config
@@ -194,7 +194,7 @@ def _agree(
 
 
 def verify_with_progress(dataset: Dataset, console: Console, verify: Callable[..., None], stops: bool = True) -> None:
-    """`verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
+    """Run `verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
     try:
         with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
             verify(dataset, progress=progress)

@@ -15,7 +15,7 @@ from engine.config import fixed, of_checkpoint
 from engine.console import logger
 from engine.schema.training import TrainingRun
 
-SECONDS_FOR_ANOTHER = 120  # until another process ends: a requeued job may start before the old one is gone
+SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -78,7 +78,7 @@ class RunDirectory:
 
     @contextmanager
     def in_use(self, config: TrainingRun) -> Iterator[None]:
-        """Wraps a run: unless a key is wrong, errors say what survived; `config` words the advice."""
+        """Wraps a run: unless a key is wrong, errors say what survived, and `config` adds advice."""
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -127,7 +127,7 @@ class RunDirectory:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             raise ValueError(
                 f"run_dir={self.path} holds a run with another configuration: {listed}. Give the same values to "
-                f"continue it, or another run_dir to start anew"
+                f"continue it, or another run_dir to start a new run"
             )
         steps = state.get("total_steps")
         if steps != total_steps:
@@ -149,7 +149,7 @@ class RunDirectory:
             best = f"; copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
             raise ValueError(
                 f"run_dir={self.path} cannot be continued: {reason}; {error}. Restore one of the two{best}, or give "
-                f"another run_dir to start anew"
+                f"another run_dir to start a new run"
             ) from error
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state

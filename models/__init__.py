@@ -1,1 +1,1 @@
-"""Networks: bodies, heads and their combinations. They take keyword arguments and return logits."""
+"""Networks: bodies, heads and their combinations. They take keyword arguments and return features or logits."""

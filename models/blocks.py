@@ -103,7 +103,7 @@ def identity_stage(
     groups: int = 1,
     dropout: float = 0.0,
 ) -> nn.Sequential:
-    """`blocks` identity residual blocks, named block1, block2, …; the first changes stride and channels."""
+    """Chain `blocks` identity residual blocks, named block1, block2, …; the first changes stride and channels."""
     if blocks < 1:
         raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
     stage = nn.Sequential()

@@ -64,8 +64,8 @@ def to_inplace(
     """Replace standard and checkpointed layers, and PyTorch's batch normalisations, by `InPlaceABN`.
 
     Our `ABN` and `CheckpointedABN` are replaced everywhere. PyTorch's BatchNorm1d, 2d, 3d and SyncBatchNorm are
-    replaced if a LeakyReLU, ELU, Sigmoid, Tanh or Identity directly follows in an `nn.Sequential`, or across the ends
-    of nested ones. Elsewhere the modules do not determine the order of calls. The new layer takes the name of the batch
+    replaced if a LeakyReLU, ELU, Sigmoid, Tanh or Identity directly follows in an `nn.Sequential`, also across the ends
+    of nested ones. Outside a Sequential, the order of calls is unknown. The new layer takes the name of the batch
     normalisation and an Identity takes the name of the activation, so indices and state dicts stay valid. Code that
     picks single modules out of a Sequential finds the activation in place of the batch normalisation.
 

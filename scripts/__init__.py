@@ -1,1 +1,1 @@
-"""What a user runs beside training, each as a module: `python -m scripts.NAME key=value …`."""
+"""Commands besides training and evaluation: `python -m scripts.NAME key=value …`."""

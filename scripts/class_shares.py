@@ -3,7 +3,7 @@
     python -m scripts.class_shares data=camvid data.root=DIR out=docs/results/class_shares_camvid
 
 Cuts the crops that a training would see, with its scales, windows and flips. Counts the pixels of each class and the
-crops that show it. Writes the counts to out.json and a figure of them to out.png.
+crops that show it. Writes the counts to OUT.json and plots them in OUT.png.
 """
 
 import json

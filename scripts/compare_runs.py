@@ -1,7 +1,7 @@
 """Compare runs side by side: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
 
-Writes NAME.md (commands, scores, per-class IoU, hardware), NAME.png (curves), and NAME/RUN/, the files of each run that
-both are made from. Given these folders instead of run directories, it makes the same report again.
+Writes NAME.md (commands, scores, per-class IoU, hardware), NAME.png (curves) and, in NAME/RUN/, the files of each run
+that both are made from. Given as `runs`, these folders make the same report again.
 """
 
 import json
@@ -26,7 +26,7 @@ class Comparison:
 
 
 class Run:
-    """The files of one run; folders of its machine are replaced by DIR."""
+    """The files of one run, with local folders replaced by DIR."""
 
     def __init__(self, folder: Path):
         for name in ("results.json", "metrics.jsonl", "config.yaml"):

@@ -33,8 +33,8 @@ def predict(values: DictConfig) -> list[Path]:
     """Predict as configured (`engine.schema.evaluation.Prediction`). Returns each image's file of train ids.
 
     Raises:
-        ValueError: the checkpoint or the input cannot be used; or some images are unreadable. They are named after the
-            others are predicted.
+        ValueError: the checkpoint or the input cannot be used; or some images are unreadable. In that case it names
+            them after predicting the others.
     """
     options = configuration.typed(values, Prediction)
     console = make_console()
@@ -74,7 +74,7 @@ def predict(values: DictConfig) -> list[Path]:
 
 
 def find_images(source: Path, output: Path) -> dict[str, Path]:
-    """{result name: image file}, sorted, for one image or for all in a folder and its subfolders.
+    """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
 
     A name is the path in the folder without the suffix; if two images differ only in the suffix, all keep theirs.
     Hidden files and earlier predictions in `output` are left out. Raises ValueError if there is no image.
@@ -103,7 +103,7 @@ def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int
     try:
         return build.dataset(config.data, config.data.val_split).palette
     except ValueError as error:
-        raise ValueError(f"checkpoint {path} carries no colours, and the data has none: {error}") from error
+        raise ValueError(f"checkpoint {path} has no colours, and its data cannot be read: {error}") from error
 
 
 def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:

@@ -4,8 +4,8 @@
 
 prints the tables of docs/memory.md: the strategies in a block and in the paper's whole networks, and the ranges in
 which activations can be inverted. Buffers are recognised by their values among the tensors that autograd keeps,
-recomputed operations among the operators that the backward pass calls. The whole networks run on fake tensors, which
-takes little time and memory.
+recomputed operations among the operators that the backward pass calls. The whole networks run on fake tensors,
+which needs little time and memory.
 """
 
 import math
@@ -162,7 +162,7 @@ def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:
 
 
 class _Operators(TorchDispatchMode):
-    """Records the operators whose results have the given shape: forward operations and inverses in a backward pass."""
+    """Counts operators whose results have the given shape: in a backward pass, recomputed steps and inverses."""
 
     def __init__(self, shape: torch.Size):
         super().__init__()

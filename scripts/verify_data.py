@@ -5,7 +5,7 @@
 Compares the number of images with the official number, looks for missing labels and missing images, and decodes every
 file. Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the
 class table. Does not stop at the first problem. Prints the pixels of every class, then every kind of problem with its
-first files. Exit status 0 means no problem. You can train on a part of a dataset, but its number of images is reported.
+first files. Exit status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
 """
 
 import json

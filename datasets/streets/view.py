@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 _HEIGHT, _WIDTH = 128, 256  # of the finished picture, pixels
-_FINER = 2  # draw this much larger and average down: edges get as soft as a camera's
+_FINER = 2  # draw at this multiple of the size and average down, which softens edges like a camera
 
 # Cityscapes label ids
 EGO, BORDER, STATIC = 1, 2, 4

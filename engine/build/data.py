@@ -143,7 +143,7 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
 def evaluation_loader(
     source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1
 ) -> DataLoader:
-    """The items of `source` in order; ranks split the first `images` of them (None: all) without overlap."""
+    """Load the items of `source` in order; ranks split the first `images` of them (None: all) without overlap."""
     assert isinstance(source, Sized), source
     count = len(source) if images is None else min(images, len(source))
     return loader(source, config, world, sampler=evaluation_shard(count, world.rank, world.size), batch_size=batch_size)

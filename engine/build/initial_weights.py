@@ -66,10 +66,11 @@ def initialise_from(
 
     Args:
         network: with its random initialisation.
-        path: a checkpoint of this project (averaged weights are preferred), or a file of `format`.
+        path: a checkpoint, whose averaged weights are preferred, or another file in `format`.
         classes: names of the classes that the network will learn.
-        format: of a file from elsewhere: "standard_bn", a state dict {name: tensor} of a network with standard batch
-            normalisation, or of its body, under our names; also below "state_dict", or with the prefix "module.".
+        format: None for a checkpoint of this project. "standard_bn" for a state dict {name: tensor} under our names, of
+            a network with standard batch normalisation or of its body. It may be stored under the key "state_dict", and
+            its names may start with "module.".
         part: "body" leaves head and classifier random; "network" loads everything.
         package: whether the network has the released package's norms.
 
@@ -168,10 +169,10 @@ def _reason_to_skip(name: str, tensor: Tensor, part: str, trained: list[str] | N
     if not name.startswith("cls."):
         return None
     if len(tensor) != len(classes):
-        return f"of {len(tensor)} classes: expected {len(classes)}"
+        return f"for {len(tensor)} classes: expected {len(classes)}"
     if trained is not None and trained != classes:
         there, here = next(pair for pair in zip(trained, classes, strict=True) if pair[0] != pair[1])
-        return f"of other classes, such as {there} in place of {here}"
+        return f"for other classes, such as {there} in place of {here}"
     return None
 
 

@@ -18,7 +18,7 @@ from models.package import package_abn
 
 
 def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
-    """number of channels -> norm followed by an activation. Synchronised norms span `group`; None: all processes.
+    """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
 
     Raises:
         ValueError: the released package is chosen but not installed.
@@ -42,7 +42,7 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
 
 
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> ResNeXt | WiderResNet:
-    """images -> features, or logits if `classes` is above 0."""
+    """Build the body: images -> features, or logits if `classes` is above 0."""
     assert isinstance(config, (schema.ResNeXtBody, schema.WiderResNetBody)), config
     options: dict[str, Any] = dict(
         classes=classes, output_stride=config.output_stride, stem_channels=config.stem_channels

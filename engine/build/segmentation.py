@@ -22,7 +22,7 @@ from models.segmentation import SegmentationNetwork
 def segmentation_network(
     config: SegmentationRun, classes: int, group: dist.ProcessGroup | None = None
 ) -> SegmentationNetwork:
-    """Body, head and classifier, initialised from torch's global generator, on the current default device."""
+    """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
     norm = norm_act(config.norm, group)
     features = body(config.body, norm)
     head = DeepLabV3(
@@ -37,7 +37,7 @@ def segmentation_network(
 
 
 def loss(config: Loss, ignore_index: int) -> nn.Module:
-    """Over logits (N, K, H, W) and labels (N, H, W)."""
+    """Build the loss: logits (N, K, H, W), labels (N, H, W) -> scalar."""
     if isinstance(config, BootstrappedLoss):
         return BootstrappedCrossEntropy(config.fraction, ignore_index)
     return CrossEntropy(ignore_index)
@@ -51,7 +51,7 @@ def views(options: TrainedNetwork, base_size: int | None = None) -> Views:
 def trained_forward(
     config: SegmentationRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
 ) -> Forward:
-    """The network of a checkpoint, in eval mode.
+    """Build the forward pass of a checkpoint's network, in eval mode.
 
     Args:
         config: the checkpoint's configuration, perhaps changed by the command.

@@ -32,7 +32,7 @@ def arithmetic(config: Trainer) -> None:
 def learner(
     config: TrainingRun, make: Callable[[dist.ProcessGroup | None], nn.Module], total_steps: int, world: World
 ) -> Learner:
-    """The network on its device, initialised from `config.seed`, with everything that trains it.
+    """Build the network on its device, initialised from `config.seed`, with everything that trains it.
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 

@@ -9,10 +9,10 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import DEVICES, PRECISIONS
 
 OVERLAP = 0.25
-# If an image to evaluate does not fit into memory, also during training.
+# For images that do not fit into memory when they are evaluated, in eval.py or during training.
 MEMORY_ADVICE = (
-    "eval.py and scripts.predict need less with window.size=1024 or smaller, also for checkpoints of a run that stops "
-    "here; training needs less with a smaller data.base_size or trainer.precision=bfloat16"
+    "eval.py and scripts.predict need less with window.size=1024 or smaller, and can use the checkpoint of a training "
+    "that stops here; training needs less with a smaller data.base_size or trainer.precision=bfloat16"
 )
 
 
@@ -38,7 +38,7 @@ class Window:
     """Larger images are evaluated in overlapping squares, to limit memory."""
 
     size: int | None = key(None, above=0)  # side in pixels, a multiple of body.output_stride; null: whole images
-    overlap: float = key(OVERLAP, least=0, most=0.9)  # smallest share of a side that neighbours share
+    overlap: float = key(OVERLAP, least=0, most=0.9)  # smallest fraction of a side that neighbours have in common
 
     def check(self) -> None:
         if self.size is None and self.overlap != OVERLAP:
@@ -90,7 +90,7 @@ class Evaluation(TrainedNetwork):
     overlay_images: int | None = key(None, above=0)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)  # processes that read
-    timeout_seconds: int | None = key(None, above=0)  # to wait for the workers' next image; null: as in training
+    timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
 
     def check(self) -> None:
         if self.overlay_images is not None and self.overlays is None:

@@ -36,7 +36,7 @@ class Trainer:
     # The end of the run is always evaluated.
     evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
-    evaluate_images: int | None = key(None, above=0)  # evaluate only the first so many, even at the end; null: all
+    evaluate_images: int | None = key(None, above=0)  # evaluate only the first N images, even at the end; null: all
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
     log_every_steps: int = key(20, above=0, free_on_resume=True)
     device: str = key("auto", one_of=DEVICES, free_on_resume=True)
@@ -51,7 +51,7 @@ class Trainer:
     # Minibatches to renew the average's norm statistics from before an evaluation; 0: use the trained network's.
     ema_statistics_minibatches: int = key(0, least=0)
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
-    timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # for a process to wait for another before it fails
+    timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # how long one process waits for another
 
 
 @dataclass
@@ -158,7 +158,7 @@ class TrainingRun:
             ways.append("norm=inplace")
         if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
             ways.append("trainer.precision=bfloat16")
-        return f"({self.division(processes)}). Each of these roughly halves the memory of crops: {'; '.join(ways)}"
+        return f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}"
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
         """For messages: how to continue from `checkpoint`, the last good one, after divergence."""

@@ -36,7 +36,7 @@ def evaluate_split(
     progress: Progress,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:
-    """Evaluate a split by `all_scores`; details are the views and the confusion matrix (K, K) of the K trained classes.
+    """Evaluate a split with `all_scores`. Details: the views, and the confusion matrix (K, K) of the K trained classes.
 
     Args:
         minibatches: this rank's share of `dataset`, whole images of any size. Scores are over the images of all ranks.

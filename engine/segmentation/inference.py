@@ -1,8 +1,9 @@
 """Predict whole images: in one pass or in overlapping windows, at one scale or several, optionally mirrored.
 
-Class scores at full resolution would fill gigabytes (20 megapixels, 65 classes: 5 GB). They are computed for a few rows
-of pixels at a time, interpolated from logits at the network's resolution (one cell per `output_stride` pixels). Logits
-are kept only for the rows under one row of windows.
+Class scores at full resolution can fill gigabytes (20 megapixels, 65 classes: 5 GB). A single pass over a whole image
+computes them all at once. With windows or several views they are computed for a few rows of pixels at a time,
+interpolated from logits at the network's resolution (one cell per `output_stride` pixels), and logits are kept only for
+the rows under one row of windows.
 """
 
 import math
@@ -91,7 +92,7 @@ def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
 
 
 def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Tensor:
-    """Like `predict`, with predictions of another size: uint8 (N, *size)."""
+    """`predict` without the last resize: uint8 (N, *size)."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
     height, width = images.shape[-2:]

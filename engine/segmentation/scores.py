@@ -67,7 +67,7 @@ def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) 
 
 
 def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """`segmentation_scores` counted as in the paper; the scores of the dataset's benchmark are under "official".
+    """Compute the paper's `segmentation_scores`, and under "official" those of the dataset's benchmark.
 
     The paper's score leaves out pixels of classes that only the benchmark counts. If the network knows such a class,
     predicting it on a pixel of another class is a false negative of that other class and nothing else.
@@ -111,7 +111,7 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
 
 
 def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """The scores that `evalPixelLevelSemanticLabeling` of cityscapesscripts reports beside the IoU of classes.
+    """Compute what `evalPixelLevelSemanticLabeling` of cityscapesscripts reports beside the IoU of classes.
 
     Within a category, confusing two classes is no error. iIoU = iTP / (iTP + FP + iFN): iTP and iFN are pixels inside
     instances (not groups), weighted by the class's average instance size over the size of this instance, so all
@@ -151,7 +151,7 @@ def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) ->
 
 
 def coco_stuff_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
-    """The scores that `COCOStuffeval` of the cocostuffapi reports for its 92 leaf classes: means over labelled classes.
+    """Compute what `COCOStuffeval` of the cocostuffapi reports for its 92 leaf classes; means are over labelled ones.
 
     Args:
         confusion: int64 (G, G), rows are labels.

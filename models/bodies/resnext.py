@@ -18,7 +18,7 @@ class ResNeXt(nn.Module):
         norm_act: number of channels -> norm followed by an activation.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
         output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
-            same, and at every second or fourth place a dilated network has the features of the strided one.
+            same, and every second or fourth cell of the dilated network has the strided network's features.
         groups: cardinality of the 3x3 convolutions.
         base_channels: channels of the three convolutions in mod2's bottlenecks; doubled in each later stage.
         stem_channels: channels of mod1.

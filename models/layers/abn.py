@@ -34,7 +34,7 @@ class ABN(nn.Module):
             initialised.
         group: process group; None is the default group.
         backend: "eager" (PyTorch's operators), "compiled" (TorchInductor), "triton" (fused CUDA kernels), or "auto".
-            Here "auto" means "eager", which makes this layer the standard baseline. A fused backend computes the
+            Here "auto" means "eager" unless synchronised: the standard baseline. A fused backend computes the
             activation's derivative from x, so only operations that need z keep it. Inside `torch.compile` every backend
             is traced as formulas for the compiler to fuse.
     """
@@ -153,7 +153,7 @@ class ABN(nn.Module):
         momentum: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        """z; updates the running statistics, or uses them if the layer does not use the minibatch's."""
+        """Compute z; update the running statistics, or use them if the layer does not use the minibatch's."""
         strategy = self.strategy()
         activation = Activation(self.activation, self.activation_param)
         use_batch = self.uses_batch_statistics

@@ -25,7 +25,7 @@ class InPlaceABN(ABN):
     |weight| < gamma_floor is scaled by |weight| / gamma_floor.
 
     Args (in addition to `ABN`):
-        variant: "I" or "II"; same results, but II needs one pass less.
+        variant: "I" or "II"; same results. II saves one pass in the eager backend; fused backends compute both alike.
         gamma_floor: smallest |gamma| in training.
         overwrite_input: write z over x, which saves one transient buffer in the forward pass. For a block that owns x,
             directly after a convolution: as with any in-place operation, later readers see the new values, and the

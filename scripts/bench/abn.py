@@ -2,8 +2,8 @@
 
     python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
 
-Writes FILE.json, FILE.md (targets, tables) and FILE.png (a chart like Figure 4). `measure=false` makes page and chart
-again from FILE.json.
+Writes FILE.json, FILE.md (targets, tables) and FILE.png (a chart like Figure 4). `measure=false` makes page and
+chart again from FILE.json.
 """
 
 import gc
@@ -53,8 +53,8 @@ class Settings(NamedTuple):
     dtypes: list[str]
     batch: int
     rounds: int
-    sample_ms: float  # one time is the mean over as many repeats as take this long
-    minutes: float  # cells that would begin later are left out
+    sample_ms: float  # each time is a mean over enough repeats to take this long
+    minutes: float  # cells that would start later are left out
 
 
 DEFAULTS = {
@@ -65,7 +65,7 @@ DEFAULTS = {
 
 @dataclass
 class AbnArguments(Arguments):
-    """For null see DEFAULTS."""
+    """Arguments of bench_abn; null takes the value in DEFAULTS."""
 
     device: str = key("cpu", one_of=("cpu", "cuda"))
     groups: list[str] | None = None
@@ -117,7 +117,7 @@ class AbnArguments(Arguments):
 
 
 def measure(arguments: AbnArguments, clock: Clock) -> dict:
-    """All rows, and why others are left out."""
+    """Measure all cells; return their rows, and why others are left out."""
     settings = arguments.settings()
     kept = arguments.device == "cuda" or keep_freed_memory()
     rows: list[dict] = []
@@ -127,7 +127,7 @@ def measure(arguments: AbnArguments, clock: Clock) -> dict:
         context.enter_context(torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024))
         context.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True))
         for cell in arguments.cells():
-            reasons = {"all": f"the time was over: minutes={settings.minutes:g}"}
+            reasons = {"all": f"out of time: minutes={settings.minutes:g}"}
             if clock.seconds <= 60 * settings.minutes:
                 try:
                     measured, reasons = measure_cell(cell, arguments, settings)
@@ -182,7 +182,7 @@ def summarised(times_ms: dict[str, list[float]], name: str) -> dict:
 
 
 def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: str | None) -> tuple[dict, Step]:
-    """What is known without a clock, and the step to time, compiled and warm."""
+    """Everything but times, and the step to time, compiled and warmed up."""
     block = cell.block(strategy.norm_act)
     backend = strategy.backend
     if strategy.compiled:
@@ -208,7 +208,7 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: st
 
 @contextmanager
 def _alone_in_a_group() -> Iterator[None]:
-    """torch.distributed with this process alone, unless there is a group already."""
+    """Context with a process group of this process alone, unless there is a group already."""
     if dist.is_initialized():
         yield
         return

@@ -32,13 +32,13 @@ COLOURS = {
 
 METHOD = f"""
 - CONV1 to CONV4 are the inputs of the first norm of an identity block in the four modules of ResNeXt-101: the module's
-  own channels (256 to 2048) on feature maps of 56x56 to 7x7. CONV is the 1x1 convolution behind it, to half the
+  own channels (256 to 2048) on feature maps of 56x56 to 7x7. CONV is the 1x1 convolution after it, to half the
   channels. The paper does not say which of a module's convolutions it timed. LARGE is one more tensor, for BN + ACT.
 - A step is a forward pass and the gradients of input, scale, shift and convolution weight. One time is the mean over
   repeats back to back, with warm caches. Compilation and warm-up are not timed. Ratios are to *standard*.
 - *Standard* is `F.batch_norm` and an in-place leaky ReLU (slope 0.01). cuDNN may benchmark its algorithms and use tf32
   for all convolutions. *Compiled* is `torch.compile(fullgraph=True)` with static shapes around the whole block; its
-  activation is not in place, which would compile to far slower code. *Budget 0.5* compiles with
+  activation is not in place, because an in-place one compiles to far slower code. *Budget 0.5* compiles with
   `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one, which exchanges nothing. The
   column *backend* says what computes our layers; by default `backend=auto` chooses.
 - On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.malloc`). With
@@ -48,15 +48,15 @@ METHOD = f"""
   a network's images); the input counts if a strategy keeps it. *Buffers* is the same in sizes of the input, without
   vectors of one value per channel. *Peak* is the most bytes allocated during a step whose input nothing else holds, so
   a strategy that does not need the input frees it.
-- *Released package* overwrites its input, so here it is given a copy, and its time includes the copy. In networks it
-  needs none: the target against it subtracts the time of *copy* in the same round.
+- *Released package* overwrites its input, so here it is given a copy, and its time includes the copy. After a
+  convolution it would need none, so the target against it subtracts the time of *copy* in the same round.
 - Copy bandwidth counts {PASSES_OF_A_COPY} passes over the tensor, BN + ACT {PASSES_OVER_MEMORY}: forward reads x twice
   and writes z; backward reads z and dz twice and writes dx.
 """
 
 
 def page(result: dict, picture: Path) -> str:
-    """The page; its chart is drawn to `picture`."""
+    """Make the page, and draw its chart to `picture`."""
     chart(result["rows"]).savefig(picture, dpi=110)
     return markdown(result, picture.name)
 
@@ -68,7 +68,7 @@ def markdown(result: dict, picture: str) -> str:
     sections = [
         *(graphs if arguments["graphs"] else []),
         *target_table(targets(rows, result["left_out"])),
-        *["", "A target is reached if every shape, layout and dtype that it is about reaches it."],
+        *["", "A target counts as reached if every shape, layout and dtype that it covers reaches it."],
         *["", "## Summary", ""],
         *["Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:", ""],
         *summary(rows),

@@ -42,7 +42,7 @@ class Cell(NamedTuple):
         return values.contiguous(memory_format=LAYOUTS[self.layout]) if len(size) == 4 else values
 
     def block(self, norm_act: NormAct) -> nn.Module:
-        """The norm alone; followed by a 1x1 convolution to half the channels; or in a small network."""
+        """Build the norm alone, the norm and a 1x1 convolution to half the channels, or a small network."""
         block: nn.Module
         if self.group == "network":
             block = resnext101(
@@ -68,11 +68,11 @@ class Work(NamedTuple):
     overwrites: bool = False  # the block writes over its input, so it is given a copy
 
     def step(self) -> tuple[Tensor, ...]:
-        """The gradients of x and of all parameters."""
+        """Run forward and backward; return the gradients of x and of all parameters."""
         return self._gradients(self.forward(self.x.clone() if self.overwrites else self.x))
 
     def owning_step(self) -> tuple[Tensor, ...]:
-        """`step` for an x that nothing else holds, as in a network: its memory is freed once it is not needed."""
+        """`step` for an x that nothing else holds, as in a network, so it is freed as soon as it is not needed."""
         return self._gradients(self.forward(self.x.clone()))
 
     def _gradients(self, output: Tensor) -> tuple[Tensor, ...]:
@@ -111,12 +111,12 @@ class Strategy(NamedTuple):
     norm_act: NormAct
     backend: str = "auto"
     compiled: bool = False  # the whole block or network by torch.compile
-    budget: float = 1.0  # of activations that the compiler keeps, as a share of those it would keep
+    budget: float = 1.0  # share of activations that the compiler may keep, of those it would keep by default
     overwrites: bool = False  # the norm writes over its input
 
 
 def batch_norm_leaky_relu(channels: int) -> nn.Module:
-    """The standard layers as a compiler likes them.
+    """The standard layers in the form that compiles to the fastest code.
 
     Given an *in-place* activation, TorchInductor 2.12 keeps a mask of the signs as well, in a loop over BN + ACT that
     takes ten times as long on the CPU.
@@ -125,7 +125,7 @@ def batch_norm_leaky_relu(channels: int) -> nn.Module:
 
 
 def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tuple[list[Strategy], dict[str, str]]:
-    """The strategies of a cell, and the reasons why others are left out, by their names.
+    """Choose the strategies of a cell; return them, and {name: reason} for those left out.
 
     `uncompiled` is the reason to leave out compiled strategies, or None to keep them. `backend` is for our layers.
     """
@@ -171,7 +171,7 @@ def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tup
 
 
 def computing_backend(name: str, cell: Cell) -> str:
-    """Name of the backend that a layer of ours uses for a cell: what "auto" stands for there."""
+    """Name of the backend that our layers use for a cell, e.g. what "auto" means there."""
     backend = backend_for(name, cell.tensor(cell.size))
     return type(backend).__name__.removesuffix("Backend").lower()
 
@@ -187,7 +187,7 @@ def _missing(backend: str, cell: Cell) -> str | None:
 
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
-    """The block under torch.compile, for static shapes and as one graph."""
+    """Compile a block with torch.compile, for static shapes and as one graph."""
     backend = functools.partial(_compile_within, compiler=compiler, budget=budget)
     return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
 

@@ -1,4 +1,4 @@
-"""The targets of `abn`. A target is reached if every cell that it is about reaches it."""
+"""The targets of `abn`. A target counts as reached if every cell that it covers reaches it."""
 
 import statistics
 from collections.abc import Iterable
@@ -100,12 +100,12 @@ def _ratio(cell: Rows, ours: str, other: str) -> float:
 
 
 def _ratios(cells: Iterable[Rows], ours: str = INPLACE_2) -> dict[str, float]:
-    """Time to standard, by the name of the cell."""
+    """Time relative to standard, by cell name."""
     return {_name(cell): _ratio(cell, ours, STANDARD) for cell in cells if ours in cell}
 
 
 def _package_ratios(cells: list[Rows], device: str) -> dict[str, float]:
-    """The package overwrites a copy of x, which it does not need in a network: the copy's time is subtracted."""
+    """Ratios to the package, without the time to copy x: after a convolution the package would need no copy."""
     ratios = {}
     for cell in cells:
         if cell[STANDARD]["device"] == device:

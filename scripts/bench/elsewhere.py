@@ -1,4 +1,4 @@
-"""Objects in processes of their own, so what they set for the whole process stays there."""
+"""Objects in separate processes, which keep their process-wide settings to themselves."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Elsewhere:
         self.process.shutdown()
 
     def call(self, method: str, *arguments: object) -> Any:
-        """The method's result. Raises its error, or BrokenProcessPool if the process has died."""
+        """Call a method and return its result. Raises its error, or BrokenProcessPool if the process has died."""
         self.made.result()
         return self.process.submit(_call, method, arguments).result()
 

@@ -1,4 +1,4 @@
-"""What all benchmarks share: arguments, interleaved rounds, ratios, targets, records and pages."""
+"""Shared by all benchmarks: arguments, interleaved rounds, ratios, targets, records and pages."""
 
 import dataclasses
 import json
@@ -172,7 +172,7 @@ def judged(
     text: str = "{:.2f}",
     paper: str = "",
 ) -> Target:
-    """A target that every value, by the name of what it was measured on, has to reach."""
+    """Judge a target that every one of `values`, {name of the case: value}, must reach."""
     if not values:
         return Target(about, to_reach, paper=paper)
     reached = [at_least <= value <= at_most and value < below for value in values.values()]
@@ -196,7 +196,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def target_table(targets: Sequence[Target]) -> list[str]:
-    """The section of targets; the paper's column only where it has figures."""
+    """Lines of the section of targets, with a column for the paper if any target has its figure."""
     titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
     if any(target.paper for target in targets):
         titles.insert(1, "paper")
@@ -206,7 +206,7 @@ def target_table(targets: Sequence[Target]) -> list[str]:
 
 
 def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
-    """The page: title, command, hardware and versions, `about` what was measured how often, sections, method."""
+    """The page: title, command, hardware and versions, `about` (what was measured, how often), sections, method."""
     environment = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     threads = f"{environment['threads']} thread" + "s" * (environment["threads"] > 1)

@@ -129,7 +129,7 @@ def timer(pipeline: Callable[[Key], object], keys: Sequence[Key]) -> Callable[[i
 
 
 def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.ndarray]:
-    """What the class index keeps of a label, read from its file."""
+    """Read a label and return what the class index keeps of it."""
     label = dataset.read_label(key[1])
     return index_label(label, len(dataset.classes), POSITIONS, np.random.default_rng(key))
 
@@ -219,7 +219,7 @@ def by_source(rows: list[dict]) -> dict[str, Times]:
 
 
 def fastest(times: Times, among: tuple[str, ...]) -> str:
-    """The pipeline with the least time to ours."""
+    """The pipeline with the smallest time relative to ours."""
     return min(among, key=lambda name: frame.ratio_of(times[name], times[OURS]).median)
 
 

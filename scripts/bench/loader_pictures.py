@@ -31,7 +31,7 @@ def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
-    """`images` pairs of PNGs of `size` (H, W)."""
+    """Write `images` pairs of PNGs of `size` (H, W)."""
     for index in range(images):
         image, label = scene(*size, seed=index)
         name = f"city_000000_{index:06d}"
@@ -40,7 +40,7 @@ def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
 
 
 def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | None = None) -> None:
-    """`images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG of `size` (H, W), copied to make `files` pairs."""
+    """Write `images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG, `size` (H, W), copied to make `files`."""
     colours = [[index, 255 - index, 7] for index in range(_VISTAS_LABELS)]
     labels = [
         {"readable": f"class {index}", "color": colour, "evaluate": index < _VISTAS_LABELS - 1}

@@ -24,7 +24,7 @@ Minibatches = Sequence[Sequence[Key]]
 
 @contextmanager
 def like_a_worker() -> Iterator[None]:
-    """Sets this process up as a DataLoader's worker: one thread for every library."""
+    """Context in which this process is set up like a DataLoader worker, with one thread per library."""
     threads, blocks = (cv2.getNumThreads(), torch.get_num_threads()), Image.core.get_blocks_max()
     worker_init(0)
     torch.set_num_threads(1)
@@ -39,7 +39,7 @@ def like_a_worker() -> Iterator[None]:
 def worker_mib(
     crops: TrainingCrops, minibatches: Sequence[Sequence[Key]], interval_s: float = 0.002
 ) -> dict[str, float]:
-    """{"idle", "peak", "after"}: MiB that the worker alone has before, during and after it makes `minibatches`."""
+    """Measure a worker's own MiB before, while and after it makes `minibatches`: {"idle", "peak", "after"}."""
     return {"idle": _watched(crops, [], interval_s)["after"], **_watched(crops, minibatches, interval_s)}
 
 

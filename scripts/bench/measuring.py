@@ -14,7 +14,7 @@ Step = Callable[[], object]
 
 
 def captured(step: Step) -> Step:
-    """A step recorded as a CUDA graph: replaying it takes no time to launch kernels."""
+    """Record a step as a CUDA graph; its replay spends no time launching kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -28,7 +28,7 @@ def captured(step: Step) -> Step:
 
 
 def timer(step: Step, sample_ms: float, device: str) -> Callable[[int], float]:
-    """A timer for `interleaved`: the mean over as many repeats as take `sample_ms`."""
+    """A timer for `interleaved`: the mean over enough repeats to take about `sample_ms`."""
     milliseconds(step, 2, device)
     repeats = max(1, round(sample_ms / milliseconds(step, 2, device)))
     return lambda _: milliseconds(step, repeats, device)
@@ -52,7 +52,7 @@ def milliseconds(step: Step, repeats: int, device: str) -> float:
 
 
 def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Run a forward pass: its result, and a tensor for every storage that autograd keeps for the backward pass."""
+    """Run a forward pass; return its result and a tensor for each storage that autograd keeps for the backward pass."""
     kept: dict[int, Tensor] = {}  # by the address of the storage, which the tensor keeps alive and so unique
 
     def pack(tensor: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
 
 
 def peak_bytes(step: Callable[[], object], device_type: str) -> int:
-    """Most bytes of tensors allocated at any moment of a step, without those allocated before it."""
+    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it."""
     if device_type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    # The profiler sees every allocation on the CPU, also in compiled code. Its log is not for our users.
+    # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:

@@ -23,23 +23,23 @@ from .training_steps import COMPILE, DEFAULT, GROUPS, Overhead, Switch, Training
 
 PARTS = ("overhead", *GROUPS)
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
-STEP_MS = (100, 300)  # of the bare loop, for its overhead to be judged like a 200 ms step's
+STEP_MS = (100, 300)  # the overhead is judged only if a bare step takes this long
 
 METHOD = """
 - A step is `engine.loop.train_step` as `train_seg.py` calls it, on 4 minibatches of crops of drawn street scenes that
-  are kept in memory and repeated. Every switch is a training in a process of its own; a round takes one step in each.
-  All processes are started anew several times, because the place of buffers in memory differs between processes.
+  are kept in memory and repeated. Every switch is trained in a separate process; a round takes one step in each. All
+  processes are restarted several times, because buffers lie elsewhere in the memory of each new process.
   Ratios are to the default, with each start's own in brackets. A training whose steps take more than five seconds takes
   part in the first two rounds only.
 - *Saved* is what autograd keeps of one micro-batch for its backward pass, without parameters. *Peak* is the most that a
   step's tensors take at any moment beyond what was there before: weights, the last step's gradients and momentum.
   *Process* is the largest resident size of the whole process, with Python and PyTorch, in the first start.
-- The *first step* of each start includes compilation, except of kernels in the compiler's cache on disk.
+- The *first step* of each start includes compilation, except for kernels in the compiler's cache on disk.
 - The *loss* is the mean over the 4 minibatches in steps 2 to 5. Initial weights and minibatches are the same for all.
   float16 skips its first steps until its loss scale fits, so its loss has had fewer updates.
-- The *overhead* compares `engine.loop.train` with its reports (progress bar, metrics.jsonl, TensorBoard) with forward
-  pass, loss, backward pass and optimiser step alone, on images that are normalised already. Both train the same network
-  in one process, taking turns of some steps; every turn writes a record, where a run does so every 20 steps.
+- The *overhead* compares `engine.loop.train`, including its reports (progress bar, metrics.jsonl, TensorBoard), with a
+  bare loop: forward pass, loss, backward pass and optimiser step on images that are already normalised. Both train the
+  same network in one process and take turns of a few steps. Every turn writes a record; a run does so every 20 steps.
 """
 
 
@@ -53,7 +53,7 @@ class TrainingArguments(frame.Arguments):
     overhead_crops: int = key(4, least=2)  # for steps of about 200 ms
     overhead_steps: int = key(10, above=0)  # of each loop in each round
     overhead_rounds: int = key(20, above=0)
-    starts: int = key(2, above=0)  # of all processes: their memory lies elsewhere in each
+    starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
     rounds: int = key(10, above=0)  # of each start
     warm_up: int = key(3, above=0)  # steps
     parts: list[str] = field(default_factory=lambda: list(PARTS))
@@ -63,7 +63,7 @@ class TrainingArguments(frame.Arguments):
         frame.check_choices("parts", self.parts, PARTS)
 
     def overrides(self, crops: int) -> tuple[str, ...]:
-        """The overrides of train_seg.py that hold for everything measured: float32, drawn street scenes."""
+        """The overrides of train_seg.py shared by everything measured: float32, drawn street scenes."""
         experiment = () if self.recipe is None else (f"experiment={self.recipe}",)
         # As wide as CamVid's pictures.
         data = ("data=synthetic", "data.base_size=480", f"data.crop_size={self.crop_size}", "data.workers=0")
@@ -163,7 +163,7 @@ def targets(result: dict) -> list[frame.Target]:
 
 
 def _graphs(row: dict, limit: int) -> frame.Target:
-    """torch.compile makes as few graphs as it can, all of them at once."""
+    """Target: torch.compile makes as few graphs as it can, all in the first steps."""
     later = row["graphs"] - row["graphs_warm"]
     reached = row["graphs"] <= limit and not row["graph_breaks"] and not later
     first_steps = " and ".join(f"{seconds:.0f} s" for seconds in row["first_step_s"])
@@ -200,14 +200,14 @@ def _switches(result: dict) -> Iterator[str]:
 
 
 def ratio(row: dict, default: dict) -> float:
-    """Median ratio of a training's time to the default's, over the rounds of all starts; a slow one is in fewer."""
+    """Median ratio of a training's time to the default's, over the rounds of all starts; slow ones skip rounds."""
     starts = zip(row["times_ms"], default["times_ms"], strict=True)
     ours, others = zip(*(pair for times in starts for pair in zip(*times, strict=False)), strict=True)
     return frame.ratio_of(ours, others).median
 
 
 def spread(row: dict, default: dict) -> str:
-    """The ratio, and if there are several starts, theirs in brackets."""
+    """The ratio; if there are several starts, each one's ratio in brackets."""
     starts = zip(row["times_ms"], default["times_ms"], strict=True)
     each = [f"{ratio({'times_ms': [ours]}, {'times_ms': [others]}):.2f}" for ours, others in starts]
     return f"{ratio(row, default):.2f}" + (f" ({', '.join(each)})" if len(each) > 1 else "")

@@ -50,7 +50,7 @@ class Switch(NamedTuple):
 
     @property
     def graphs(self) -> int:
-        """How many torch.compile may make: one for every size of a micro-batch, 8 = 3 + 3 + 2."""
+        """How many graphs torch.compile may make: one per micro-batch size (8 crops are split into 3 + 3 + 2)."""
         return 2 if "trainer.accumulation_steps=3" in self.overrides else 1
 
 
@@ -88,7 +88,8 @@ GROUPS = {
 
 
 class Training:
-    """
+    """One training, step by step.
+
     Args:
         common: overrides of train_seg.py that hold for every switch.
         switch: what is different here.
@@ -114,10 +115,10 @@ class Training:
             self.folder = tempfile.TemporaryDirectory()
             self.minibatches = profiled(self.minibatches, trainer.profile, Path(self.folder.name))
         self.losses: list[float] = []
-        counters.clear()  # of the graph that looked for a compiler
+        counters.clear()  # forget the graph that tried the compiler
 
     def endless(self) -> Iterator[dict]:
-        """Minibatches for ever, as the loop gets them."""
+        """Endless minibatches, as the training loop gets them."""
         minibatches = itertools.cycle(self.in_memory)
         return loop.prefetched(minibatches, self.world.device) if self.prefetched else minibatches
 
@@ -180,14 +181,14 @@ class Overhead(Training):
         ]
 
     def rounds(self, count: int) -> dict[str, list[float]]:
-        """{"bare": [milliseconds per step in each round], "real": […]}, after one round to warm up."""
+        """Time both loops after a warm-up round: {"bare": [milliseconds per step in each round], "real": […]}."""
         times: dict[str, list[float]] = {"bare": [], "real": []}
         # Every round writes one record, more often than a run does.
         never, log_every = LONG * self.steps, self.steps
         schedule = Schedule(
             never, steps_per_epoch=never, evaluate_every=None, checkpoint_every=never, log_every=log_every
         )
-        terminal = Console(file=io.StringIO(), force_terminal=True)  # draws the progress bar for nobody
+        terminal = Console(file=io.StringIO(), force_terminal=True)  # the progress bar is drawn but not shown
         with ExitStack() as context:
             folder = context.enter_context(tempfile.TemporaryDirectory())
             directory, data = RunDirectory(folder), self.dataset
@@ -198,7 +199,7 @@ class Overhead(Training):
         return {name: values[1:] for name, values in times.items()}
 
     def _timed_minibatches(self, count: int, times: dict[str, list[float]]) -> Iterator[dict]:
-        """The real loop's minibatches. Between its rounds the bare loop runs; the two take turns in going first."""
+        """The real loop's minibatches. The bare loop runs between its rounds; the two take turns in going first."""
         for number in range(count + 1):
             if number % 2:
                 times["bare"].append(self.bare())

@@ -3,9 +3,9 @@
     python -m scripts.compare_checkouts old=DIR new=DIR camvid=DIR out=FILE.md [only=[NAME,...]] [work=DIR] [jobs=2]
 
 Run it before and after a restructuring, to prove that trainings, evaluations and predictions have not changed.
-Everything runs on the CPU: some four minutes per checkout on two cores. `camvid` is the folder of that dataset, `only`
-chooses scenarios, `jobs` scenarios run at a time. `work` keeps the results: the next comparison on the same machine
-reuses them for a checkout without uncommitted changes. Exit status 1: something differs.
+Everything runs on the CPU and takes about four minutes per checkout on two cores. `camvid` is that dataset's folder,
+`only` chooses scenarios, and `jobs` of them run at a time. `work` keeps the results: the next comparison on the same
+machine reuses them for a checkout without uncommitted changes. Exit status 1: something differs.
 
 Not compared: times, memory, hardware and versions, the console, log.txt, the order of keys.
 """
@@ -35,7 +35,7 @@ Compared = dict[str, Column]  # of `compare_folders`, for one scenario
 @dataclass
 class CheckoutComparison:
     old: str = MISSING  # a checkout of this project
-    new: str = MISSING  # another one
+    new: str = MISSING  # another checkout
     camvid: str = MISSING  # folder of the dataset
     out: str = MISSING  # Markdown file
     only: list[str] = field(default_factory=list)  # names of scenarios; empty: all

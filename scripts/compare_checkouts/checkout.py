@@ -1,4 +1,4 @@
-"""One of the two checkouts: its version and its results."""
+"""A checkout: its version and its results."""
 
 import json
 import os

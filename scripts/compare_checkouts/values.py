@@ -37,7 +37,7 @@ class Column(NamedTuple):
 
 
 def contents(folder: Path) -> dict[str, dict[str, object]]:
-    """{column: {name: value}} of all files below a folder.
+    """Read all files below a folder: {column: {name: value}}.
 
     Tensors, pictures and files of other kinds become hashes. Left out: `IGNORED_METRICS`, the environment in
     results.json, the content of log.txt, and the text in TensorBoard, which repeats config.yaml.

@@ -140,7 +140,7 @@ def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
     data = path.read_bytes()
     size = data.index(HEIGHT.to_bytes(2, "big") + WIDTH.to_bytes(2, "big"))
     path.write_bytes(data[:size] + b"\xff\xff\x40\x00" + data[size + 4 :])
-    with pytest.raises(ValueError, match=f"{path}: the header says that it has more than 178 megapixels; expected"):
+    with pytest.raises(ValueError, match=f"{path}: the header claims more than 178 megapixels; expected"):
         read_size(path)
     label = saved(tmp_path / "x.png", palette(66))
     data = label.read_bytes()

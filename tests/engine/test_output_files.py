@@ -21,6 +21,6 @@ def test_a_folder_that_cannot_be_written_to_is_named_with_its_key(tmp_path):
     assert writable_folder("predictions", tmp_path / "a" / "b").is_dir()
     (tmp_path / "file").touch()
     for folder, reason in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "a", "Not a directory")):
-        expected = rf"predictions: {folder} is not a writable folder \({reason}\); give another one with predictions="
+        expected = rf"predictions: {folder} is not a writable folder \({reason}\); give another with predictions="
         with pytest.raises(ValueError, match=expected):
             writable_folder("predictions", folder)

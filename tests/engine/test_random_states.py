@@ -48,7 +48,7 @@ def test_another_number_of_ranks_has_new_random_streams_and_says_so(stored, capl
     ranks = [restored(state, rank=rank, world_size=2) for rank in range(2)]
     assert [record.getMessage() for record in caplog.records] == [
         "the run was on 3 x cpu and continues on 2 x cpu: at the same step with the same samples, but dropout draws "
-        "other numbers, and norms that are not synchronised see 1.5 times as many crops"
+        "other numbers, and unsynchronised norms see 1.5 times as many crops"
     ]
     assert torch.equal(restored(state, rank=1, world_size=2), ranks[1])  # reproducibly
     streams = [*following, *ranks, restored(state, rank=0, world_size=1)]

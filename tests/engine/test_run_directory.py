@@ -278,7 +278,7 @@ def test_without_a_good_checkpoint_a_run_neither_continues_nor_starts_anew(tmp_p
     damage(run.last), damage(run.previous)
     with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
         resumed(run, config)
-    assert "another run_dir to start anew" in str(error.value) and "best.pt to" not in str(error.value)
+    assert "another run_dir to start a new run" in str(error.value) and "best.pt to" not in str(error.value)
     checkpoint.save(run.best, state_of(1, config))
     with pytest.raises(ValueError, match="copy .*best.pt to .*last.pt to continue from its step"):
         resumed(run, config)

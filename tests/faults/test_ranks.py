@@ -52,7 +52,7 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     os.kill(ranks[victim], signal.SIGKILL)
     output = ends(launched)
     assert launched.returncode != 0
-    assert f"error: process {1 - victim} of the run lost another one" in output, output
+    assert f"error: process {1 - victim} of the run lost another process" in output, output
     assert "start all of them again with resume=auto" in output, output
     # As the root cause or, if both ranks end in the same second, beside it.
     assert re.search(rf"rank      : {victim} (?:(?!rank  ).)*SIGKILL", output, re.DOTALL), output
@@ -94,7 +94,8 @@ def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch
     os.kill(ranks[1], signal.SIGSTOP)
     output = ends(launched, seconds=90)
     assert launched.returncode != 0
-    assert says(output, "process 0 of the run lost another one, or waited for it longer than trainer.timeout_seconds=5")
+    lost = "process 0 of the run lost another process, or waited for it longer than trainer.timeout_seconds=5"
+    assert says(output, lost)
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
@@ -107,7 +108,7 @@ def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     label.write_bytes(content[:100])
     launched = torchrun(tmp_path / "run", f"data.root={root}")
     output = ends(launched, seconds=25)  # torchrun would kill a hanging rank after another 30 seconds
-    assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another one" in output
+    assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another process" in output
     label.write_bytes(content)
     survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
 

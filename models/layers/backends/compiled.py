@@ -164,7 +164,7 @@ def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
 
 
 def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
-    """formula(settings, *tensors), compiled."""
+    """Call formula(settings, *tensors), compiled."""
     if torch.compiler.is_compiling():
         vectors = iter(written(*(t for t in tensors if t is not None and t.dim() == 1)))
         return formula(settings, *(next(vectors) if t is not None and t.dim() == 1 else t for t in tensors))
@@ -183,7 +183,7 @@ def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | N
 def _compiled(
     formula: Callable[..., Result], settings: Settings, in_part: bool, dtype: torch.dtype, device_type: str
 ) -> Callable[..., Result]:
-    """The formula, compiled once for all sizes, except that a single block is compiled separately.
+    """Compile a formula once for all sizes, except that a single block is compiled separately.
 
     `in_part`: some tensors are None.
     """

@@ -146,8 +146,8 @@ def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:
 
 
 def written(*vectors: Tensor) -> tuple[Tensor, ...]:
-    """Make the compiler write vectors (C,) to memory before a loop over the pixels.
+    """Make the compiler write vectors (C,) to memory before a loop over the pixels, by stacking them.
 
-    It does so for a stack. Single vectors would be recomputed for every pixel, with their divisions and square roots.
+    Otherwise it would recompute them for every pixel, with their divisions and square roots.
     """
     return torch.stack(vectors).unbind() if vectors else ()

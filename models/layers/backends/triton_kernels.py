@@ -1,4 +1,4 @@
-"""BN + ACT in Triton: two passes over memory forward, two backward, one launch each.
+"""BN + ACT in Triton: two kernels forward and two backward, each one sweep over the pixels.
 
 A tensor is (N, C, L) in memory: contiguous (N, C, *spatial) is (N, C, prod(spatial)), channels_last is
 (N * prod(spatial), C, 1), and element (n, c, l) lies at (n * C + c) * L + l in both. All kernels walk it in tiles of
@@ -159,7 +159,7 @@ def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
 
 @triton.jit
 def _fold(values, FOLD: tl.constexpr):
-    """Add up the elements of a tile that one thread holds: FOLD times fewer, channels still innermost.
+    """Add up the elements of a tile that one thread holds: FOLD times fewer remain, with channels still innermost.
 
     A thread's 128-bit pieces lie far apart in the flat tile, so the sum is over the slowest index.
     """
@@ -187,7 +187,7 @@ def _channels(block, BLOCK_C: tl.constexpr):
 
 @triton.jit
 def _load_partials(partials, parts, channels, C, PARTS: tl.constexpr):
-    """Both partial results (2, parts, C) of (1, BLOCK_C, 1) channels: two (PARTS, BLOCK_C, 1), zero past the end."""
+    """Both partial results (2, parts, C) for channels (1, BLOCK_C, 1): two (PARTS, BLOCK_C, 1), zero past the end."""
     part = tl.arange(0, PARTS)[:, None, None]
     offsets = part * C + channels
     mask = (part < parts) & (channels < C)
@@ -429,10 +429,10 @@ class Plan(NamedTuple):
 def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
     """Plan for a tensor (N, C, L) of `itemsize` bytes per element, on a device with `processors` multiprocessors.
 
-    Contiguous (L > 1): small programs of one channel each, about eight resident per multiprocessor. They work on up to
-    eight tiles before more programs than that are started, and on more than eight only beyond four times as many.
-    channels_last (L = 1): large programs, two per multiprocessor, because each combines the parts of as many channels
-    as its tile is wide.
+    Contiguous (L > 1): small programs of one channel each, about eight resident per multiprocessor. As tensors grow,
+    programs first take more tiles (up to eight), then there are more programs (up to four times as many), then programs
+    take more than eight tiles.
+    channels_last (L = 1): large programs, two per multiprocessor, because each combines the parts of all its channels.
     """
     n, c, length = shape
     if length >= 2**31:  # kernels count the pixels of a map in 32 bits

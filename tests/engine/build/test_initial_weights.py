@@ -59,8 +59,8 @@ def test_a_checkpoint_means_the_same_in_every_norm(file, trained, norm):
 @pytest.mark.parametrize(
     "classes, reason",
     [
-        (("road", "sky"), "of 3 classes: expected 2"),
-        (("road", "tree", "sky"), "of other classes, such as sky in place of tree"),
+        (("road", "sky"), "for 3 classes: expected 2"),
+        (("road", "tree", "sky"), "for other classes, such as sky in place of tree"),
     ],
 )
 def test_a_classifier_of_other_classes_starts_anew_and_says_so(file, trained, classes, reason):
