@@ -43,7 +43,7 @@ class Layout:
             found = f"\nFound in {root}: {', '.join(entries[:8]) or 'nothing'}{more}"
             packed = _packed(root, archives)
             if packed:
-                found += f"\nStill packed: {', '.join(map(str, packed))}. Unpack it there."
+                found += f"\nStill packed: {', '.join(map(str, packed))}. If it is the dataset, unpack it there."
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
         return ValueError(
             f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\n"

@@ -35,13 +35,14 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
         entries = OmegaConf.load(file).defaults
         groups = sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
     lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := _choices(configs / group))]
+    keys = "Keys (key=value; ??? must be given; for their meaning see engine/schema):"
     choices = ["Groups (group=choice):", *lines, ""] if lines else []
     node = {
         "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],
         "hydra": {
             "run": {"dir": "."},
             "output_subdir": None,
-            "help": {"template": "\n".join([about.strip(), "", *choices, "Keys (key=value):", "$CONFIG"])},
+            "help": {"template": "\n".join([about.strip(), "", *choices, keys, "$CONFIG"])},
         },
     }
     ConfigStore.instance().store(group="command", name=name, node=node, package="_global_")

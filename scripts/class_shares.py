@@ -138,6 +138,7 @@ def figure(result: dict) -> Figure:
 @configured("class_shares", ClassShares)
 def main(values: DictConfig) -> None:
     compare(values)
+    print(f"{values.out}.json, {values.out}.png")
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.command_line import configured
 from models.bodies import ResNeXt, WiderResNet, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
@@ -199,7 +201,13 @@ class _Operators(TorchDispatchMode):
         return "pi^-1" if operator in ("sub", "div") else operator
 
 
-def main() -> None:
+@dataclass
+class NoKeys:
+    """The command takes no keys."""
+
+
+@configured("strategy_table", NoKeys)
+def main(_: DictConfig) -> None:
     print(table([measure(norm) for norm in STRATEGIES]))
     print()
     print(network_table({body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}))

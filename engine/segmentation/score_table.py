@@ -31,6 +31,7 @@ def iou_table(scores: dict) -> Table:
         row("frequency-weighted IoU", "", official["frequency_weighted_iou"])
     if "category_iou" in official:
         table.add_section()
+        row("category", "IoU %", "iIoU %" if has_iiou else "", style="bold")
         for name, iou in official["category_iou"].items():
             row(name, iou, official["category_iiou"].get(name, ""))
         row("mean of categories", official["mean_category_iou"], official["mean_category_iiou"], style="bold")

@@ -170,7 +170,7 @@ class ABN(nn.Module):
             momentum,
             self.eps,
             activation,
-            strategy or Strategy(keep="x"),
+            strategy or Strategy(keep="x", backend=self.backend),
             group,
         )
 

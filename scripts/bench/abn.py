@@ -136,7 +136,7 @@ def measure(arguments: AbnArguments, clock: Clock) -> dict:
                     reasons = {"all": reason(error)}
                 clock.report(cell)
             left_out += [{"cell": str(cell), "strategy": name, "reason": why} for name, why in reasons.items()]
-    environment = {"threads": torch.get_num_threads(), "freed_memory_kept": kept}
+    environment = {"freed_memory_kept": kept}
     return {"arguments": settings._asdict(), "environment": environment, "rows": rows, "left_out": left_out}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from omegaconf import MISSING, DictConfig
 
 from engine import config as configuration
@@ -67,7 +68,8 @@ def benchmark(
         if out.suffix != ".json":
             raise ValueError(f"out={out}: expected a file that ends in .json")
         if arguments.measure:
-            clock, environment = Clock(), provenance()  # the checkout may change while the benchmark runs
+            clock = Clock()
+            environment = {**provenance(), "threads": torch.get_num_threads()}  # as it was at the start
             found = measure(arguments, clock)
             known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure")}
             result = {

@@ -140,8 +140,8 @@ def page(result: dict, _: Path) -> str:
     arguments = result["arguments"]
     about = (
         f"{arguments['recipe'] or 'the default network'}, minibatches of {arguments['crops']} crops of "
-        f"{arguments['crop_size']} pixels in float32, {arguments['rounds']} rounds in each of {arguments['starts']} "
-        f"starts"
+        f"{arguments['crop_size']} pixels in float32, {_plural(arguments['starts'], 'start')} of "
+        f"{_plural(arguments['rounds'], 'round')}"
     )
     judged = targets(result)
     sections = [*(frame.target_table(judged) if judged else ()), *_switches(result)]

@@ -172,7 +172,7 @@ def test_an_archive_left_packed_is_named(tmp_path, split, missing, packed, named
         (root / archive).write_bytes(b"PK")
     with pytest.raises(ValueError) as error:
         coco_stuff(root, split)
-    assert f"Still packed: {root / named}. Unpack it" in str(error.value)
+    assert f"Still packed: {root / named}. If it is the dataset, unpack it" in str(error.value)
     assert "DIR/train2017/*.jpg" in str(error.value)
 
 

@@ -109,7 +109,7 @@ def test_archives_of_cityscapes_left_packed_are_named(archive, tmp_path):
     (root / archive.split("_")[0]).rename(tmp_path / "aside")
     (root / archive).write_bytes(b"PK")
     (root / "gtCoarse.zip").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=f"Still packed: {root / archive}. Unpack it"):
+    with pytest.raises(ValueError, match=f"Still packed: {root / archive}. If it is the dataset, unpack it"):
         cityscapes(root, "train")
 
 

@@ -143,7 +143,10 @@ def test_what_is_missing_is_named(vistas_root):
         vistas(vistas_root, "test")
     shutil.rmtree(vistas_root / "testing")
     (vistas_root / "mapillary-vistas-dataset_public_v1.2.zip").write_bytes(b"PK")
-    with pytest.raises(ValueError, match="testing/images is missing[^$]*Still packed: .*public_v1.2.zip. Unpack it"):
+    with pytest.raises(
+        ValueError,
+        match="testing/images is missing[^$]*Still packed: .*public_v1.2.zip. If it is the dataset, unpack it",
+    ):
         vistas(vistas_root, "test")
 
 

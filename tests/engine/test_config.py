@@ -48,7 +48,7 @@ def one_of(names: Iterable[str]) -> str:
     return f"expected one of {', '.join(names)}"
 
 
-GROUPS = ("norm", "body", "head", "data", "sampler", "loss", "experiment")
+GROUPS = ("norm", "body", "head", "data", "sampler", "loss", "optim", "trainer", "experiment", "debug")
 OUR_NORMS = [name for name in choices("norm") if name != "package"]  # which is not installed everywhere
 ALL = [f"{group}={name}" for group in GROUPS for name in (OUR_NORMS if group == "norm" else choices(group))]
 

@@ -25,8 +25,8 @@ from .formulas import (
 from .interface import Backend, Kept, update_running_statistics
 
 CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32; a core has 1 or 2 MiB of L2 cache
-# Calling a compiled function takes about 20 microseconds longer than calling an operator. Up to these numbers of
-# elements per thread it costs more than it saves. PyTorch's operators are faster in channels_last.
+# Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays from these numbers of
+# elements per thread (see `prefers_compiled`; the contiguous one has a margin).
 FEW_CHANNELS_LAST = 2**18
 FEW_CONTIGUOUS = 2**17
 

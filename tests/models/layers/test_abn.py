@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN
-from models.layers.bn_act import floored
+from models.layers import abn as abn_module
+from models.layers.bn_act import Strategy, floored
 
 CHANNELS = 6
 ACTIVATIONS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0, "sigmoid": 0.0, "tanh": 0.0}
@@ -409,3 +410,19 @@ def test_old_checkpoints_without_a_count_load():
     layer.load_state_dict(state)
     assert set(state) == names
     assert (layer.running_mean == 1).all() and layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(backend, monkeypatch):
+    strategies = []
+
+    class Captured:
+        @staticmethod
+        def apply(x, *arguments):
+            strategies.extend(argument for argument in arguments if isinstance(argument, Strategy))
+            return x
+
+    monkeypatch.setattr(abn_module, "synchronised_group", lambda group: object())
+    monkeypatch.setattr(abn_module, "BatchNormActivation", Captured)
+    ABN(4, sync=True, backend=backend)(torch.randn(2, 4, 3, 3))
+    assert [strategy.backend for strategy in strategies] == [backend]
