@@ -67,7 +67,7 @@ def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) 
 
 
 def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
-    """Compute the paper's `segmentation_scores`, and under "official" those of the dataset's benchmark.
+    """Compute the paper's `segmentation_scores`, and under "official" the scores of the dataset's benchmark.
 
     The paper's score leaves out pixels of classes that only the benchmark counts. If the network knows such a class,
     predicting it on a pixel of another class is a false negative of that other class and nothing else.
