@@ -8,6 +8,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
+from datasets.fingerprint import names_and_sizes
 from datasets.reading import EVERYTHING, RESTORE, Window, decode_image, decode_label, read_size
 
 INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
@@ -78,6 +79,10 @@ class SegmentationDataset(Dataset):
     def has_instances(self) -> bool:
         """Whether every image has an instance file."""
         return all(entry.instances is not None for entry in self.files)
+
+    def names_and_sizes(self) -> tuple[str, str]:
+        """Hashes of the files' names below the dataset's folder, and of their sizes."""
+        return names_and_sizes(self)
 
     def __len__(self) -> int:
         return len(self.files)

@@ -62,12 +62,19 @@ def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: 
     Raises:
         TimeoutError: the workers delivered nothing for `timeout_seconds`.
         ChildProcessError: a worker was killed.
+        MemoryError: a worker could not allocate memory.
     """
     try:
         yield
     except RuntimeError as error:
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
-        message = next((text for text in _messages(error) if text.startswith("DataLoader")), "")
+        known = ("DataLoader", "Caught MemoryError")
+        message = next((text for text in _messages(error) if text.startswith(known)), "")
+        if message.startswith("Caught"):
+            raise MemoryError(
+                f"out of memory in one of the {keys}workers={workers} processes that read images: use smaller crops, or "
+                f"fewer {keys}workers"
+            ) from error
         if message.startswith("DataLoader timed out"):
             raise TimeoutError(
                 f"the {keys}workers={workers} processes that read images delivered none for {keys}timeout_seconds="

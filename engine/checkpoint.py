@@ -95,10 +95,12 @@ def what_is_left(folder: Path, *checkpoints: Path | None) -> str:
 
 
 def last_good(*paths: Path | None) -> tuple[Path, int] | None:
-    """The first readable checkpoint and its step; None if no file is readable."""
+    """The first readable checkpoint with finite weights, and its step; None if there is none."""
     for path in filter(None, paths):
         with suppress(ValueError):
-            return path, load(path)["step"]
+            state = load(path)
+            if all(tensor.isfinite().all() for tensor in state["network"].values()):
+                return path, state["step"]
     return None
 
 

@@ -129,13 +129,13 @@ def flat(values: dict, prefix: str = "") -> dict:
     return leaves
 
 
-def fixed(config: Keys, prefix: str = "") -> dict[str, object]:
-    """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
+def fixed(config: Keys, prefix: str = "", unless: str = "free_on_resume") -> dict[str, object]:
+    """{"optim.lr": 1, …}: the keys that a resumed run may not change; unless="per_machine": those that ranks share."""
     leaves = {}
     for entry in fields(config):
         value = getattr(config, entry.name)
         if isinstance(value, Keys):
-            leaves.update(fixed(value, f"{prefix}{entry.name}."))
-        elif not entry.metadata.get("free_on_resume"):
+            leaves.update(fixed(value, f"{prefix}{entry.name}.", unless))
+        elif not entry.metadata.get(unless):
             leaves[prefix + entry.name] = value
     return leaves

@@ -18,6 +18,7 @@ class Dataset(Protocol):
     @property
     def palette(self) -> Sequence[tuple[int, int, int]] | None: ...  # (R, G, B) of each class; None without colours
     def __len__(self) -> int: ...
+    def names_and_sizes(self) -> tuple[str, str]: ...  # hashes: a resumed run needs equal names, and warns of sizes
 
 
 class SizedIterable(Protocol[Item_co]):

@@ -4,6 +4,7 @@ import math
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,15 +109,17 @@ class Learner:
         Raises:
             FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """
-        weights = self.network.state_dict()
-        broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
-        if broken:
-            raise FloatingPointError(
-                f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
-            )
-        state = {
-            "step": step,
-            "network": weights,
+        state = self._state()
+        for part, what in (("network", "weights and statistics"), ("ema", "averaged weights and statistics")):
+            if broken := not_finite(state.get(part, {})):
+                raise FloatingPointError(
+                    f"after step {step}, {len(broken)} {what} are not finite, {broken[0]} among them"
+                )
+        return {"step": step, **state}
+
+    def _state(self) -> dict:
+        state: dict[str, Any] = {
+            "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
         }
@@ -128,7 +131,12 @@ class Learner:
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """The inverse of `state_dict`. Every rank must call it."""
+        """The inverse of `state_dict`. Every rank must call it.
+
+        Raises:
+            ValueError: a part is missing, superfluous, of other names or shapes, or not finite; nothing is loaded.
+        """
+        self._check_state(state)
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
@@ -137,6 +145,42 @@ class Learner:
         if self.average is not None:
             self.average.module.load_state_dict(state["ema"])
             self.average.n_averaged.fill_(state["ema_updates"])
+
+    def _check_state(self, state: dict) -> None:
+        own = self._state()
+        for part in ("network", "optimizer", "scheduler", "scaler", "ema", "ema_updates"):
+            if (part in state) != (part in own):
+                raise ValueError(f"it has {'no' if part in own else 'a'} part {part}, unlike this run")
+            if part in own and not isinstance(state[part], type(own[part])):
+                raise ValueError(
+                    f"its part {part} is {type(state[part]).__name__}: expected {type(own[part]).__name__}"
+                )
+        for part in ("network", "ema"):
+            given, wanted = state.get(part, {}), own.get(part, {})
+            check_tensors(part, given, wanted)
+            if broken := not_finite(given):
+                raise ValueError(f"{len(broken)} tensors of its part {part} are not finite, {broken[0]} among them")
+        if state["scheduler"].get("last_epoch") != state["step"]:
+            raise ValueError(f"its learning rate schedule is at step {state['scheduler'].get('last_epoch')}")
+        if absent := own.get("scaler", {}).keys() - state.get("scaler", {}).keys():
+            raise ValueError(f"its part scaler has no {min(absent)}")
+        self._check_momentum(state["optimizer"])
+
+    def _check_momentum(self, given: dict) -> None:
+        """torch loads momentum by position, unchecked: another shape would read beyond its memory."""
+        parameters = dict(self.network.named_parameters())
+        names = list(parameters)
+        groups, buffers = given.get("param_groups"), given.get("state")
+        if not isinstance(groups, list) or len(groups) != 1 or not isinstance(buffers, dict):
+            raise ValueError("its part optimizer has other groups of parameters than this run")
+        if groups[0].get("params") != list(range(len(names))) or groups[0].get("param_names", names) != names:
+            raise ValueError("its part optimizer belongs to other parameters than this run's")
+        for number, buffer in buffers.items():
+            if number not in range(len(names)) or not isinstance(buffer, dict):
+                raise ValueError(f"its part optimizer has momentum for parameter {number} of {len(names)}")
+            momentum = {key: value for key, value in buffer.items() if value is not None}
+            name = names[number]
+            check_tensors(f"optimizer ({name})", momentum, {key: parameters[name] for key in momentum})
 
     def _largest_weight(self) -> str:
         name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
@@ -148,6 +192,22 @@ class Learner:
         name, norm = _largest(gradients)
         which = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first" if broken else "all are finite"
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
+
+
+def not_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """Names of the tensors with an infinite or NaN value."""
+    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+
+
+def check_tensors(part: str, given: dict, wanted: dict[str, Tensor]) -> None:
+    """ValueError unless the names and shapes of `given` are those of `wanted`."""
+    for name in wanted.keys() | given.keys():
+        shapes = [
+            list(tensors[name].shape) if isinstance(tensors.get(name), Tensor) else "missing"
+            for tensors in (given, wanted)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{name} of its part {part} is {shapes[0]}: expected {shapes[1]}")
 
 
 def _largest(tensors: dict[str, Tensor]) -> tuple[str, float]:

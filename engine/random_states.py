@@ -14,12 +14,14 @@ def random_states(world: World) -> dict[str, list[Tensor]]:
     return {"cpu": [cpu for cpu, _ in states], "cuda": [cuda for _, cuda in states if cuda is not None]}
 
 
-def restore_random_states(states: dict[str, list[Tensor]], world: World) -> None:
+def restore_random_states(states: object, world: World) -> None:
     """Restore this rank's state.
 
     With another world size or device type the streams cannot continue: new ones are seeded, reproducibly, and a warning
-    is logged.
+    is logged. ValueError: `states` are not what `random_states` returned.
     """
+    if not isinstance(states, dict) or not states.get("cpu") or "cuda" not in states:
+        raise ValueError("it has no states of random number generators")
     cpu, cuda = states["cpu"], states["cuda"]
     before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
     if before == now:

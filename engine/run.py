@@ -44,6 +44,7 @@ class Run(Generic[Config, Split]):
     train_set: Split
     val_set: Split
     schedule: Schedule
+    files: dict[str, list[str]]  # hashes of names and sizes, by split
     console: Console
     resumed: dict | None = None
     start_step: int = 0
@@ -54,9 +55,15 @@ class Run(Generic[Config, Split]):
         """Give `learner` its initial or resumed weights. ValueError: see `initialise_from`."""
         skipped = 0
         if self.resumed is not None:
-            learner.load_state_dict(self.resumed)
-            restore_random_states(self.resumed["random"], self.world)
-            skipped = self.resumed["skipped_images"]
+            try:
+                learner.load_state_dict(self.resumed)
+                restore_random_states(self.resumed.get("random"), self.world)
+            except ValueError as error:
+                raise ValueError(
+                    f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
+                    f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
+                ) from error
+            skipped = self.resumed.get("skipped_images", 0)
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees as much memory as the network and its momentum
@@ -89,6 +96,7 @@ class Run(Generic[Config, Split]):
             **self.learner.state_dict(step),
             "random": random_states(self.world),
             "total_steps": self.schedule.total_steps,
+            "data": self.files,
             "config": configuration.plain(self.config),
             "classes": list(self.train_set.classes),
             "skipped_images": self.metrics.skipped,
@@ -178,19 +186,21 @@ def _agree(
         count = len(train_set.classes)
         raise ValueError(f"{train_set.name} has {count} classes: expected 1 to {config.most_classes} for {config.task}")
     schedule = schedule_of(config, images=len(train_set))
-    world.check_equal(configuration.fixed(config), "start all of them with the same keys and values")
+    shared = configuration.fixed(config, unless="per_machine")  # intervals too: they decide when ranks meet
+    world.check_equal(shared, "start all of them with the same keys and values")
     with world.first_goes_ahead() as first:
         if first:
             directory.lock()
-    resumed = directory.checkpoint_to_resume(config, schedule.total_steps)
+    files = {split: list(data.names_and_sizes()) for split, data in (("training", train_set), ("validation", val_set))}
+    resumed = directory.checkpoint_to_resume(config, schedule.total_steps, files)
     done = f"{resumed['step']} of them done" if resumed else f"no checkpoint in {directory.path}"
     found = f"{len(train_set)} training and {len(val_set)} validation images, {schedule.total_steps} steps to train"
     world.check_equal(
-        f"{found}, {done}",
+        f"{found}, {done}; files {', '.join(digest[:8] for split in files.values() for digest in split)}",
         "every machine needs the same data, and all must share the folder run_dir",
     )
     console, start_step = make_console(world.rank), resumed["step"] if resumed else 0
-    return Run(config, world, stop, directory, train_set, val_set, schedule, console, resumed, start_step)
+    return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 
 
 def verify_with_progress(dataset: Dataset, console: Console, verify: Callable[..., None], stops: bool = True) -> None:

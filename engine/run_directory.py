@@ -36,6 +36,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.log = self.path / "log.txt"
         self.results = self.path / "results.json"
+        self.metrics = self.path / "metrics.jsonl"
         self.last = self.path / "checkpoints" / "last.pt"
         self.previous = self.path / "checkpoints" / "previous.pt"  # the one before `last`
         self.best = self.path / "checkpoints" / "best.pt"
@@ -92,10 +93,11 @@ class RunDirectory:
             raise FloatingPointError(f"{error}. {kept}: {config.divergence_advice(path)}") from error
         except OSError as error:
             if error.errno not in _NO_ROOM:
-                if error.filename is None or not Path(error.filename).is_relative_to(self.path):
+                file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
+                if file is None or not file.is_relative_to(self.path):
                     raise  # checkpoint.save has worded it
                 raise OSError(
-                    f"run_dir={self.path} cannot be used: {error.filename}: {error.strerror}. Give another run_dir, or "
+                    f"run_dir={self.path} cannot be used: {file}: {error.strerror}. Give another run_dir, or "
                     f"make this one writable"
                 ) from error
             left = checkpoint.what_is_left(self.path, self.last, self.previous)
@@ -104,16 +106,20 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.close()
 
-    def checkpoint_to_resume(self, config: TrainingRun, total_steps: int) -> dict | None:
+    def checkpoint_to_resume(
+        self, config: TrainingRun, total_steps: int, files: dict[str, list[str]] | None = None
+    ) -> dict | None:
         """The state to resume from; None for a new run.
 
-        If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so.
+        If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
+        files of another size than before. `files`: {split: [hash of names, hash of sizes]}.
 
         Raises:
             ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
-                configuration or, because the data changed, its length differs.
+                configuration or its data differ.
         """
         if not any(map(os.path.lexists, (self.last, self.previous))):
+            self._check_nothing_is_lost(config.resume)
             return None
         if config.resume is None:
             raise ValueError(
@@ -135,7 +141,44 @@ class RunDirectory:
                 f"run_dir={self.path} holds a run of {steps} steps, but with the images found now it would have "
                 f"{total_steps}: continue it on the same data"
             )
+        self._check_files(state.get("data") or {}, files or {})  # older checkpoints have none
+        if state["step"] > total_steps:
+            raise ValueError(
+                f"run_dir={self.path} cannot be continued: its checkpoint is of step {state['step']}, beyond the run's "
+                f"end at {total_steps}. Restore the checkpoint, or give another run_dir to start a new run"
+            )
         return state
+
+    def _check_nothing_is_lost(self, resume: str | None) -> None:
+        """ValueError if a new run would overwrite what a run without last checkpoints has left.
+
+        Records alone are no loss for resume=auto: the run died before its first checkpoint.
+        """
+        left = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
+        if resume is None and left:
+            raise ValueError(
+                f"run_dir={self.path} already holds {', '.join(left)} of a run, which a new run would overwrite: give "
+                f"another run_dir, or remove the folder"
+            )
+        if self.best.name in left or self.results.name in left:
+            copy = f"copy {self.best} to {self.last} to continue from its step, " if self.best.is_file() else ""
+            raise ValueError(
+                f"run_dir={self.path} cannot be continued: it holds {', '.join(left)}, but {self.last} and "
+                f"{self.previous} are gone. Restore one of the two, {copy}or give another run_dir to start a new run"
+            )
+
+    def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
+        """ValueError if a split has files of other names than before; a notice if only their sizes differ."""
+        for split, (names, sizes) in now.items():
+            names_before, sizes_before = before.get(split, (names, sizes))
+            if names != names_before:
+                raise ValueError(
+                    f"run_dir={self.path} holds a run on other data: {split} files were added, removed or renamed. "
+                    f"Continue it on the same data, or give another run_dir to start a new run"
+                )
+            if sizes != sizes_before:
+                changed = f"{split} files have other sizes than when the run was last saved: their content changed"
+                self.notice = f"{self.notice}; {changed}" if self.notice else changed
 
     def _newest_good(self) -> dict:
         try:

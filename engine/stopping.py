@@ -1,7 +1,9 @@
 """Stop a run on request: job schedulers send SIGTERM or SIGUSR1 before they take the machine away."""
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 import torch
@@ -11,6 +13,7 @@ from engine.distributed import World, launched
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+ONE_REQUEST_SECONDS = 5.0
 
 
 class Preempted(Exception):
@@ -18,10 +21,14 @@ class Preempted(Exception):
 
 
 class StopRequest:
-    """Context in which a signal sets `requested` instead of killing the process."""
+    """Context in which a signal sets `requested` instead of killing the process.
+
+    The same signal again ends the process, after `ONE_REQUEST_SECONDS`: Slurm and torchrun may both pass a signal on.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.requested_s: dict[int, float] = {}  # when each signal first came
         self.before: dict = {}
 
     def __enter__(self) -> "StopRequest":
@@ -40,6 +47,9 @@ class StopRequest:
         return bool(world.sum_(torch.tensor(int(self.requested))))
 
     def _request(self, number: int, frame: object) -> None:
+        if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         self.requested = True
 
 

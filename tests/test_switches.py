@@ -71,7 +71,7 @@ def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
     """Not even the first step, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
     weight = torch.nn.Parameter(torch.ones(100))
     optim = Optim(lr=1.0, momentum=0.5, weight_decay=0.0, power=0.0, fused=fused)
-    sgd = build.optimizer(optim, [weight])
+    sgd = build.optimizer(optim, [("weight", weight)])
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     learner = Learner(torch.nn.ParameterList([weight]), None, sgd, build.lr_schedule(optim, sgd, 4), scaler)
     values = []

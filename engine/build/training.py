@@ -65,7 +65,7 @@ def learner(
             # or more ranks: a resumed run would round differently.
             find_unused_parameters=trainer.deterministic or not on_cuda,
         )
-    sgd = optimizer(config.optim, plain.network.parameters())
+    sgd = optimizer(config.optim, plain.network.named_parameters())
     return Learner(
         network=plain.network,
         forward=plain.through(trained),
@@ -86,8 +86,8 @@ def _sync_group(config: TrainingRun, world: World) -> dist.ProcessGroup | None:
     return None
 
 
-def optimizer(config: Optim, parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-    """SGD with weight decay on every parameter, norms included, as in the paper."""
+def optimizer(config: Optim, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
+    """SGD with weight decay on every parameter, norms included, as in the paper. Checkpoints hold the names."""
     sgd = torch.optim.SGD(
         parameters,
         lr=config.lr,

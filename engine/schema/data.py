@@ -11,7 +11,7 @@ from engine.schema.keys import key
 @dataclass
 class Data:
     name: str = MISSING
-    root: str | None = key(None, free_on_resume=True)  # the dataset's folder; null: the cache folder (synthetic only)
+    root: str | None = key(None, per_machine=True)  # the dataset's folder; null: the cache folder (synthetic only)
     train_split: str = "train"
     val_split: str = "val"
     crop_size: int = key(MISSING, above=0)  # pixels, square
@@ -19,14 +19,14 @@ class Data:
     crops_per_minibatch: int = key(MISSING, above=0)
     mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))  # 0 to 1
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
-    workers: int = key(2, least=0, free_on_resume=True)  # processes that read and augment
+    workers: int = key(2, least=0, per_machine=True)  # processes that read and augment
     # Check every file before the first step, unless unchanged since the last check.
-    verify: bool = key(True, free_on_resume=True)
+    verify: bool = key(True, per_machine=True)
     # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
     on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
     max_skipped: int = key(100, least=0, free_on_resume=True)
     # The run stops if the workers deliver no minibatch in this time.
-    timeout_seconds: int = key(300, above=0, free_on_resume=True)
+    timeout_seconds: int = key(300, above=0, per_machine=True)
 
     def check_skipped(self, images: int) -> None:
         """Raise ValueError if a run has skipped too many images."""
@@ -83,7 +83,7 @@ class UniformSampler(Sampler):
 class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
-    folder: str | None = key(None, free_on_resume=True)  # of the class index; null: the cache folder
+    folder: str | None = key(None, per_machine=True)  # of the class index; null: the cache folder
     positions: int = key(32, above=0)  # pixels that the index keeps per image and class
 
 

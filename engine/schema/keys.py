@@ -34,6 +34,7 @@ def key(
     one_of: tuple | None = None,
     entries: tuple[str, ...] | None = None,
     free_on_resume: bool = False,
+    per_machine: bool = False,
 ) -> T:
     """A key with a default. Bounds hold for every number in a list; None (null) is always allowed.
 
@@ -42,9 +43,11 @@ def key(
         one_of: the allowed values.
         entries: names of the list's entries, which fix its length.
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
+        per_machine: ranks may have different values too.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, "free_on_resume": free_on_resume})
+    free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
+    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free})
 
 
 def group(alternatives: Mapping[str, type]) -> Any:

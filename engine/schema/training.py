@@ -39,7 +39,7 @@ class Trainer:
     evaluate_images: int | None = key(None, above=0)  # evaluate only the first N images, even at the end; null: all
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
     log_every_steps: int = key(20, above=0, free_on_resume=True)
-    device: str = key("auto", one_of=DEVICES, free_on_resume=True)
+    device: str = key("auto", one_of=DEVICES, per_machine=True)
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True
@@ -51,7 +51,7 @@ class Trainer:
     # Minibatches to renew the average's norm statistics from before an evaluation; 0: use the trained network's.
     ema_statistics_minibatches: int = key(0, least=0)
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
-    timeout_seconds: int = key(1800, above=0, free_on_resume=True)  # how long one process waits for another
+    timeout_seconds: int = key(1800, above=0, per_machine=True)  # how long one process waits for another
 
 
 @dataclass
@@ -79,7 +79,7 @@ class TrainingRun:
     most_classes: ClassVar[int] = 65_535  # that labels and predictions can encode
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
 
-    run_dir: str | None = key(None, free_on_resume=True)  # null: runs/DATASET-NORM/DATE
+    run_dir: str | None = key(None, per_machine=True)  # null: runs/DATASET-NORM/DATE
     # auto: resume the run in run_dir if there is one, else start it
     resume: str | None = key(None, free_on_resume=True)
     seed: int = key(0, least=0)

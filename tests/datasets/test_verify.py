@@ -123,3 +123,17 @@ def test_goes_on_without_a_cache_folder(camvid_folders, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))
     assert checked_files(camvid(camvid_folders, "train")) == 6
     assert checked_files(camvid(camvid_folders, "train")) == 6
+
+
+def test_names_and_sizes_of_files_show_what_changed_and_not_where_they_lie(camvid_folders, tmp_path):
+    names, sizes = camvid(camvid_folders, "train").names_and_sizes()
+    moved = tmp_path / "moved"
+    shutil.copytree(camvid_folders, moved)  # with other times
+    assert camvid(moved, "train").names_and_sizes() == (names, sizes)
+    image = min((moved / "train" / "images").iterdir())
+    image.write_bytes(image.read_bytes() + b"0")
+    assert camvid(moved, "train").names_and_sizes()[0] == names != camvid(moved, "train").names_and_sizes()[1] != sizes
+    for folder in ("images", "labels"):
+        (file,) = (moved / "train" / folder).glob(f"{image.stem}.*")
+        file.rename(file.with_stem("other"))
+    assert camvid(moved, "train").names_and_sizes()[0] != names

@@ -4,9 +4,10 @@ import os
 import signal
 
 import cv2
+import numpy as np
 import pytest
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from datasets import Workers, camvid, worker_failures, worker_init
 from datasets.workers import in_order
@@ -125,3 +126,19 @@ def test_a_pass_uses_the_cores_that_it_may_use(camvid_folders, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})
     assert in_order(camvid(camvid_folders, "train"), range(6)).num_workers == 1
+
+
+class TooLarge:
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.empty(2**60, np.uint8)  # bytes
+
+
+def test_memory_that_runs_out_in_a_worker_is_one_sentence():
+    loader = DataLoader(TooLarge(), num_workers=1, worker_init_fn=worker_init)
+    with pytest.raises(MemoryError) as error, worker_failures(1, 5, keys="data."):
+        next(iter(loader))
+    where = "out of memory in one of the data.workers=1 processes that read images"
+    assert str(error.value) == f"{where}: use smaller crops, or fewer data.workers"

@@ -60,7 +60,7 @@ def path_and_previous(tmp_path) -> tuple[Path, Path]:
     return path, previous
 
 
-@pytest.mark.injects("full disk", "six values of RLIMIT_FSIZE below a checkpoint's size, in a save", into="files")
+@pytest.mark.injects("full disk", "RLIMIT_FSIZE of six sizes below that of a checkpoint, in a save", into="files")
 @pytest.mark.parametrize("room", [0, 1, 5000, 8192, 30000, 40000])
 def test_a_full_disk_keeps_the_checkpoints_and_is_reported(path_and_previous, room):
     with files_of_at_most(room):
@@ -220,3 +220,12 @@ def test_a_network_that_cannot_be_built_or_does_not_fit_is_a_message(tmp_path, m
         checkpoint.load_network(make, state, ("road", "sky"), tmp_path / "last.pt")
     fitting = checkpoint.load_network(lambda: nn.Linear(2, 2), state, ("road", "sky"), tmp_path / "last.pt")
     assert torch.equal(fitting.weight, state["network"]["weight"])
+
+
+def test_the_last_good_checkpoint_has_finite_weights(tmp_path):
+    last, previous = tmp_path / "last.pt", tmp_path / "previous.pt"
+    state = {"task": "segmentation", "config": {}, "classes": ["road"]}
+    checkpoint.save(previous, {**state, "step": 1, "network": {"w": torch.zeros(2)}})
+    checkpoint.save(last, {**state, "step": 2, "network": {"w": torch.tensor([0.0, torch.nan])}})
+    assert checkpoint.last_good(last, previous) == (previous, 1)
+    assert checkpoint.last_good(last) is None

@@ -62,7 +62,7 @@ def test_every_choice_composes_builds_and_steps(choice):
     with FakeTensorMode():
         network = build.segmentation_network(config, classes=19)
         forward = build.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
-        optimizer = build.optimizer(config.optim, network.parameters())
+        optimizer = build.optimizer(config.optim, network.named_parameters())
         scheduler = build.lr_schedule(config.optim, optimizer, schedule.total_steps)
         logits = forward(torch.zeros(2, 3, 64, 96, dtype=torch.uint8))
         loss = build.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, 64, 96, dtype=torch.uint8))
@@ -137,7 +137,7 @@ def test_loss_and_optimizer_keys_reach_their_objects():
     assert build.loss(config.loss, ignore_index=7).fraction == 0.5
     assert build.loss(config.loss, ignore_index=7).ignore_index == 7
     assert type(build.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
-    optimizer = build.optimizer(config.optim, [torch.nn.Parameter(torch.zeros(1))])
+    optimizer = build.optimizer(config.optim, [("weight", torch.nn.Parameter(torch.zeros(1)))])
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
     assert build.lr_schedule(config.optim, optimizer, total_steps=10).power == 2

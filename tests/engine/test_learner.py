@@ -1,5 +1,7 @@
 """The learner: its state survives a checkpoint, its numbers are checked, its statistics renewed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -15,7 +17,7 @@ from tests.engine.learners import forward_of, learner_of
 def small_learner(precision: str = "float32", averaged: bool = False) -> Learner:
     """After two steps."""
     network = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=precision == "float16")
     average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else None
@@ -96,3 +98,76 @@ def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
     renewed = learner.average.module[2].running_mean.clone()
     learner.prepare_evaluation(World())
     assert torch.equal(learner.average.module[2].running_mean, renewed)
+
+
+def remove(*path):
+    def change(state: dict) -> None:
+        *parts, last = path
+        for part in parts:
+            state = state[part]
+        del state[last]
+
+    return change
+
+
+def put(value, *path):
+    def change(state: dict) -> None:
+        *parts, last = path
+        for part in parts:
+            state = state[part]
+        state[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (remove("optimizer"), "it has no part optimizer"),
+        (remove("ema"), "it has no part ema"),
+        (remove("scaler"), "it has no part scaler"),
+        (put([], "scheduler"), "its part scheduler is list: expected dict"),
+        (remove("scaler", "scale"), "its part scaler has no scale"),
+        (put(7, "scheduler", "last_epoch"), "its learning rate schedule is at step 7"),
+        (remove("network", "bias"), "bias of its part network is missing: expected .2."),
+        (put(torch.zeros(2), "network", "more"), "more of its part network is .2.: expected missing"),
+        (put(torch.zeros(3, 2), "ema", "weight"), "weight of its part ema is .3, 2.: expected .2, 2."),
+        (put(torch.full((2,), torch.nan), "ema", "bias"), "1 tensors of its part ema are not finite, bias"),
+        (put(torch.full((2,), torch.inf), "network", "bias"), "1 tensors of its part network are not finite, bias"),
+        (
+            put(torch.zeros(1), "optimizer", "state", 0, "momentum_buffer"),
+            r"optimizer \(weight\) is .1.: expected .2, 2.",
+        ),
+        (put({}, "optimizer", "state", 5), "momentum for parameter 5 of 2"),
+        (put(["bias", "weight"], "optimizer", "param_groups", 0, "param_names"), "belongs to other parameters"),
+        (put([], "optimizer", "param_groups"), "other groups of parameters"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(change, message):
+    """torch would load momentum of any shape and read beyond its memory in the next step."""
+    given, learner = small_learner("float16", averaged=True).state_dict(2), small_learner("float16", averaged=True)
+    state = copy.deepcopy(given)
+    change(state)
+    before = copy.deepcopy(learner.state_dict(2))
+    with pytest.raises(ValueError, match=message):
+        learner.load_state_dict(state)
+    assert torch.equal(before["network"]["weight"], learner.network.weight)
+    learner.load_state_dict(given)
+    assert torch.equal(given["network"]["weight"], learner.network.weight)
+
+
+def test_an_average_that_is_not_finite_is_not_saved():
+    learner = small_learner(averaged=True)
+    learner.average.module.weight.data[0, 0] = torch.nan
+    with pytest.raises(
+        FloatingPointError, match="after step 2, 1 averaged weights and statistics are not finite, weight"
+    ):
+        learner.state_dict(2)
+
+
+def test_momentum_without_names_is_loaded_as_earlier_versions_wrote_it():
+    learner, state = small_learner(), copy.deepcopy(small_learner().state_dict(2))
+    del state["optimizer"]["param_groups"][0]["param_names"]
+    learner.load_state_dict(state)
+    saved = state["optimizer"]["state"][0]["momentum_buffer"]
+    assert torch.equal(learner.optimizer.state[learner.network.weight]["momentum_buffer"], saved)

@@ -306,3 +306,48 @@ def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config, young
     other = replace(config, init=replace(config.init, weights="other.pt"))
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
         run.checkpoint_to_resume(other, total_steps=9)
+
+
+@pytest.mark.parametrize("left", ["checkpoints/best.pt", "results.json", "metrics.jsonl"])
+def test_a_run_whose_last_checkpoints_are_gone_is_not_overwritten(left, config, tmp_path):
+    run = run_in(tmp_path)
+    run.best.parent.mkdir()
+    (tmp_path / left).write_text("{}")
+    with pytest.raises(ValueError, match=f"already holds {Path(left).name} of a run, which a new run would overwrite"):
+        resumed(run, replace(config, resume=None))
+    if left == "metrics.jsonl":
+        assert resumed(run, config) is None  # it died before its first checkpoint
+        return
+    copied = f"copy {run.best} to {run.last}" if run.best.exists() else "Restore one of the two, or give another"
+    with pytest.raises(
+        ValueError, match=f"it holds {Path(left).name}, but .*last.pt and .*previous.pt are gone.*{copied}"
+    ):
+        resumed(run, config)
+
+
+def test_a_checkpoint_beyond_the_end_is_refused(config, tmp_path):
+    run = run_in(tmp_path)
+    run.save(state_of(10, config))
+    with pytest.raises(ValueError, match="its checkpoint is of step 10, beyond the run's end at 9"):
+        resumed(run, config)
+
+
+def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_path):
+    run = run_in(tmp_path)
+    run.save({**state_of(3, config), "data": {"training": ["names", "sizes"]}})
+    assert run.checkpoint_to_resume(config, 9, {"training": ["names", "sizes"]})["step"] == 3 and run.notice is None
+    with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
+        run.checkpoint_to_resume(config, 9, {"training": ["other names", "sizes"]})
+    assert run.checkpoint_to_resume(config, 9, {"training": ["names", "other sizes"]})["step"] == 3
+    assert "training files have other sizes" in run.notice
+    run.save(state_of(4, config))  # as earlier versions did
+    assert run.checkpoint_to_resume(config, 9, {"training": ["names", "sizes"]})["step"] == 4
+
+
+@pytest.mark.parametrize("name", [str, os.fsencode, lambda _: 7], ids=["text", "bytes", "a file descriptor"])
+def test_a_folder_removed_in_mid_run_is_named_whatever_the_error_holds(name, config, tmp_path):
+    run = run_in(tmp_path / "run")
+    error = FileNotFoundError(errno.ENOENT, "No such file or directory", name(str(run.path / "tensorboard" / "events")))
+    expected = "No such file" if name(".") == 7 else f"run_dir={run.path} cannot be used: .*events: No such file"
+    with pytest.raises(OSError, match=expected), run.in_use(config):
+        raise error

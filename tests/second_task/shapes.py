@@ -36,6 +36,9 @@ class Shapes(Dataset):
     def __len__(self) -> int:
         return self.images
 
+    def names_and_sizes(self) -> tuple[str, str]:
+        return f"{self.images} images", f"{self.size} pixels"
+
     def __getitem__(self, key: int | tuple[int, int]) -> dict:
         number = key[1] if isinstance(key, tuple) else key
         generator = torch.Generator().manual_seed(2 * number + (self.split == "val"))
