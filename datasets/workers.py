@@ -72,8 +72,8 @@ def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: 
         message = next((text for text in _messages(error) if text.startswith(known)), "")
         if message.startswith("Caught"):
             raise MemoryError(
-                f"out of memory in one of the {keys}workers={workers} processes that read images: use smaller crops, or "
-                f"fewer {keys}workers"
+                f"out of memory in one of the {keys}workers={workers} processes that read images: use smaller crops, "
+                f"or fewer {keys}workers"
             ) from error
         if message.startswith("DataLoader timed out"):
             raise TimeoutError(

@@ -137,7 +137,7 @@ class TooLarge:
 
 
 def test_memory_that_runs_out_in_a_worker_is_one_sentence():
-    loader = DataLoader(TooLarge(), num_workers=1, worker_init_fn=worker_init)
+    loader = DataLoader(TooLarge(), num_workers=1, worker_init_fn=worker_init, multiprocessing_context=Workers())
     with pytest.raises(MemoryError) as error, worker_failures(1, 5, keys="data."):
         next(iter(loader))
     where = "out of memory in one of the data.workers=1 processes that read images"
