@@ -5,12 +5,8 @@ gamma. Both functions change the network itself and return it, like `nn.SyncBatc
 Parameters and buffers stay the same objects under the same names, so optimizers and checkpoints keep working.
 """
 
-# Over 250 lines: both directions of the conversion share the matching of norms with their activations.
-
 import inspect
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -20,42 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 from models.call_order import CallOrder, Place, is_customised
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from models.layers.checkpointed_abn import stop_recomputing
-
-logger = logging.getLogger(__name__)
+from models.layers.report import Report, log_report
 
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 OWN_LAYERS = (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync)
 PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
-SHOWN_NAMES = 4  # layers listed per reason
-
-
-@dataclass
-class Report:
-    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself.
-
-    Attributes:
-        replaced: name of the layer -> "old layer -> new layer".
-        kept: name of the layer -> why it was not replaced.
-    """
-
-    replaced: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = []
-        for title, entries in (("replaced", self.replaced), ("not replaced", self.kept)):
-            lines.append(f"{title}: {len(entries)}")
-            for what in dict.fromkeys(entries.values()):
-                names = [name or "(the module itself)" for name, value in entries.items() if value == what]
-                more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-                lines += [f"  {len(names)} x {what}", f"      {', '.join(names[:SHOWN_NAMES])}{more}"]
-        return "\n".join(lines)
-
-
-def log_report(report: Report) -> None:
-    """Log a report: as a warning if layers were not replaced, otherwise as information."""
-    logger.log(logging.WARNING if report.kept else logging.INFO, "%s", report)
 
 
 def to_inplace(

@@ -10,6 +10,7 @@ from engine import checkpoint
 from engine.config import group_from_plain
 from engine.schema.network import NORMS, PackageNorm
 from engine.schema.training import TrainingRun
+from models.layers import from_released
 
 SHOWN_NAMES = 4  # tensors listed per reason
 
@@ -157,8 +158,7 @@ def _scaled_for(package: bool, weights: _Weights, path: Path) -> dict[str, Tenso
         )
     if package or eps is None:
         return weights.tensors
-    scales = {name.removesuffix("running_mean") + "weight" for name in weights.tensors if name.endswith("running_mean")}
-    return {name: tensor.abs() + eps if name in scales else tensor for name, tensor in weights.tensors.items()}
+    return from_released(weights.tensors, eps)
 
 
 def _reason_to_skip(name: str, tensor: Tensor, part: str, trained: list[str] | None, classes: list[str]) -> str | None:

@@ -7,6 +7,7 @@ from .abn import ABN
 from .checkpointed_abn import CheckpointedABN, recompute_activations
 from .health import Extreme, layer_health
 from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .released import from_released
 from .statistics import renew_statistics
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Extreme",
     "InPlaceABN",
     "InPlaceABNSync",
+    "from_released",
     "layer_health",
     "recompute_activations",
     "renew_statistics",

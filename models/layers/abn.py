@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .activations import Activation, activate_, check_activation
 from .backends import backend_for, check_backend
-from .bn_act import BatchNormActivation, Strategy
+from .bn_act import BatchNormActivation, Strategy, is_misread
+from .released import warn_if_released
 from .synchronisation import refuse_jointly, synchronised_group
 
 
@@ -158,6 +159,7 @@ class ABN(nn.Module):
         activation = Activation(self.activation, self.activation_param)
         use_batch = self.uses_batch_statistics
         if strategy is None and group is None:
+            x = x.contiguous() if is_misread(x) else x
             y = F.batch_norm(x, running_mean, running_var, self.weight, self.bias, use_batch, momentum, self.eps)
             return activate_(activation, y)
         return BatchNormActivation.apply(
@@ -185,13 +187,16 @@ class ABN(nn.Module):
             raise ValueError(f"{name} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)")
         if not x.is_floating_point():
             raise ValueError(f"{name} got a {x.dtype} input: expected float64, float32, bfloat16 or float16")
-        statistics = self.running_mean if self.running_mean is not None else self.bias
-        if statistics is not None and statistics.dtype != torch.promote_types(x.dtype, torch.float32):
-            raise ValueError(
-                f"{name} got a {x.dtype} input and {statistics.dtype} parameters: expected float64 parameters for "
-                f"float64 inputs and float32 parameters otherwise; convert the network with .double() or .float(), "
-                f"and use torch.autocast for training in half precision"
-            )
+        wanted = torch.promote_types(x.dtype, torch.float32)
+        for own in ("weight", "bias", "running_mean", "running_var"):
+            values = getattr(self, own)
+            if values is not None and values.dtype != wanted:
+                raise ValueError(
+                    f"{name} got a {x.dtype} input, and its {own} is {values.dtype}: expected float64 parameters and "
+                    f"buffers for float64 inputs and float32 otherwise; convert the network with .double() or "
+                    f".float(), and use torch.autocast for training in half precision (with FSDP2, shard norms by "
+                    f"themselves, without param_dtype)"
+                )
         if alone and self.uses_batch_statistics and x.numel() <= self.num_features:
             raise ValueError(
                 f"{name} got an input of shape {tuple(x.shape)}: one value per channel has no variance (a head's "
@@ -202,7 +207,9 @@ class ABN(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
-        # Checkpoints of the released package's first version lack num_batches_tracked: keep our own count.
+        if self.weight is not None:
+            warn_if_released(state_dict, prefix, local_metadata, missing_keys=args[1])
+        # State dicts of the released package lack num_batches_tracked: keep our own count.
         key = prefix + "num_batches_tracked"
         added = self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict
         if added:

@@ -133,6 +133,8 @@ def is_node(value: object) -> TypeGuard[Node]:
 def kept_by(node: Node) -> Kept:
     """What a node keeps, as the backends expect it."""
     values, gamma, beta, invstd, *rest = node.saved_tensors
+    if not is_packed(values):  # z, written over an x with gaps
+        values = values.contiguous()
     strategy = node.strategy
     if strategy.keep == "x":
         (offset,), factor = rest, invstd
@@ -173,5 +175,22 @@ def floored(weight: Tensor, gamma_floor: float) -> Tensor:
 
 def is_packed(x: Tensor) -> bool:
     """Whether x is contiguous or channels_last without gaps, the layouts that backends support."""
+    return x.is_contiguous() or (_is_channels_last(x) and not is_misread(x))
+
+
+def is_misread(x: Tensor) -> bool:
+    """Whether PyTorch's batch normalisation takes x for channels_last, but lays out dL/dz for a contiguous x.
+
+    The gradients are then wrong. PyTorch judges the layout of dL/dz by all strides of x, even those of sizes of 1,
+    which have no effect on its memory: e.g. strides (C, 1, 1, C) of a shape (1, C, 1, W).
+    """
+    if 1 not in x.shape or x.is_contiguous() or not _is_channels_last(x):
+        return False
+    inner_to_outer = (1, *range(x.dim() - 1, 1, -1), 0)
+    pairs = zip(inner_to_outer, inner_to_outer[1:], strict=False)
+    return any(x.stride(outer) < x.stride(inner) * x.shape[inner] for inner, outer in pairs)
+
+
+def _is_channels_last(x: Tensor) -> bool:
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return x.is_contiguous() or (x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()]))
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])

@@ -1,10 +1,14 @@
 """In-place activated batch normalisation, variants I and II: strategies (d) and (e) of the paper's Figure 2."""
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from .abn import ABN
 from .bn_act import Strategy
+from .report import Report, log_report
 
 VARIANTS = ("I", "II")
 
@@ -30,8 +34,8 @@ class InPlaceABN(ABN):
         overwrite_input: write z over x, which saves one transient buffer in the forward pass. For a block that owns x,
             directly after a convolution: as with any in-place operation, later readers see the new values, and the
             backward pass raises if an earlier operation kept x. An x that is neither contiguous nor channels_last
-            still needs the buffer. If x is a leaf that requires a gradient, or a view made by `chunk` or
-            `split`, PyTorch raises after x was overwritten.
+            still needs the buffer, and another one in the backward pass. If x is a leaf that requires a gradient, or a
+            view made by `chunk` or `split`, PyTorch raises after x was overwritten.
     """
 
     invertible_activation = True
@@ -126,18 +130,42 @@ class InPlaceABNSync(InPlaceABN):
         )
 
     @classmethod
-    def convert(cls, module: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-        """Synchronise every `InPlaceABN` of a network over `group`, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
+    def convert(
+        cls,
+        module: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        report: Callable[[Report], object] = log_report,
+    ) -> nn.Module:
+        """Synchronise every layer of ours in a network, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
 
-        The layers stay the same objects with the same parameters; already synchronised layers switch to `group`.
-        Convert standard layers, ours or PyTorch's, with `models.convert.to_inplace` first.
+        In-place, standard and checkpointed layers get statistics over `group`. They stay the same objects with the same
+        parameters; already synchronised layers switch to `group`. Convert PyTorch's batch normalisations with
+        `models.convert.to_inplace` first.
+
+        Args:
+            module: a network or a single layer.
+            group: process group; None is the default group.
+            report: called with the `Report`, which names every norm that was left alone, e.g. `print`. By default it is
+                logged, as a warning if there are such norms.
 
         Returns:
             The module itself.
         """
-        for layer in module.modules():
-            if isinstance(layer, InPlaceABN):
+        result = Report()
+        for name, layer in module.named_modules():
+            if isinstance(layer, ABN):
+                before = f"{type(layer).__name__}({layer.activation})"
                 if type(layer) is InPlaceABN:  # a subclass keeps its own methods
                     layer.__class__ = cls
                 layer.sync, layer.group = True, group
+                result.replaced[name] = f"{before} -> {type(layer).__name__}({layer.activation}, sync=True)"
+            elif isinstance(layer, nn.SyncBatchNorm):
+                result.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
+            elif "running_mean" in layer._buffers and not isinstance(layer, _InstanceNorm):
+                result.kept[name] = (
+                    f"{type(layer).__name__}: not a layer of models.layers; use models.convert.to_inplace before, or "
+                    f"nn.SyncBatchNorm.convert_sync_batchnorm"
+                )
+        report(result)
         return module

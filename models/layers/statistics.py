@@ -1,13 +1,15 @@
 """Recompute the running statistics of norms."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .synchronisation import synchronised_group
+
+Minibatch = TypeVar("Minibatch")
 
 
 class _Norm(Protocol):
@@ -22,16 +24,19 @@ class _Norm(Protocol):
 
 @torch.no_grad()
 def renew_statistics(
-    network: nn.Module, minibatches: Iterable[Tensor], forward: Callable[[Tensor], object] | None = None
+    network: nn.Module, minibatches: Iterable[Minibatch], forward: Callable[[Minibatch], object] | None = None
 ) -> None:
     """Recompute the running statistics of all norms as the average over these minibatches.
 
-    Like PyTorch's `update_bn`, but for any kind of norm, and with everything else (e.g. dropout) in eval mode. In
-    distributed training every process passes equally many minibatches and gets the average over all of them. Leaves the
-    network in eval mode.
+    Use it in place of PyTorch's `update_bn`, which silently skips our layers. Everything but the norms (e.g. dropout)
+    is in eval mode meanwhile. In distributed training every process passes equally many minibatches and gets the
+    average over all of them. Leaves the network in eval mode.
 
     Args:
-        forward: calls the network on a minibatch, e.g. under autocast; by default the network itself.
+        network: any module, with our norms or PyTorch's.
+        minibatches: the network's inputs, on its device; or anything that `forward` takes.
+        forward: calls the network on a minibatch, e.g. `lambda pair: network(pair[0])` for a loader of images and
+            labels, or under autocast; by default the network itself.
     """
     norms = [module for module in network.modules() if _has_running_statistics(module)]
     momenta = [norm.momentum for norm in norms]
@@ -52,4 +57,4 @@ def renew_statistics(
 
 
 def _has_running_statistics(module: object) -> TypeGuard[_Norm]:
-    return getattr(module, "running_mean", None) is not None
+    return getattr(module, "running_mean", None) is not None and hasattr(module, "momentum")  # a frozen norm has none

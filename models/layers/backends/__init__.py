@@ -1,5 +1,6 @@
 """Backends for BN + activation. `eager` is the reference that the others are tested against."""
 
+import warnings
 from functools import cache
 from typing import Protocol
 
@@ -24,6 +25,8 @@ class _TritonKernels(Protocol):
 
     def runs_on(self, x: Tensor) -> bool: ...
 
+    def probe(self, device: torch.device) -> None: ...
+
     def TritonBackend(self) -> Backend: ...
 
 
@@ -38,10 +41,10 @@ def check_backend(name: str) -> None:
 def backend_for(name: str, x: Tensor) -> Backend:
     """The backend of this name for an input.
 
-    "auto" means `triton` on CUDA, `compiled` on the CPU if `prefers_compiled` says so, and otherwise `eager`. Inside
-    `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding code. It is `eager` for
-    empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters), which cannot see inside
-    a fused kernel.
+    "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
+    otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
+    code. It is `eager` for empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters),
+    which cannot see inside a fused kernel.
 
     Raises:
         ValueError: the backend cannot compute on the device or in the dtype of x.
@@ -68,8 +71,28 @@ def backend_for(name: str, x: Tensor) -> Backend:
 def _fastest(x: Tensor) -> Backend:
     if x.device.type == "cuda":
         kernels = _triton()
-        return kernels.TritonBackend() if kernels is not None and kernels.runs_on(x) else EagerBackend()
+        if kernels is not None and kernels.runs_on(x) and _triton_launches(x.device):
+            return kernels.TritonBackend()
+        return EagerBackend()
     return CompiledBackend() if prefers_compiled(x) and compiler_available(x.device.type) else EagerBackend()
+
+
+@cache
+def _triton_launches(device: torch.device) -> bool:
+    """Whether Triton can launch kernels on a CUDA device: it needs a C compiler. Tried once; warns if it cannot."""
+    kernels = _triton()
+    assert kernels is not None
+    try:
+        kernels.probe(device)
+    except Exception as error:  # missing compilers, headers and libraries each raise another one
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton cannot launch kernels on {device} ({reason}), so the layers use backend='eager', which is slower: "
+            f"install a C compiler (gcc, or set CC) and Python's headers",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 @cache

@@ -298,8 +298,9 @@ def _normalise_kernel(
                 old_mean = tl.load(running_mean + channels, exists, 0.0)
                 old_var = tl.load(running_var + channels, exists, 0.0)
                 unbiased = var * (count / (count - 1))
-                tl.store(running_mean + channels, old_mean + momentum * (centre - old_mean), exists)
-                tl.store(running_var + channels, old_var + momentum * (unbiased - old_var), exists)
+                # Exact for momentum 1, unlike old + momentum * (new - old).
+                tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre, exists)
+                tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
     scale *= tl.load(gamma + channels, exists, 0.0)
     shift = tl.load(beta + channels, exists, 0.0)
 
@@ -518,6 +519,11 @@ def runs_on(x: Tensor) -> bool:
     """Whether the kernels support the device and dtype of a tensor."""
     device = "cpu" if INTERPRETED else "cuda"
     return x.device.type == device and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def probe(device: torch.device) -> None:
+    """Launch two small kernels. Raises whatever Triton raises if it cannot, e.g. without a C compiler."""
+    TritonBackend().moments(torch.zeros(1, 1, 2, device=device))
 
 
 class TritonBackend(Backend):

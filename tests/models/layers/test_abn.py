@@ -253,6 +253,47 @@ def test_every_memory_layout(layout, overwrite_input, training):
     torch.testing.assert_close(sum_of_dx, dx.sum(), rtol=0, atol=1e-9)
 
 
+def odd_strides(shape: tuple[int, ...], strides: tuple[int, ...]):
+    """A tensor that PyTorch takes for channels_last, though not by the strides of its sizes of 1."""
+    x = torch.empty_strided(shape, strides, dtype=torch.float64)
+    assert not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    return x.copy_(torch.randn(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("cls, options", LAYERS)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "shape, strides",
+    [
+        ((1, CHANNELS, 1, 5), (CHANNELS, 1, 1, CHANNELS)),
+        ((3, CHANNELS, 1, 5), (5 * CHANNELS, 1, 1, CHANNELS)),
+        ((1, CHANNELS, 1, 3, 1), (CHANNELS, 1, 1, CHANNELS, CHANNELS)),
+    ],
+)
+def test_strides_that_pytorch_misreads(cls, options, training, shape, strides):
+    """PyTorch's batch normalisation gives wrong gradients for such an input."""
+    layer = randomise(cls(CHANNELS, activation="identity", **options)).train(training)
+    x, dz = odd_strides(shape, strides), torch.randn(shape, dtype=torch.float64)
+    results = []
+    for source in (x.contiguous(), x):
+        leaf = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype).copy_(source).requires_grad_()
+        given = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype).copy_(leaf)
+        z = layer(given)
+        results.append((z, *torch.autograd.grad(z, [leaf, *layer.parameters()], dz)))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-10)
+
+
+def test_only_misread_inputs_are_copied():
+    layer = ABN(CHANNELS)
+    batch = torch.randn(2, CHANNELS, 3, 4).to(memory_format=torch.channels_last)
+    for x in (batch, batch[:1], batch[:1, :, :1], batch[..., ::2], batch.contiguous(), batch.contiguous()[:1, :, :1]):
+        z = layer(x.requires_grad_(False).clone(memory_format=torch.preserve_format).requires_grad_())
+        node = z.grad_fn.next_functions[0][0]
+        assert "BatchNorm" in node.name() and "AccumulateGrad" in node.next_functions[0][0].name()
+    z = layer(odd_strides((1, CHANNELS, 1, 5), (CHANNELS, 1, 1, CHANNELS)).float().requires_grad_())
+    assert "AccumulateGrad" not in z.grad_fn.next_functions[0][0].next_functions[0][0].name()
+
+
 @pytest.mark.parametrize("first", [torch.relu, lambda x: InPlaceABN(CHANNELS)(x)], ids=["relu", "inplace"])
 def test_overwriting_what_an_earlier_operation_kept_raises(first):
     x = torch.randn(2, CHANNELS, 4, 4, requires_grad=True)
@@ -372,6 +413,20 @@ def test_unfit_inputs_are_refused(cls):
         layer.bfloat16()(torch.randn(2, CHANNELS, 4, 4, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+@pytest.mark.parametrize("inputs, own", [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)])
+def test_every_parameter_and_buffer_must_have_the_right_dtype(cls, training, name, inputs, own):
+    """E.g. FSDP2 casts parameters but not buffers."""
+    layer = cls(CHANNELS).train(training)
+    values = getattr(layer, name)
+    setattr(layer, name, nn.Parameter(values.to(own)) if isinstance(values, nn.Parameter) else values.to(own))
+    with pytest.raises(ValueError, match=f"{inputs} input.*{name} is {own}.*expected float64 .*float32.*autocast"):
+        layer(torch.randn(2, CHANNELS, 4, 4, dtype=inputs))
+    assert layer.num_batches_tracked == 0
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -407,7 +462,8 @@ def test_old_checkpoints_without_a_count_load():
     layer = InPlaceABN(CHANNELS)
     state = {name: tensor + 1 for name, tensor in layer.state_dict().items() if name != "num_batches_tracked"}
     names = set(state)
-    layer.load_state_dict(state)
+    with pytest.warns(UserWarning, match="num_batches_tracked"):
+        layer.load_state_dict(state)
     assert set(state) == names
     assert (layer.running_mean == 1).all() and layer.num_batches_tracked == 0
 

@@ -1,6 +1,8 @@
 """Which backend computes a layer, and that a layer computes the same with each."""
 
+import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +30,33 @@ def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(m
     assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)
     monkeypatch.setattr(backends, "compiler_available", lambda device_type: False)
     assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_auto_on_cuda_tries_triton_once_and_otherwise_computes_eagerly(monkeypatch, works):
+    probed = []
+
+    def probe(device):
+        probed.append(device)
+        if not works:
+            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable\nor otherwise.")
+
+    fused, x = EagerBackend(), SimpleNamespace(device=torch.device("cuda:1"))  # no CUDA here: a tensor by its device
+    kernels = SimpleNamespace(probe=probe, runs_on=lambda x: True, TritonBackend=lambda: fused)
+    monkeypatch.setattr(backends, "_triton", lambda: kernels)
+    backends._triton_launches.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            chosen = [backends._fastest(x) for _ in range(3)]
+    finally:
+        backends._triton_launches.cache_clear()
+    assert probed == [torch.device("cuda:1")]
+    assert all((backend is fused) == works for backend in chosen)
+    assert len(caught) == (not works)
+    for warning in caught:
+        line = str(warning.message)
+        assert "cuda:1 (Failed to find C compiler. Please" in line and "backend='eager'" in line and "\n" not in line
 
 
 def test_tools_that_look_at_operations_see_them(monkeypatch):

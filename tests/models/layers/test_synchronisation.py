@@ -1,6 +1,7 @@
 """Synchronised layers: several processes that share a minibatch against one process with all of it."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torchvision.ops import FrozenBatchNorm2d
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
 from tests.ranks import Ranks
@@ -190,7 +192,30 @@ def test_conversion_keeps_the_layers_and_their_parameters():
     assert type(layer) is InPlaceABNSync and layer.sync
     assert all(a is b for a, b in zip(network.parameters(), parameters, strict=True))
     assert type(InPlaceABNSync.convert(InPlaceABN(3))) is InPlaceABNSync
-    assert not InPlaceABNSync.convert(ABN(3)).sync
+
+
+def test_conversion_reports_every_norm(caplog):
+    class Own(InPlaceABN):
+        pass
+
+    ours = [InPlaceABN(3), ABN(3, activation="elu"), CheckpointedABN(3), Own(3), InPlaceABNSync(3)]
+    others = [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), FrozenBatchNorm2d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 3)]
+    network, reports = nn.Sequential(*ours, *others, nn.Conv2d(3, 3, 1)), []
+    InPlaceABNSync.convert(network, report=reports.append)
+    assert list(network)[:5] == ours and all(layer.sync for layer in ours)
+    assert [type(layer) for layer in ours] == [InPlaceABNSync, ABN, CheckpointedABN, Own, InPlaceABNSync]
+    (report,) = reports
+    assert list(report.replaced) == ["0", "1", "2", "3", "4"] and list(report.kept) == ["5", "6", "7"]
+    assert report.replaced["0"] == "InPlaceABN(leaky_relu) -> InPlaceABNSync(leaky_relu, sync=True)"
+    assert report.replaced["1"] == "ABN(elu) -> ABN(elu, sync=True)"
+    assert report.kept["5"].startswith("BatchNorm2d: ") and "convert_sync_batchnorm" in report.kept["5"]
+    assert "its own process_group" in report.kept["6"] and "FrozenBatchNorm2d" in report.kept["7"]
+
+    with caplog.at_level(logging.INFO):
+        InPlaceABNSync.convert(nn.Sequential(ABN(3)))
+        InPlaceABNSync.convert(nn.BatchNorm2d(3))
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    assert "(the module itself)" in caplog.records[1].getMessage()
 
 
 def test_without_processes_a_synchronised_layer_is_alone():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 triton = pytest.importorskip("triton")
 
+from models.layers import InPlaceABN, backends  # noqa: E402
 from models.layers.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation  # noqa: E402
 from models.layers.backends import triton_kernels  # noqa: E402
 from models.layers.backends.eager import EagerBackend  # noqa: E402
@@ -285,6 +286,54 @@ def test_writes_over_its_input(backend, device, many_parts, memory_format):
         out = x.clone(memory_format=torch.preserve_format)
         assert write(out) is out
         assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+def test_with_momentum_1_running_statistics_are_the_minibatch_s(backend, device, many_parts, memory_format):
+    x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
+    results = []
+    for old in (0.0, 3e7):
+        running_mean, running_var = torch.full((2, 4), old, device=device).unbind()
+        _, mean, _ = backend.forward(x, gamma, beta, running_mean, running_var, 1.0, 1e-5, activation)
+        assert torch.equal(running_mean, mean)
+        results.append(running_var)
+    assert torch.equal(*results)
+
+
+UNPACKED = {
+    "channels": lambda x: x.repeat(1, 2, 1, 1)[:, :4],
+    "rows": lambda x: x.repeat(1, 1, 2, 1)[:, :, :5],
+    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("layout", UNPACKED)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, layout, training):
+    monkeypatch.setattr(backends, "_triton", lambda: copies[device])
+    example = case((3, 4, 5, 6), device)
+    results = []
+    for overwrite_input in (False, True):
+        layer = InPlaceABN(4, overwrite_input=overwrite_input, backend="triton").to(device).train(training)
+        layer.load_state_dict({"weight": example.gamma, "bias": example.beta}, strict=False)
+        leaf = example.x.clone().requires_grad_()
+        x = UNPACKED[layout](leaf * 1) if overwrite_input else leaf
+        z = layer(x)
+        assert (z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == overwrite_input
+        results.append((z, *torch.autograd.grad(z, [leaf, layer.weight, layer.bias], example.dz)))
+    torch.testing.assert_close(*results)
+
+
+def test_the_probe_launches_a_kernel(device, copies, monkeypatch):
+    """`backend="auto"` asks it whether Triton works."""
+    copies[device].probe(torch.device(device))
+
+    def refuse(*args, **options):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(copies[device], "_launch", refuse)
+    with pytest.raises(RuntimeError, match="C compiler"):
+        copies[device].probe(torch.device(device))
 
 
 @pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])

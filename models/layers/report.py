@@ -1,0 +1,36 @@
+"""What a conversion of a network did and what it left alone."""
+
+import logging
+from dataclasses import dataclass, field
+
+SHOWN_NAMES = 4  # layers listed per reason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Report:
+    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself.
+
+    Attributes:
+        replaced: name of the layer -> "old layer -> new layer".
+        kept: name of the layer -> why it was not replaced.
+    """
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = []
+        for title, entries in (("replaced", self.replaced), ("not replaced", self.kept)):
+            lines.append(f"{title}: {len(entries)}")
+            for what in dict.fromkeys(entries.values()):
+                names = [name or "(the module itself)" for name, value in entries.items() if value == what]
+                more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+                lines += [f"  {len(names)} x {what}", f"      {', '.join(names[:SHOWN_NAMES])}{more}"]
+        return "\n".join(lines)
+
+
+def log_report(report: Report) -> None:
+    """Log a report: as a warning if layers were not replaced, otherwise as information."""
+    logger.log(logging.WARNING if report.kept else logging.INFO, "%s", report)
