@@ -130,7 +130,7 @@ def flat(values: dict, prefix: str = "") -> dict:
 
 
 def fixed(config: Keys, prefix: str = "", unless: str = "free_on_resume") -> dict[str, object]:
-    """{"optim.lr": 1, …}: the keys that a resumed run may not change; unless="per_machine": those that ranks share."""
+    """{"optim.lr": 1, …}: the keys that a resumed run may not change; unless="per_machine": keys that ranks share."""
     leaves = {}
     for entry in fields(config):
         value = getattr(config, entry.name)

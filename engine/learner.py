@@ -200,7 +200,7 @@ def not_finite(tensors: dict[str, Tensor]) -> list[str]:
 
 
 def check_tensors(part: str, given: dict, wanted: dict[str, Tensor]) -> None:
-    """ValueError unless the names and shapes of `given` are those of `wanted`."""
+    """ValueError unless `given` has the names and shapes of `wanted`."""
     for name in wanted.keys() | given.keys():
         shapes = [
             list(tensors[name].shape) if isinstance(tensors.get(name), Tensor) else "missing"

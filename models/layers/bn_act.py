@@ -181,7 +181,7 @@ def is_packed(x: Tensor) -> bool:
 def is_misread(x: Tensor) -> bool:
     """Whether PyTorch's batch normalisation takes x for channels_last, but lays out dL/dz for a contiguous x.
 
-    The gradients are then wrong. PyTorch judges the layout of dL/dz by all strides of x, even those of sizes of 1,
+    The gradients are then wrong. PyTorch judges the layout of dL/dz by all strides of x, even for sizes of 1,
     which have no effect on its memory: e.g. strides (C, 1, 1, C) of a shape (1, C, 1, W).
     """
     if 1 not in x.shape or x.is_contiguous() or not _is_channels_last(x):
