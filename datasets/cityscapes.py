@@ -139,7 +139,7 @@ def _decode_instances(path: Path) -> np.ndarray:
 
 def _in_cities(root: Path, folder: Path, suffix: str, archive: str) -> dict[str, Path]:
     if not folder.is_dir():
-        raise _LAYOUT.error(f"cityscapes: the folder {folder} is missing", root, archives=(archive,))
+        raise _LAYOUT.error(f"cityscapes: the folder {folder} is missing", root, (archive,), missing=[folder])
     found = {}
     for city in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
         found.update(list_files(city, (suffix,)))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
-from datasets.reading import RESTORE
-from datasets.segmentation import Files, SegmentationDataset
+from datasets.segmentation import RESTORE, Files, SegmentationDataset
 
 # Official split sizes, by list of images.
 IMAGES = {
@@ -85,26 +84,27 @@ def coco_stuff(
     lists: str = "challenge",
     other_class: bool = False,
     strict: bool = True,
+    lists_key: str = "lists",
 ) -> SegmentationDataset:
     """One COCO-Stuff split: "train", "val" (5000 images) or "test" (40670 images without labels).
 
     `lists`: "challenge" selects the 40000 training and 5000 validation images of the 2017 challenge, "full" all images
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
     maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
-    `coco_stuff_classes`.
+    `coco_stuff_classes`. `lists_key`: the name of `lists` in messages.
 
     Raises:
         ValueError: the split is unknown, a folder or list is missing, there are no images, or a listed image or a label
             is missing (without `strict`: all of them are).
     """
     if lists not in LISTS:
-        raise ValueError(f"lists={lists}: expected one of {', '.join(LISTS)}")
+        raise ValueError(f"{lists_key}={lists}: expected one of {', '.join(LISTS)}")
     root = _LAYOUT.check(root, split)
     images = _images(root, split)
     if split == _WITHHELD:
         files = [Files(name=name, image=path, label=None) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
-    names = _listed(root, split, images, strict) if lists == "challenge" else None
+    names = _listed(root, split, images, strict, lists_key) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
     if names is not None:
         images, labels = ({name: found[name] for name in names if name in found} for found in (images, labels))
@@ -114,9 +114,10 @@ def coco_stuff(
 
 def _images(root: Path, split: str) -> dict[str, Path]:
     name = f"{split}2017"
-    folder = root / "images" / name if (root / "images" / name).is_dir() else root / name
-    images = _LAYOUT.images(root, folder, (".jpg",), archives=(f"{name}.zip",))
-    _LAYOUT.require_any(images, root, looked_for=f"{folder}/*.jpg", split=split)
+    either = [root / name, root / "images" / name]
+    folder = either[1] if either[1].is_dir() else either[0]
+    images = _LAYOUT.images(root, folder, (".jpg",), archives=(f"{name}.zip",), missing=either)
+    _LAYOUT.require_any(images, root, looked_for=f"{folder}/*.jpg", split=split, missing=either)
     return images
 
 
@@ -138,19 +139,22 @@ def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
             "stuff_annotations_trainval2017.zip",
             "stuffthingmaps_trainval2017.zip",
         ),
+        missing=[pixel_maps[0], *stuffthingmaps[:3]],  # the others are folders of images too
     )
 
 
-def _listed(root: Path, split: str, images: dict[str, Path], strict: bool) -> list[str]:
+def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, lists_key: str) -> list[str]:
     """Names on the challenge's list of images. ValueError if any (without `strict`: all) are not in `images`."""
     folders = (root / "annotations" / "deprecated-challenge2017", root / "deprecated-challenge2017")
     file = next((path for folder in folders if (path := folder / f"{split}-ids.txt").is_file()), None)
     if file is None:
         raise _LAYOUT.error(
-            f"coco_stuff: lists=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing (lists=full uses "
-            "all images instead)",
+            f"coco_stuff: {lists_key}=challenge needs {folders[0] / f'{split}-ids.txt'}, which is missing",
             root,
             archives=("stuff_annotations_trainval2017.zip",),
+            missing=[folders[0] / f"{split}-ids.txt"],
+            fix=f"give {lists_key}=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip "
+            f"in {root}, which contains the lists",
         )
     names = []
     try:

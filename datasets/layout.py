@@ -30,11 +30,19 @@ class Layout:
             raise self.error(f"{root} is not an existing folder{packed}", None)
         return root
 
-    def error(self, problem: str, root: Path | None, archives: Sequence[str] = ()) -> ValueError:
-        """A ValueError that states the problem, the contents of `root`, the expected tree and the fix.
+    def error(
+        self,
+        problem: str,
+        root: Path | None,
+        archives: Sequence[str] = (),
+        missing: Sequence[Path] = (),
+        fix: str | None = None,
+    ) -> ValueError:
+        """A ValueError that states the problem, the contents of `root`, the expected tree and the `fix`.
 
         It also names archives in `root` or its folders that are not unpacked yet: the first of `archives` that is
-        found or, if `archives` is empty, up to three of any name.
+        found or, if `archives` is empty, up to three of any name. `missing`: paths of which `root` should hold one; if
+        `root` is one level too high or too low, the fix names the folder that holds it.
         """
         found = ""
         if root is not None:
@@ -44,24 +52,33 @@ class Layout:
             packed = _packed(root, archives)
             if packed:
                 found += f"\nStill packed: {', '.join(map(str, packed))}. If it is the dataset, unpack it there."
+            if (instead := one_level_off(root, missing)) is not None:
+                top, name = instead
+                fix = f"give {top}, which holds {name}, instead of {root}"
         tree = "\n".join(f"    {line}" for line in self.tree.strip("\n").splitlines())
-        return ValueError(
-            f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\n"
-            f"Fix: {self.source} and give the folder at the top of this layout."
-        )
+        fix = fix or f"{self.source} and give the folder at the top of this layout"
+        return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
 
     def images(
-        self, root: Path, folder: Path, suffixes: Sequence[str], archives: Sequence[str] = ()
+        self,
+        root: Path,
+        folder: Path,
+        suffixes: Sequence[str],
+        archives: Sequence[str] = (),
+        missing: Sequence[Path] = (),
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`; ValueError if it is missing. `archives`: see `error`."""
+        """`list_files` of a folder below `root`; ValueError if it is missing. `archives`, `missing`: see `error`."""
         if not folder.is_dir():
-            raise self.error(f"{self.name}: the folder {folder} is missing", root, archives)
+            raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
         return list_files(folder, suffixes)
 
-    def require_any(self, found: Mapping[str, Path], root: Path, looked_for: str, split: str) -> None:
-        """ValueError if a split has no images."""
+    def require_any(
+        self, found: Mapping[str, Path], root: Path, looked_for: str, split: str, missing: Sequence[Path] = ()
+    ) -> None:
+        """ValueError if a split has no images. `missing`: see `error`."""
         if not found:
-            raise self.error(f"{self.name}: no images in split {split!r}, looked for {looked_for}", root)
+            problem = f"{self.name}: no images in split {split!r}, looked for {looked_for}"
+            raise self.error(problem, root, missing=missing)
 
     def pair(
         self,
@@ -102,6 +119,18 @@ def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
                 )
             found[stem] = folder / entry.name
     return dict(sorted(found.items()))
+
+
+def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | None:
+    """The folder above `root` or a folder in it that holds one of `missing`, and what it holds; None without one.
+
+    `missing`: paths below `root`, which they would have in that folder.
+    """
+    root = Path(os.path.abspath(root))
+    below = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+    names = [os.path.relpath(path, root) for path in missing]
+    found = ((folder, name) for folder in (root.parent, *below) for name in names if os.path.exists(folder / name))
+    return next(found, None)
 
 
 def _packed(root: Path, archives: Sequence[str]) -> list[Path]:

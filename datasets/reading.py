@@ -1,38 +1,38 @@
-"""Reads image files, with the checks that decoders leave out. Every error names the file and the fix."""
+"""Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
-import zlib
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 
 import cv2
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
-RESTORE = "Restore the file from the dataset's archive."
-_PNG, _JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
-_GRAY, _COLOUR, _PALETTE = 0, 2, 3  # PNG colour types
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
-_SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
-_JPEG_MARGIN = 16  # rows of the largest JPEG block: a row may be interpolated with rows below it
-_TRAILER_BYTES = 4096  # look for the end mark in these last bytes: some cameras write padding after it
+from datasets import file_formats as formats
+
+_MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
 
 
-def decode_image(path: Path, window: Window = EVERYTHING) -> np.ndarray:
-    """Decode an image to uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image.
+class Unreadable(ValueError):
+    """A file is missing, damaged, or not of the expected kind."""
 
-    EXIF orientation is ignored, because labels match the pixels as stored. Rows below `window` are neither decoded nor
-    checked.
+
+def decode_image(path: Path, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
+    """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
+
+    EXIF orientation is ignored unless `turned`, because labels match the pixels as stored. Rows below `window` are
+    neither decoded nor checked.
     """
     data = _read_complete(path)
-    if window != EVERYTHING and (part := _decode_window(data, window, _COLOUR)) is not None:
+    if not turned and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
-    image = _decode(data, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    image = _decode(data, cv2.IMREAD_COLOR if turned else cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
     if image is None:
-        raise ValueError(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG. {RESTORE}")
+        raise Unreadable(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG.")
     return cv2.cvtColor(image[window], cv2.COLOR_BGR2RGB)
 
 
@@ -42,20 +42,20 @@ def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
     Rows below `window` are not decoded, but the checksums of the whole file are verified.
     """
     data = _read_png(path)
-    if window != EVERYTHING and (part := _decode_window(data, window, _GRAY, _PALETTE)) is not None:
+    if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     depth, colour_type = data[24:26]
-    if colour_type == _PALETTE:  # OpenCV would return colours
-        raw = _pillow(data)
+    if colour_type == formats.PALETTE:  # OpenCV would return colours
+        raw = _pillow(formats.png_pixels_only(data))
     elif depth < 8:
-        raise ValueError(
+        raise Unreadable(
             f"{path}: has {depth} bits per pixel; expected a label with one 8-bit class id per pixel (decoders "
-            f"stretch smaller values). {RESTORE}"
+            "stretch smaller values)."
         )
     else:
         raw = _decode(data, cv2.IMREAD_UNCHANGED)
     if raw is None:
-        raise ValueError(f"{path}: cannot be decoded as a label; expected an intact PNG. {RESTORE}")
+        raise Unreadable(f"{path}: cannot be decoded as a label; expected an intact PNG.")
     _check_values(path, raw, np.uint8, "a label with one 8-bit class id per pixel (not a colour picture)")
     return raw[window]
 
@@ -69,34 +69,66 @@ def decode_uint16(path: Path) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
     raw = _decode(_read_png(path), cv2.IMREAD_UNCHANGED)
     if raw is None:
-        raise ValueError(f"{path}: cannot be decoded as instances; expected an intact PNG. {RESTORE}")
+        raise Unreadable(f"{path}: cannot be decoded as instances; expected an intact PNG.")
     _check_values(path, raw, np.uint16, "instances with one 16-bit value per pixel")
     return raw
 
 
-def read_size(path: Path) -> tuple[int, int]:
-    """(width, height) of an image, from its header. ValueError if the file is unreadable or truncated.
+def decode_photograph(path: Path) -> np.ndarray:
+    """Decode any image that Pillow can read as viewers show it: uint8 (H, W, 3) RGB. Unreadable if that fails.
 
-    ValueError also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Only the first and
-    last bytes are read, so damage in between goes unnoticed until decoding.
+    EXIF orientation is applied; of several frames or pages, the first counts. Pixels of PNG and JPEG files are those of
+    `decode_image`, whatever the file's name.
     """
     try:
         with open(path, "rb") as file:
-            head = file.read(8)
-            length = file.seek(0, 2)
-            file.seek(max(0, length - _TRAILER_BYTES))
-            _check_ends(path, head, file.read())
-            file.seek(0)
-            with Image.open(file) as image:
-                return image.size
-    except (UnidentifiedImageError, SyntaxError):
-        raise ValueError(f"{path}: has no readable image header; expected an intact PNG or JPEG. {RESTORE}") from None
-    except Image.DecompressionBombError:
-        assert Image.MAX_IMAGE_PIXELS is not None  # without a limit there is no such error
-        limit = 2 * Image.MAX_IMAGE_PIXELS // 10**6
-        raise ValueError(f"{path}: the header claims more than {limit} megapixels; expected fewer. {RESTORE}") from None
+            head = file.read(len(formats.PNG))
+            if not head or head.startswith((formats.PNG, formats.JPEG)):
+                return decode_image(path, turned=True)
+            with Image.open(file) as stored:
+                image = ImageOps.exif_transpose(stored)
+        if image.mode.startswith("I;16"):
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):  # 32 bits: their black and white are unknown
+            raise Unreadable(f"{path}: has pixels of Pillow's mode {image.mode!r}; expected 8 or 16 bits per channel.")
+        return np.array(image.convert("RGB"))
+    except Unreadable:
+        raise
+    except UnidentifiedImageError:
+        raise Unreadable(f"{path}: cannot be decoded as an image; expected a format that Pillow reads.") from None
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _missing(path, error) from None
+    except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
+        raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
+
+
+def read_size(path: Path) -> tuple[int, int]:
+    """(width, height) of an image, from its header. Unreadable if the file is missing, truncated or of another kind.
+
+    Unreadable also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Damage behind the
+    header goes unnoticed until decoding.
+    """
+    try:
+        with open(path, "rb") as file:
+            head = file.read(33)
+            file.seek(max(0, file.seek(0, 2) - len(formats.PNG_END)))
+            _check_complete(path, head, file.read(), path.read_bytes)
+            file.seek(0)
+            size = formats.png_size(head) if head.startswith(formats.PNG) else Image.open(file).size
+    except Unreadable:
+        raise
+    except (UnidentifiedImageError, SyntaxError, ValueError):
+        size = None
+    except Image.DecompressionBombError:
+        size = _MOST_PIXELS, 2
+    except OSError as error:
+        raise _missing(path, error) from None
+    if size is None:
+        raise Unreadable(f"{path}: has no readable image header; expected an intact PNG or JPEG.")
+    if size[0] * size[1] > _MOST_PIXELS:
+        limit = _MOST_PIXELS // 10**6
+        raise Unreadable(f"{path}: the header claims more than {limit} megapixels; expected fewer.")
+    return size
 
 
 def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> None:
@@ -112,43 +144,42 @@ def _read_complete(path: Path) -> bytes:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from None
-    _check_ends(path, data[:8], data[-_TRAILER_BYTES:])
+        raise _missing(path, error) from None
+    _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
     return data
 
 
 def _read_png(path: Path) -> bytes:
     """Read a label file and verify its checksums: not all decoders do."""
     data = _read_complete(path)
-    if not data.startswith(_PNG):
+    if not data.startswith(formats.PNG):
         raise ValueError(
             f"{path}: is a JPEG, which changes values; expected a PNG. Use the original label files of the dataset."
         )
-    try:
-        Image.open(BytesIO(data)).verify()
-    except _NOT_INTACT:
-        raise ValueError(
-            f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG. {RESTORE}"
-        ) from None
+    if not formats.png_is_intact(data):
+        raise Unreadable(f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG.")
     return data
 
 
-def _unreadable(path: Path, error: OSError) -> ValueError:
-    return ValueError(f"{path}: cannot be read ({error.strerror or error}); expected a readable file. {RESTORE}")
+def _missing(path: Path, error: OSError) -> Unreadable:
+    return Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.")
 
 
-def _check_ends(path: Path, head: bytes, tail: bytes) -> None:
-    """ValueError if a PNG or JPEG stops before its end mark: decoders silently fill the missing part."""
+def _check_complete(path: Path, head: bytes, tail: bytes, read: Callable[[], bytes]) -> None:
+    """Unreadable if a PNG or JPEG stops before its end mark: decoders silently fill the missing part.
+
+    `head` and `tail`: the first and last bytes. Ordinary files end with the mark; only others are `read` and searched.
+    """
     if not head:
-        raise ValueError(f"{path}: the file is empty; expected a PNG or JPEG. {RESTORE}")
-    if head.startswith(_PNG):
-        end, what = b"IEND", "PNG"
-    elif head.startswith(_JPEG):
-        end, what = b"\xff\xd9", "JPEG"
+        raise Unreadable(f"{path}: the file is empty; expected a PNG or JPEG.")
+    if head.startswith(formats.PNG):
+        what, complete = "PNG", tail == formats.PNG_END or formats.png_has_end(read())
+    elif head.startswith(formats.JPEG):
+        what, complete = "JPEG", tail.endswith(formats.JPEG_END) or formats.jpeg_has_end(read())
     else:
-        raise ValueError(f"{path}: is neither PNG nor JPEG (starts with {head[:4]!r}); expected one of them. {RESTORE}")
-    if end not in tail:
-        raise ValueError(f"{path}: the {what} file is truncated; expected the mark {end!r} at its end. {RESTORE}")
+        raise Unreadable(f"{path}: is neither PNG nor JPEG (starts with {head[:4]!r}); expected one of them.")
+    if not complete:
+        raise Unreadable(f"{path}: the {what} file is truncated; expected an end mark behind its pixels.")
 
 
 def _decode(data: bytes, flags: int) -> np.ndarray | None:
@@ -175,32 +206,8 @@ def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarra
     Both store rows from top to bottom, so decoding can stop below the window: the header is changed to claim that the
     image ends there. (OpenCV would still inflate the rest of a PNG, and complain about the rest of a JPEG.)
     """
-    down_to = _png_down_to(data, window[0].stop, colour_types) if data.startswith(_PNG) else None
-    if data.startswith(_JPEG):
-        down_to = _jpeg_down_to(data, window[0].stop)
+    if data.startswith(formats.PNG):
+        down_to = formats.png_down_to(data, window[0].stop, colour_types)
+    else:
+        down_to = formats.jpeg_down_to(data, window[0].stop)
     return None if down_to is None else _pillow(down_to, window)
-
-
-def _png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
-    """The PNG with a header that claims `rows` rows; None if its pixels are of another kind."""
-    header = data[12:29]  # "IHDR", width, height, depth, colour type, compression, filter, interlacing
-    depth, colour_type, *_, interlaced = header[12:].ljust(5)
-    if colour_type not in colour_types or interlaced or (depth != 8 and colour_type != _PALETTE):
-        return None
-    header = header[:8] + rows.to_bytes(4, "big") + header[12:]
-    return data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + data[33:]
-
-
-def _jpeg_down_to(data: bytes, rows: int) -> bytes | None:
-    """The JPEG with a header that claims `rows` rows, plus `_JPEG_MARGIN` if it has them.
-
-    None for other kinds, e.g. progressive JPEGs, or without exactly three components.
-    """
-    offset = 2
-    while offset + 1 < len(data) and data[offset] == 0xFF and data[offset + 1] not in _FRAMES:
-        offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")  # a segment: marker, length, content
-    frame = data[offset : offset + 10]  # marker, length (2 bytes), bits of a value, height (2), width (2), components
-    if len(frame) < 10 or frame[1] not in _SEQUENTIAL or frame[4] != 8 or frame[9] != 3:
-        return None
-    height = min(int.from_bytes(frame[5:7], "big"), rows + _JPEG_MARGIN)
-    return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]

@@ -1,6 +1,7 @@
 """A segmentation dataset: a list of files, a table of classes and checked reading."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +10,9 @@ from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.fingerprint import names_and_sizes
-from datasets.reading import EVERYTHING, RESTORE, Window, decode_image, decode_label, read_size
+from datasets.reading import EVERYTHING, Unreadable, Window, decode_image, decode_label, read_size
 
+RESTORE = "Restore the file from the dataset's archive."
 INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
 
 
@@ -32,6 +34,15 @@ class Sample(NamedTuple):
     image: np.ndarray
     label: np.ndarray | None
     name: str
+
+
+@contextmanager
+def restorable() -> Iterator[None]:
+    """Context or decorator for reading a dataset's file: an error about an unreadable file ends with the fix."""
+    try:
+        yield
+    except Unreadable as error:
+        raise ValueError(f"{error} {RESTORE}") from None
 
 
 class SegmentationDataset(Dataset):
@@ -101,7 +112,8 @@ class SegmentationDataset(Dataset):
             return sample, None
         entry = self.files[index]
         assert entry.instances is not None and self.decode_instances is not None
-        instances = self.decode_instances(entry.instances)
+        with restorable():
+            instances = self.decode_instances(entry.instances)
         if instances.shape != sample.label.shape:
             raise ValueError(
                 size_mismatch(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
@@ -120,8 +132,10 @@ class SegmentationDataset(Dataset):
         """(H, W) of image `index`, from the headers of its files. ValueError if its label has another size."""
         entry = self.files[index]
         assert entry.image is not None, f"{entry.name} has no image"
-        width, height = read_size(entry.image)
-        if entry.label is not None and (label_size := read_size(entry.label)) != (width, height):
+        with restorable():
+            width, height = read_size(entry.image)
+            label_size = (width, height) if entry.label is None else read_size(entry.label)
+        if label_size != (width, height):
             raise ValueError(size_mismatch(entry, image_size=(width, height), label_size=label_size))
         return height, width
 
@@ -132,7 +146,8 @@ class SegmentationDataset(Dataset):
         """
         path = self.files[index].image
         assert path is not None, f"{self.files[index].name} has no image"
-        return decode_image(path, window)
+        with restorable():
+            return decode_image(path, window)
 
     def read_label(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
         """Label of image `index` or a window of it, as train ids, uint8 (H, W).
@@ -150,7 +165,8 @@ class SegmentationDataset(Dataset):
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
                 "choose a split with labels, such as val"
             )
-        raw = self.decode_label(path, window)
+        with restorable():
+            raw = self.decode_label(path, window)
         try:
             return ids(raw)
         except UnknownIds as error:

@@ -10,6 +10,7 @@ import numpy as np
 
 from datasets.cache import cache_folder
 from datasets.cityscapes import cityscapes
+from datasets.layout import one_level_off
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
 
@@ -78,9 +79,11 @@ def _write_once(folder: Path, settings: dict) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / _MARKER).is_file():  # written by another process in the meantime
             return
+        instead = one_level_off(folder, [folder / _MARKER])
+        choice = "Choose another folder" if instead is None else f"Give {instead[0]}, which holds it"
         raise ValueError(
             f"{folder} exists and was not written by the synthetic dataset (it has no {_MARKER}); expected a new or "
-            "empty folder. Choose another folder, or give none to use the cache folder."
+            f"empty folder. {choice}, or give none to use the cache folder."
         )
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

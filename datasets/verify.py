@@ -16,11 +16,11 @@ from torch.utils.data import Dataset
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.fingerprint import fingerprint
-from datasets.reading import RESTORE, decode_image, read_size
-from datasets.segmentation import SegmentationDataset, size_mismatch
+from datasets.reading import decode_image, read_size
+from datasets.segmentation import RESTORE, SegmentationDataset, restorable, size_mismatch
 from datasets.workers import in_order
 
-_CHECKS = 2  # increment when the checks change: all data is then checked again
+_CHECKS = 3  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 # Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
@@ -111,7 +111,7 @@ class _Checked(Dataset):
         self.dataset = dataset
 
     def __getitem__(self, index: int) -> list[Problem]:
-        problems, _ = _check(self.dataset, index, read_size, self.dataset.read_label)
+        problems, _ = _check(self.dataset, index, restorable()(read_size), self.dataset.read_label)
         return problems
 
 
@@ -180,6 +180,7 @@ def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
     ]
 
 
+@restorable()
 def _decoded_size(path: Path) -> tuple[int, int]:
     """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
     with _printed_by_decoders() as lines:

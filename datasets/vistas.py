@@ -8,8 +8,8 @@ import numpy as np
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
-from datasets.reading import RESTORE, Window, decode_instance_classes, decode_label
-from datasets.segmentation import Files, SegmentationDataset
+from datasets.reading import Window, decode_instance_classes, decode_label
+from datasets.segmentation import RESTORE, Files, SegmentationDataset
 
 IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
 

@@ -1,9 +1,11 @@
 """What a program prints: console, log, progress bars."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +22,19 @@ logger = logging.getLogger("engine")
 def make_console(rank: int = 0) -> Console:
     """A console for rank `rank`; only rank 0 prints. In files and pipes, lines do not break at 80 columns.
 
-    Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
+    Square brackets and colons are printed literally, as they may be part of a path or a name in the data. Characters
+    that the terminal's encoding lacks are escaped, as in file names that are not UTF-8.
     """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     make = partial(Console, quiet=rank > 0, markup=False, emoji=False)
     console = make()
     return console if console.is_terminal else make(width=160)
+
+
+def printable(text: str) -> str:
+    """Escape what UTF-8 cannot encode, as in file names from other systems."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
@@ -52,7 +62,7 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
     logger.addHandler(on_console)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        in_file = LogFile(file)
+        in_file = LogFile(file, encoding="utf-8", errors="backslashreplace")
         in_file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         logger.addHandler(in_file)
 

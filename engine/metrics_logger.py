@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
-from engine.console import logger, progress_bar
+from engine.console import logger, printable, progress_bar
 from engine.evaluated import Evaluated
 from engine.results import without_nan
 from engine.run_directory import RunDirectory
@@ -153,7 +153,7 @@ class MetricsLogger:
             self.tensorboard.add_scalar(f"layers/{name}", value, step)
             logger.debug(f"step {step}  {name} {value:.3g} in {layer}")
         for name, pixels in evaluated.pictures.items():
-            self.tensorboard.add_image(name, pixels, step, dataformats="HWC")
+            self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
         self.tensorboard.flush()
         logger.info(f"step {step}  val {evaluated.summary}")
 

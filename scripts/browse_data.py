@@ -25,7 +25,7 @@ from datasets.transforms import at_scale
 from engine import build
 from engine import config as configuration
 from engine.command_line import configured
-from engine.console import counted, make_console
+from engine.console import counted, make_console, printable
 from engine.distributed import World
 from engine.schema.keys import key
 from engine.schema.segmentation import SegmentationRun
@@ -103,7 +103,7 @@ def described(crops: TrainingCrops, draw: Draw, label: np.ndarray) -> tuple[str,
         )
         pixel = row, label.shape[1] - 1 - column if mirrored else column
     facts.append(f"{100 * (label == dataset.ignore_index).mean():.1f} % ignored")
-    return f"{dataset.files[draw.image].name}\n{', '.join(facts)}", pixel
+    return f"{printable(dataset.files[draw.image].name)}\n{', '.join(facts)}", pixel
 
 
 def legend(labels: Iterable[np.ndarray], dataset: SegmentationDataset) -> list[Patch]:

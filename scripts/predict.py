@@ -1,23 +1,26 @@
 """Predict images from a checkpoint alone: `python -m scripts.predict checkpoint=FILE input=IMAGE_OR_DIR output=DIR`.
 
-Writes three PNGs per image, at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and
-overlays/NAME.png. window.size=PIXELS bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII
-letters needs quotes that reach Hydra: 'input="Straße 1"'.
+Reads every format that Pillow reads, and turns photographs as their EXIF orientation says. Writes three PNGs per image,
+at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png. window.size=PIXELS
+bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs quotes that reach
+Hydra: 'input="Straße 1"'.
 """
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
+from PIL import Image
 
-from datasets.reading import decode_image
+from datasets.reading import decode_photograph
 from engine import build, checkpoint
 from engine import config as configuration
 from engine.command_line import configured
-from engine.console import log_to, make_console, progress_bar, tracked
+from engine.console import log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_png
 from engine.schema.evaluation import MEMORY_ADVICE, Prediction
@@ -25,8 +28,8 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.pictures import overlay
 
-KINDS = ("ids", "colour", "overlays")
-SUFFIXES = (".png", ".jpg", ".jpeg")
+KINDS, CLASSES = ("ids", "colour", "overlays"), "classes.json"
+SHOWN = 5  # skipped files that are named
 
 
 def predict(values: DictConfig) -> list[Path]:
@@ -51,13 +54,13 @@ def predict(values: DictConfig) -> list[Path]:
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
 
     writable_folder("output", output)
-    write_classes(output / "classes.json", state["classes"], palette)
+    write_classes(output / CLASSES, state["classes"], palette)
     written, unreadable = [], []
     with progress_bar(console) as progress:
         for name, file in tracked(progress, images.items(), "predicting"):
             try:
                 ids_file, colour_file, overlay_file = (inside(output / kind, f"{name}.png") for kind in KINDS)
-                image = decode_image(file)  # (H, W, 3)
+                image = decode_photograph(file)  # (H, W, 3)
             except ValueError as error:
                 unreadable.append(str(error))
                 continue
@@ -76,26 +79,51 @@ def predict(values: DictConfig) -> list[Path]:
 def find_images(source: Path, output: Path) -> dict[str, Path]:
     """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
 
-    A name is the path in the folder without the suffix; if two images differ only in the suffix, all keep theirs.
-    Hidden files and earlier predictions in `output` are left out. Raises ValueError if there is no image.
+    A name is the path in the folder without the suffix; images that differ only in the suffix keep theirs. Files whose
+    suffix is no image format's are skipped, which is logged. Hidden files and earlier predictions in `output` are left
+    out. Raises ValueError if there is no image.
     """
     if source.is_file():
         return {source.stem: source}
     if not source.is_dir():
-        raise ValueError(f"input={source} does not exist: expected a PNG or JPEG file, or a folder of such files")
-    ours = {(output / kind).resolve() for kind in KINDS}
+        raise ValueError(f"input={source} does not exist: expected an image file, or a folder of such files")
+    ours = {(output / kind).resolve() for kind in (*KINDS, CLASSES)}
     files = sorted(
         path
         for path in source.rglob("*")
-        if path.suffix.lower() in SUFFIXES and path.is_file() and not path.name.startswith(".")
-        if not ours & set(path.resolve().parents)
+        if path.is_file() and not path.name.startswith(".")
+        if ours.isdisjoint([path.resolve(), *path.resolve().parents])
     )
-    if not files:
-        raise ValueError(f"input={source} holds no {', '.join(SUFFIXES)} files, or only predictions")
-    names = [path.relative_to(source).with_suffix("").as_posix() for path in files]
-    if max(Counter(name.casefold() for name in names).values()) > 1:
-        names = [path.relative_to(source).as_posix() for path in files]
-    return dict(zip(names, files, strict=True))
+    suffixes = image_suffixes()
+    images = [path for path in files if path.suffix.lower() in suffixes]
+    skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in suffixes]
+    if skipped:
+        named = ", ".join(skipped[:SHOWN]) + (", …" if len(skipped) > SHOWN else "")
+        logger.info(f"skipped {len(skipped)} file(s) without an image's suffix: {named}")
+    if not images:
+        raise ValueError(
+            f"input={source} holds no image that Pillow can read, such as .png, .jpg or .tif, or only predictions"
+        )
+    return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))
+
+
+def image_suffixes() -> set[str]:
+    """Suffixes of the formats that Pillow reads, in lower case."""
+    formats = Image.registered_extensions()
+    return {".mpo", *(suffix for suffix, name in formats.items() if name in Image.OPEN)}  # MPO is read as JPEG
+
+
+def result_names(images: Sequence[Path]) -> list[str]:
+    """The paths without suffixes; with suffixes where two would be equal, also on disks that ignore case."""
+    names = [path.with_suffix("").as_posix() for path in images]
+    while True:  # a suffix may make a name equal to another one
+        counts = Counter(name.casefold() for name in names)
+        full = [
+            path.as_posix() if counts[name.casefold()] > 1 else name for name, path in zip(names, images, strict=True)
+        ]
+        if full == names:
+            return names
+        names = full
 
 
 def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int, int], ...]:

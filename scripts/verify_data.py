@@ -128,7 +128,8 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
             console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red", highlight=False)
             for message in messages[:_SHOWN]:
                 problem, found_layout, explanation = message.partition("\nExpected layout")
-                text = problem if layout_is_known else problem + found_layout + explanation
+                fix = "".join(explanation.rpartition("\nFix: ")[1:]) if found_layout else ""
+                text = problem + fix if layout_is_known else message
                 layout_is_known |= bool(found_layout)
                 console.print(indent(text, "  "), markup=False, highlight=False, soft_wrap=True)
             if len(messages) > _SHOWN:

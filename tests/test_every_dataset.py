@@ -1,17 +1,20 @@
 """Every dataset end to end, on a fake tree in its official layout: two steps, an evaluation, predictions to submit."""
 
 import json
+import os
 
 import cv2
 import numpy as np
 import pytest
 from hydra.errors import ConfigCompositionException
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import build
 from engine import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
+from scripts.browse_data import browse
 from tests import trees
 from tests.runs import composed, run_config
 from train_seg import train
@@ -102,3 +105,53 @@ def test_evaluation_at_another_resolution(tmp_path):
     assert np.sum(larger["confusion_matrix"]) == np.sum(others["confusion_matrix"]) == pixels
     written = json.loads((tmp_path / "run" / "results_base64.json").read_text())
     assert written["config"]["data"]["base_size"] == 64
+
+
+def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
+    """Files keep the names' bytes; the log, TensorBoard and pictures escape them."""
+    root = trees.camvid_folders(tmp_path / "data")
+    for split, number in (("train", 2), ("train", 4), ("val", 0)):
+        for kind, suffix in (("images", ".jpg"), ("labels", ".png")):
+            name = os.fsdecode(b"caf\xe9 %d%b" % (number, suffix.encode()))
+            (root / split / kind / f"0001TP_{number:06d}{suffix}").rename(root / split / kind / name)
+    name = os.fsdecode(b"caf\xe9 0")
+    (root / "train" / "images" / os.fsdecode(b"caf\xe9 2.jpg")).write_bytes(b"")
+    data = ("data=camvid", f"data.root={root}", "data.workers=0")
+    skip = ("data.verify=false", "data.on_error=skip", "trainer.device=cpu", "trainer.steps=8")
+    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", "debug=smoke", *data, *skip))
+    assert "images/caf\\udce9 2.jpg: the file is empty" in (tmp_path / "run" / "log.txt").read_text("utf-8")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert "image_label_prediction/caf\\udce9 0" in events.Tags()["images"]
+    written = (
+        f"predictions={tmp_path / 'predictions'}",
+        f"overlays={tmp_path / 'overlays'}",
+        "workers=0",
+        "device=cpu",
+    )
+    evaluate(composed("eval", f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}", *written))
+    assert (tmp_path / "predictions" / f"{name}.png").is_file() and (tmp_path / "overlays" / f"{name}.png").is_file()
+    (root / "train" / "images" / os.fsdecode(b"caf\xe9 2.jpg")).unlink()
+    (root / "train" / "labels" / os.fsdecode(b"caf\xe9 2.png")).unlink()
+    pages = browse(composed("browse_data", *data, "data.crops_per_minibatch=5", "count=5", f"out={tmp_path / 'pages'}"))
+    assert [page.name for page in pages] == ["page_000.png"]
+
+
+def test_messages_name_the_keys_to_change(tmp_path):
+    """A split that a dataset does not have is no fault of its folder."""
+    train(composed("train_seg", f"run_dir={tmp_path / 'run'}", "debug=smoke", "trainer.device=cpu"))
+    checkpoint = f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}"
+    with pytest.raises(ValueError) as error:
+        evaluate(composed("eval", checkpoint, "workers=0", "device=cpu", "data.split=test"))
+    assert str(error.value) == "data.split=test: split 'test' is unknown to synthetic; expected one of train, val"
+    config = run_config("data=synthetic", "data.train_split=all", "run_dir=unused")
+    with pytest.raises(ValueError, match="^data.train_split=all: split 'all' is unknown to synthetic; expected one of"):
+        build.labelled_splits(config.data)
+    config = run_config("data=camvid", f"data.root={tmp_path}", "run_dir=unused")
+    with pytest.raises(ValueError, match=f"^data.train_split=train: data.root={tmp_path}: camvid: the folder "):
+        build.labelled_splits(config.data)
+    root = trees.coco_stuff(tmp_path / "coco")
+    (root / "annotations" / "deprecated-challenge2017" / "train-ids.txt").unlink()
+    config = run_config("data=coco_stuff", f"data.root={root}", "run_dir=unused")
+    with pytest.raises(ValueError, match="Fix: give data.lists=full to use all images of the folder, or"):
+        build.labelled_splits(config.data)

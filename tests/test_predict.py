@@ -1,6 +1,7 @@
 """Predicting any images from a checkpoint alone: which files are written, under which names."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import torch
 from PIL import Image
 
 from datasets import vistas
-from datasets.reading import decode_image
+from datasets.reading import decode_image, decode_photograph
 from engine import build, checkpoint
 from engine import config as cfg
 from engine.schema.segmentation import SegmentationRun
@@ -88,7 +89,7 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     assert [tuple(entry["colour"]) for entry in classes] == list(trained[1])
 
 
-def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path):
+def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path, capsys):
     """Readable images are predicted; the others are named at the end."""
     source = tmp_path / "Straßen 街"
     pixels = picture(source / "colour.png")
@@ -103,13 +104,17 @@ def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path):
     (source / "cut.jpg").write_bytes((sub / "cmyk.jpeg").read_bytes()[:300])
     (source / "text.png").write_text("no image")
     (source / "notes.txt").write_text("not looked at")
+    (sub / "film.mp4").write_text("not looked at")
     (source / ".hidden.png").write_text("not looked at")
     with pytest.raises(ValueError) as error:
         run(trained, source, tmp_path / "out")
     message = str(error.value)
     assert message.startswith("2 of 8 images were not predicted:\n")
+    assert "archive" not in message  # advice for datasets
+    skipped = f"skipped 2 file(s) without an image's suffix: {Path('notes.txt')}, {Path('süd, b=[1]/film.mp4')}\n"
+    assert capsys.readouterr().out.count(skipped) == 1
     assert f"{source / 'cut.jpg'}: the JPEG file is truncated" in message
-    assert f"{source / 'text.png'}: is neither PNG nor JPEG" in message
+    assert f"{source / 'text.png'}: cannot be decoded as an image" in message
     names = ["alpha", "colour", "deep", "palette", "süd, b=[1]/cmyk", "süd, b=[1]/gray"]
     for kind in ("ids", "colour", "overlays"):
         assert relative_files(tmp_path / "out" / kind) == [f"{name}.png" for name in names]
@@ -119,13 +124,119 @@ def test_a_folder_with_odd_images_and_a_broken_one(trained, tmp_path):
     assert same["colour"] == same["alpha"] == same["deep"]
 
 
+TURNS = {  # EXIF orientation -> how viewers turn the stored rows and columns
+    1: lambda stored: stored,
+    2: lambda stored: stored[:, ::-1],
+    3: lambda stored: stored[::-1, ::-1],
+    4: lambda stored: stored[::-1],
+    5: lambda stored: stored.transpose(1, 0, 2),
+    6: lambda stored: np.rot90(stored, -1),
+    7: lambda stored: stored[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda stored: np.rot90(stored),
+}
+
+
+@pytest.mark.parametrize("orientation", TURNS)
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+def test_photographs_are_turned_as_viewers_show_them(suffix, orientation, tmp_path):
+    """A dataset's images are not: its labels match the stored pixels."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.fromarray(picture(tmp_path / "b.png"))
+    image.save(tmp_path / f"turned{suffix}", exif=exif)
+    image.save(tmp_path / f"plain{suffix}")
+    stored = decode_photograph(tmp_path / f"plain{suffix}")
+    assert np.array_equal(decode_photograph(tmp_path / f"turned{suffix}"), TURNS[orientation](stored))
+    if suffix in (".jpg", ".png"):
+        assert np.array_equal(decode_image(tmp_path / f"turned{suffix}"), stored)
+
+
+def test_ids_are_written_for_the_turned_photograph(trained, tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(picture(tmp_path / "b.png")).save(tmp_path / "a.jpg", exif=exif)
+    run(trained, tmp_path / "a.jpg", tmp_path / "out")
+    assert {Image.open(tmp_path / "out" / kind / "a.png").size for kind in ("ids", "colour", "overlays")} == {(40, 60)}
+
+
+FORMATS = [".bmp", ".gif", ".j2k", ".jfif", ".mpo", ".ppm", ".qoi", ".tga", ".tif", ".TIFF", ".webp"]
+
+
+def test_every_format_of_pillow_is_predicted(trained, tmp_path, capsys):
+    pixels = picture(tmp_path / "in" / "a.png")[..., ::-1]
+    for number, suffix in enumerate(FORMATS):
+        Image.fromarray(pixels).save(tmp_path / "in" / f"{number:02d}{suffix}", "JPEG" if suffix == ".mpo" else None)
+    frames = [Image.fromarray(pixels[..., 0]), Image.new("L", (60, 40))]
+    frames[0].save(tmp_path / "in" / "film.gif", save_all=True, append_images=frames[1:])
+    written = run(trained, tmp_path / "in", tmp_path / "out")
+    assert "skipped" not in capsys.readouterr().out
+    assert [path.stem for path in written] == [*(f"{number:02d}" for number in range(len(FORMATS))), "a", "film"]
+    assert all(Image.open(path).size == (60, 40) for path in written)
+    lossless = [number for number, suffix in enumerate(FORMATS) if suffix in (".bmp", ".ppm", ".qoi", ".tga", ".tif")]
+    assert {written[number].read_bytes() for number in lossless} == {written[-2].read_bytes()}
+    assert np.array_equal(decode_photograph(tmp_path / "in" / "film.gif")[..., 0], pixels[..., 0])  # the first frame
+
+
+@pytest.mark.parametrize(
+    "mode, scale, suffix", [("I;16", 257, ".tif"), ("L", 1, ".tif"), ("LA", 1, ".tga"), ("I;16", 257, ".png")]
+)
+def test_gray_photographs_become_rgb(mode, scale, suffix, tmp_path):
+    gray = picture(tmp_path / "b.png")[..., 0]
+    if mode == "LA":
+        Image.merge("LA", [Image.fromarray(gray)] * 2).save(tmp_path / f"a{suffix}")
+    else:
+        Image.fromarray((gray.astype(np.uint16) * scale) if scale > 1 else gray).save(tmp_path / f"a{suffix}")
+    assert Image.open(tmp_path / f"a{suffix}").mode == mode
+    assert np.array_equal(decode_photograph(tmp_path / f"a{suffix}"), np.dstack([gray] * 3))
+
+
+@pytest.mark.parametrize("suffix", [".bmp", ".gif", ".jp2", ".jpg", ".png", ".tif", ".webp"])
+def test_photographs_cut_short_are_named(suffix, tmp_path):
+    path = tmp_path / f"a{suffix}"
+    Image.fromarray(picture(tmp_path / "b.png")).save(path)
+    data = path.read_bytes()
+    for share in (0, 0.01, 0.5, 0.95):
+        path.write_bytes(data[: int(share * len(data))])
+        with pytest.raises(ValueError) as error:
+            decode_photograph(path)
+        assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)
+
+
+def test_photographs_without_a_range_of_values_are_named(tmp_path):
+    Image.fromarray(np.full((40, 60), 7.5, np.float32)).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=f"{tmp_path / 'a.tif'}: has pixels of Pillow's mode 'F'; expected 8 or 16"):
+        decode_photograph(tmp_path / "a.tif")
+
+
+def test_file_names_that_are_not_utf_8(trained, tmp_path):
+    """Old archives hold them. The output's name has the same bytes; messages escape them."""
+    folder, name = tmp_path / "in", os.fsdecode(b"caf\xe9")
+    picture(folder / "a.png").tobytes()
+    (folder / "a.png").rename(folder / f"{name}.png")
+    (folder / f"{name} 2.png").write_bytes(b"")
+    (folder / f"{name}.txt").write_text("")
+    options = (f"checkpoint={trained[0]}", f"input={folder}", f"output={tmp_path / 'out'}", "device=cpu")
+    ended = subprocess.run(
+        [sys.executable, "-m", "scripts.predict", *options],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+        timeout=300,
+    )
+    assert b"1 of 2 images were not predicted:\n%b/caf\\udce9 2.png: the file is empty" % bytes(folder) in ended.stderr
+    assert ended.returncode == 1 and b"Traceback" not in ended.stderr
+    assert b"skipped 1 file(s) without an image's suffix: caf\\udce9.txt\n" in ended.stdout
+    assert [path.name for path in (tmp_path / "out" / "ids").iterdir()] == [f"{name}.png"]
+
+
 @pytest.mark.parametrize(
     "files, names",
     [
         (("b.png", "a.jpg", "c/a.jpg"), ["a", "b", "c/a"]),
-        (("a.jpg", "a.png", "b.png"), ["a.jpg", "a.png", "b.png"]),
+        (("a.jpg", "a.png", "b.png", "c/a.png"), ["a.jpg", "a.png", "b", "c/a"]),
         (("a.jpg", "A.png"), ["A.png", "a.jpg"]),  # one file on a case-insensitive filesystem
         (("a.jpg", "a.png", "a.png.png", "a.jpg.jpg"), ["a.jpg", "a.jpg.jpg", "a.png", "a.png.png"]),
+        (("a.jpg", "a.png", "A.PNG.png", "a.png.png.jpg"), ["A.PNG.png", "a.jpg", "a.png", "a.png.png.jpg"]),
         (("a.b.jpg", "a.c.jpg"), ["a.b", "a.c"]),
     ],
 )
@@ -187,7 +298,9 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path, 
 
 def test_a_folder_without_images_is_refused(trained, tmp_path):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ValueError, match=re.escape(f"input={tmp_path} holds no .png, .jpg, .jpeg files")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"input={tmp_path} holds no image that Pillow can read, such as .png")
+    ):
         run(trained, tmp_path, tmp_path / "out")
 
 

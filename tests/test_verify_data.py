@@ -1,8 +1,11 @@
 """The report of a full check: exact counts, every kind of problem with its first files, the exit status."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+import zlib
 
 import pytest
 
@@ -14,7 +17,8 @@ from tests.runs import REPOSITORY, composed
 
 def run(*overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "scripts.verify_data", *overrides]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env=strict)
 
 
 def test_complete_data_is_a_success_with_exact_counts(tmp_path):
@@ -60,10 +64,47 @@ def test_every_problem_is_reported_and_is_a_failure(tmp_path):
     assert "no images in split 'test'" in completed.stdout and "Expected layout" not in completed.stdout
 
 
+def test_file_names_that_are_not_utf_8_are_reported(tmp_path):
+    """On the screen with escapes, in the file so that Python's JSON gives the name back."""
+    root = trees.camvid_folders(tmp_path / "data")
+    path = root / "train" / "images" / os.fsdecode(b"caf\xe9.jpg")
+    (path.parent / "0001TP_000002.jpg").rename(path)
+    path.write_bytes(b"")
+    completed = run("data=camvid", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
+    assert completed.returncode == 1 and completed.stderr == "", completed.stderr
+    assert f"  {path.parent}/caf\\udce9.jpg: the file is empty; expected " in completed.stdout
+    found = json.loads((tmp_path / "report.json").read_text())["splits"]["train"]["problems"]
+    assert found["unreadable image"][0].startswith(f"{path}: the file is empty")
+    assert found["label without image"][0].startswith(
+        f"{root / 'train' / 'labels' / '0001TP_000002.png'}: has no image"
+    )
+
+
+def test_large_text_in_a_file_is_no_problem(tmp_path):
+    root = trees.camvid_annot(tmp_path / "data")
+    for path in (root / "train" / "0001TP_000002.png", root / "trainannot" / "0001TP_000002.png"):
+        text = b"zTXtcomment\0\0" + zlib.compress(bytes(2_000_000))
+        chunk = (len(text) - 4).to_bytes(4, "big") + text + zlib.crc32(text).to_bytes(4, "big")
+        path.write_bytes(path.read_bytes()[:33] + chunk + path.read_bytes()[33:])
+    (report,) = verify_data(composed("verify_data", "data=camvid", f"data.root={root}", "workers=0", "splits=[train]"))
+    assert list(report.by_kind()) == ["number of images"]
+
+
 def test_the_layout_is_shown_where_no_split_can_be_opened(tmp_path, capsys):
     reports = verify_data(composed("verify_data", "data=vistas", f"data.root={tmp_path}", "workers=0"))
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert capsys.readouterr().out.count("Expected layout of vistas") == 1
+
+
+def test_each_split_says_how_to_open_it(tmp_path, capsys):
+    """Although its layout is known, since another split can be opened."""
+    root = trees.coco_stuff(tmp_path / "data", pixel_maps=False)
+    shutil.rmtree(root / "annotations")
+    reports = verify_data(composed("verify_data", "data=coco_stuff", f"data.root={root}", "workers=0"))
+    assert [report.inspection is None for report in reports] == [True, True, False]
+    printed = capsys.readouterr().out
+    assert printed.count("  Fix: give data.lists=full to use all images of the folder, or unpack") == 2
+    assert "Expected layout" not in printed
 
 
 def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):

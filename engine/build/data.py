@@ -24,16 +24,26 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 
 
-def dataset(config: SegmentationData, split: str, strict: bool = True) -> SegmentationDataset:
-    """One split of the dataset; its files are paired and counted but not yet read. ValueError for missing files.
+def dataset(config: SegmentationData, split: str, strict: bool = True, key: str | None = None) -> SegmentationDataset:
+    """One split of the dataset; its files are paired and counted but not yet read.
 
+    `key`: the config key of `split`, for messages; None if it is a choice for this command alone, `data.split`.
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
+
+    Raises:
+        ValueError: the dataset has no such split, or files are missing.
     """
-    make, _ = _source(config)
+    make, images = _source(config)
+    if split not in images:
+        known = ", ".join(images)
+        raise ValueError(
+            f"{key or 'data.split'}={split}: split {split!r} is unknown to {config.name}; expected one of {known}"
+        )
     try:
         return make(config.root, split, strict=strict)
     except ValueError as error:
-        raise ValueError(f"data.root={config.root}: {error}") from error
+        chosen_split = f"{key}={split}: " if key else ""
+        raise ValueError(f"{chosen_split}data.root={config.root}: {error}") from error
 
 
 def official_images(config: SegmentationData) -> dict[str, int]:
@@ -45,7 +55,7 @@ def official_images(config: SegmentationData) -> dict[str, int]:
 def _source(config: SegmentationData) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
     """The function that makes a split, and `official_images`."""
     if isinstance(config, CocoStuffData):
-        make = partial(coco_stuff, lists=config.lists, other_class=config.other_class)
+        make = partial(coco_stuff, lists=config.lists, other_class=config.other_class, lists_key="data.lists")
         return make, COCO_STUFF_IMAGES[config.lists]
     sources: dict[str, tuple[Callable[..., SegmentationDataset], dict[str, int]]] = {
         "camvid": (camvid, CAMVID_IMAGES),
@@ -64,10 +74,7 @@ def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, Segm
 
 def labelled_dataset(config: SegmentationData, key: str, split: str) -> SegmentationDataset:
     """As `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
-    try:
-        built = dataset(config, split)
-    except ValueError as error:
-        raise ValueError(f"{key}={split}: {error}") from error
+    built = dataset(config, split, key=key)
     if not built.has_labels:
         raise ValueError(
             f"{key}={split}: {config.name} has no labels in this split; choose one with labels, such as val"

@@ -101,5 +101,5 @@ class Evaluation(TrainedNetwork):
 class Prediction(TrainedNetwork):
     """One run of scripts.predict."""
 
-    input: str = MISSING  # an image, or a folder of PNG and JPEG files, searched with its subfolders
+    input: str = MISSING  # an image, or a folder of images, searched with its subfolders
     output: str = MISSING  # folder

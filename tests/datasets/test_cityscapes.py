@@ -45,6 +45,13 @@ def test_instances_are_numbered_by_train_id_and_groups_are_none(cityscapes_root)
     assert np.array_equal(sample.label, dataset[0].label) and sample.name == dataset[0].name
 
 
+def test_an_unreadable_file_of_instances_is_named_with_the_fix(cityscapes_root):
+    dataset = cityscapes(cityscapes_root, "val")
+    dataset.files[0].instances.write_bytes(b"")
+    with pytest.raises(ValueError, match="_instanceIds.png: the file is empty; .* Restore the file from the dataset's"):
+        dataset.scored(0)
+
+
 def test_reads_the_official_layout(cityscapes_root):
     train = cityscapes(cityscapes_root, "train")
     names = [f"{city}_{index:06d}_000019" for city in ("aachen", "bochum") for index in (0, 1)]

@@ -108,7 +108,8 @@ def test_a_list_that_does_not_fit_is_an_error(coco_root):
     file.write_text("9\n30\n", encoding="utf-8-sig")
     assert len(coco_stuff(coco_root, "train")) == 2
     file.unlink()
-    with pytest.raises(ValueError, match=r" lists=challenge needs .*train-ids.txt, which is missing \(lists=full"):
+    needed = r"(?s) lists=challenge needs [^\n]*train-ids.txt, which is missing.*Fix: give lists=full"
+    with pytest.raises(ValueError, match=needed):
         coco_stuff(coco_root, "train")
     assert len(coco_stuff(coco_root, "train", lists="full")) == 4
 
@@ -180,3 +181,25 @@ def test_image_without_label_is_named_and_counted(coco_root):
     (coco_root / "annotations" / "stuff_train2017_pixelmaps" / "000000000030.png").unlink()
     with pytest.raises(ValueError, match="1 of 3 images have no label: 000000000030"):
         coco_stuff(coco_root, "train")
+
+
+@pytest.mark.parametrize("images", [".", "images"])
+@pytest.mark.parametrize("labels", ["stuffthingmaps", "annotations"])
+def test_without_the_lists_the_fix_is_to_use_all_images(tmp_path, images, labels):
+    """The layouts of its authors' README, which has no lists, with every file that is needed without them."""
+    root = trees.coco_stuff(tmp_path / "coco", pixel_maps=False)
+    shutil.rmtree(root / "annotations")
+    (root / "stuffthingmaps").rename(root / labels)
+    for split in ("train2017", "val2017"):
+        (root / images).mkdir(exist_ok=True)
+        shutil.move(root / split, root / images / split)
+    with pytest.raises(ValueError) as error:
+        coco_stuff(root, "train")
+    fix = str(error.value).partition("\nFix: ")[2]
+    assert fix.startswith(
+        "give lists=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip"
+    )
+    assert "train2017.zip," not in fix
+    with pytest.raises(ValueError, match="Fix: give data.lists=full to use"):
+        coco_stuff(root, "train", lists_key="data.lists")
+    assert len(coco_stuff(root, "train", lists="full")) == 4

@@ -110,7 +110,8 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
     "name, content, complaint",
     [
         ("x.png", b"", "empty"),
-        ("x.png", b"\x89PNG\r\n\x1a\n" + b"IEND", "cannot be decoded as an image"),
+        ("x.png", b"\x89PNG\r\n\x1a\n" + b"IEND", "truncated"),
+        ("x.png", b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xaeB`\x82", "cannot be decoded as an image"),
         ("x.jpg", b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", "cannot be decoded as an image"),
         ("x.jpg", b"\xff\xd8\xff\xd9\x00\x02\xff", "cannot be decoded as an image"),
         ("x.jpg", b"\xff\xd8\xff\xd9", "cannot be decoded as an image"),
@@ -161,6 +162,111 @@ def test_whatever_byte_of_a_header_is_damaged_the_error_names_the_file(suffix, t
                 read(path)
             except ValueError as error:
                 assert str(error).startswith(f"{path}: "), (place, error)
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+
+
+def with_thumbnail(data: bytes) -> bytes:
+    """A JPEG with another one in its EXIF segment, as cameras write it."""
+    thumbnail = b"Exif\0\0" + cv2.imencode(".jpg", photograph()[:16, :16])[1].tobytes()
+    return data[:2] + b"\xff\xe1" + (len(thumbnail) + 2).to_bytes(2, "big") + thumbnail + data[2:]
+
+
+BEHIND = {
+    "zeros": bytes(9000),
+    "film": b"\0\0\0\x18ftypmp42" + np.random.default_rng(2).bytes(9000),
+    "second image": cv2.imencode(".jpg", photograph())[1].tobytes() + bytes(9000),
+}
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("kind", ["png", "jpeg 4:2:0", "jpeg with restarts", "progressive jpeg", "gray jpeg"])
+def test_only_bytes_up_to_the_end_mark_count(kind, behind, tmp_path, capfd):
+    """Panoramas and motion photos have bytes behind it. A thumbnail's end mark is not the image's."""
+    name, mode, options = IMAGES[kind]
+    path = saved(tmp_path / name, Image.fromarray(photograph()).convert(mode), **options)
+    whole = decode_image(path)
+    data = path.read_bytes() if name == "x.png" else with_thumbnail(path.read_bytes())
+    for cut in [*range(4, len(data), 5), len(data) - 2, len(data) - 1]:
+        path.write_bytes(data[:cut])
+        for read in (read_size, decode_image):
+            with pytest.raises(ValueError, match=f"{path}: (.* truncated|has no readable|cannot be decoded)"):
+                read(path)
+    capfd.readouterr()
+    for more in (0, 1, 5000, len(BEHIND[behind])):
+        path.write_bytes(data + BEHIND[behind][:more])
+        assert read_size(path) == (WIDTH, HEIGHT)
+        assert np.array_equal(decode_image(path), whole)
+        assert np.array_equal(decode_image(path, WINDOWS[40]), whole[WINDOWS[40]])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_photograph_of_several_images_is_the_first(tmp_path):
+    """Cameras for panoramas and 3D store further images behind it, listed in its header."""
+    path, images = tmp_path / "x.jpg", [Image.fromarray(photograph()[::step].copy()) for step in (1, -1)]
+    images[0].save(path, "MPO", save_all=True, append_images=images[1:])
+    alone = saved(tmp_path / "alone.jpg", images[0])
+    assert Image.open(path).n_frames == 2
+    assert read_size(path) == (WIDTH, HEIGHT) and np.array_equal(decode_image(path), decode_image(alone))
+    assert np.array_equal(decode_image(path, WINDOWS[40]), decode_image(alone)[WINDOWS[40]])
+
+
+LARGE_CHUNKS = {
+    "compressed text": (b"zTXt", b"comment\0\0" + zlib.compress(bytes(2_000_000))),
+    "colour profile": (b"iCCP", b"profile\0\0" + zlib.compress(bytes(2_000_000))),
+    "text": (b"tEXt", b"comment\0" + b"x" * 68_000_000),
+}
+
+
+@pytest.mark.parametrize("large", LARGE_CHUNKS)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_chunks_that_are_too_large_for_pillow_are_left_out(large, at_end, tmp_path):
+    added = chunk(*LARGE_CHUNKS[large])
+
+    def enlarged(name: str, image: Image.Image) -> Path:
+        data = saved(tmp_path / name, image).read_bytes()
+        place = len(data) - 12 if at_end else 33
+        (tmp_path / name).write_bytes(data[:place] + added + data[place:])
+        with pytest.raises(ValueError, match="MAX_TEXT"):
+            Image.open(tmp_path / name).load()
+        return tmp_path / name
+
+    path = enlarged("image.png", Image.fromarray(photograph()))
+    assert read_size(path) == (WIDTH, HEIGHT)
+    assert np.array_equal(decode_image(path), photograph())
+    assert np.array_equal(decode_image(path, WINDOWS[9]), photograph()[WINDOWS[9]])
+    for name, image in (("palette.png", palette(66)), ("gray.png", Image.fromarray(labels()))):
+        path = enlarged(name, image)
+        assert read_size(path) == (WIDTH, HEIGHT)
+        assert np.array_equal(decode_label(path), labels())
+        assert np.array_equal(decode_label(path, WINDOWS[9]), labels()[WINDOWS[9]])
+
+
+@pytest.mark.parametrize("damage", ["text", "data"])
+def test_checksums_of_a_whole_label_are_verified(damage, tmp_path):
+    path = saved(tmp_path / "x.png", palette(66))
+    data = path.read_bytes()
+    data = data[:-12] + chunk(b"tEXt", b"a\0some text") + data[-12:]
+    path.write_bytes(data)
+    assert np.array_equal(decode_label(path), labels())
+    place = data.index(b"some" if damage == "text" else b"IDAT") + 3
+    path.write_bytes(data[:place] + b"x" + data[place + 1 :])
+    for window in [(), (WINDOWS[0],)]:
+        with pytest.raises(ValueError, match=f"{path}: damaged pixels or header"):
+            decode_label(path, *window)
+
+
+@pytest.mark.parametrize("read", [read_size, decode_image, decode_label, decode_uint16])
+@pytest.mark.parametrize("content", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xd9", None])
+def test_a_file_may_be_no_part_of_a_dataset(read, content, tmp_path):
+    """Advice about the dataset's archive comes from the dataset (test_segmentation.py)."""
+    if content is not None:
+        (tmp_path / "x.png").write_bytes(content)
+    with pytest.raises(ValueError) as error:
+        read(tmp_path / "x.png")
+    assert str(error.value).startswith(f"{tmp_path / 'x.png'}: ") and "archive" not in str(error.value)
 
 
 def test_the_size_is_that_of_the_stored_pixels(tmp_path):

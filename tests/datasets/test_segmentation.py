@@ -72,6 +72,25 @@ def test_damaged_file(camvid_folders, which, damage, complaint):
     assert str(path) in message and complaint in message and "expected" in message and "Restore the file" in message
 
 
+READS = {
+    "image": (image_path, lambda dataset: dataset.read_image(0)),
+    "label": (label_path, lambda dataset: dataset.read_label(0)),
+    "sizes": (label_path, lambda dataset: dataset.size(0)),
+    "quick check": (image_path, datasets.verify),
+    "full check": (image_path, lambda dataset: pytest.fail(datasets.inspect(dataset).problems[0].message)),
+}
+
+
+@pytest.mark.parametrize("kind", READS)
+def test_where_a_dataset_is_read_the_advice_is_to_restore_the_file(camvid_folders, kind):
+    which, read = READS[kind]
+    which(camvid_folders).write_bytes(b"")
+    with pytest.raises((ValueError, pytest.fail.Exception)) as error:
+        read(camvid(camvid_folders, "train"))
+    problem = f"{which(camvid_folders)}: the file is empty; expected a PNG or JPEG."
+    assert f"{problem} Restore the file from the dataset's archive." in str(error.value)
+
+
 def test_file_that_vanished(camvid_folders):
     dataset = camvid(camvid_folders, "train")
     image_path(camvid_folders).unlink()

@@ -1,0 +1,85 @@
+"""What PNG and JPEG files are made of. Functions take the bytes of a file and decode no pixels."""
+
+import re
+import zlib
+from collections.abc import Iterator
+
+PNG, JPEG = b"\x89PNG", b"\xff\xd8"  # first bytes of a file
+PNG_END, JPEG_END = b"\0\0\0\0IEND\xaeB`\x82", b"\xff\xd9"  # the end mark; further bytes do not belong to the image
+GRAY, COLOUR, PALETTE = 0, 2, 3  # PNG colour types
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd7\xff]")  # a JPEG marker, except restarts between coded pixels
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # JPEG markers of the frame header, which holds the size
+_SEQUENTIAL = (0xC0, 0xC1)  # the markers of JPEGs that decode in one pass from the top
+_JPEG_MARGIN = 16  # rows of the largest JPEG block: a row may be interpolated with rows below it
+
+
+def png_chunks(data: bytes) -> Iterator[memoryview]:
+    """The chunks up to the end mark: length, kind, content, checksum. Stops early if the file does."""
+    view, start = memoryview(data), 8
+    while (end := start + 12 + int.from_bytes(data[start : start + 4], "big")) <= len(data):
+        yield view[start:end]
+        if data[start + 4 : start + 8] == b"IEND":
+            return
+        start = end
+
+
+def png_has_end(data: bytes) -> bool:
+    return any(chunk[4:8] == b"IEND" for chunk in png_chunks(data))
+
+
+def png_is_intact(data: bytes) -> bool:
+    """Whether a PNG has all its chunks with the right checksums, and nothing between them."""
+    chunks = list(png_chunks(data))
+    return png_size(data) is not None and chunks[-1][4:8] == b"IEND" and all(map(_has_checksum, chunks))
+
+
+def png_size(data: bytes) -> tuple[int, int] | None:
+    """(width, height) from a PNG's header, its first 33 bytes; None if it is damaged."""
+    if data[8:16] != b"\0\0\0\x0dIHDR" or not _has_checksum(data[8:33]):
+        return None
+    return int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
+
+
+def png_pixels_only(data: bytes) -> bytes:
+    """The PNG without text, colour profile and other chunks that do not change its pixels' values."""
+    return data[:8] + b"".join(chunk for chunk in png_chunks(data) if chr(chunk[4]).isupper())
+
+
+def png_down_to(data: bytes, rows: int, colour_types: tuple[int, ...]) -> bytes | None:
+    """The PNG with a header that claims `rows` rows; None if its pixels are of another kind."""
+    header = data[12:29]  # "IHDR", width, height, depth, colour type, compression, filter, interlacing
+    depth, colour_type, *_, interlaced = header[12:].ljust(5)
+    if colour_type not in colour_types or interlaced or (depth != 8 and colour_type != PALETTE):
+        return None
+    header = header[:8] + rows.to_bytes(4, "big") + header[12:]
+    return data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + data[33:]
+
+
+def jpeg_has_end(data: bytes) -> bool:
+    """Whether the image has its end mark. A thumbnail's is inside a segment, which is skipped."""
+    position = 2
+    while marker := _MARKER.search(data, position):
+        if marker.group() == JPEG_END:
+            return True
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+    return False
+
+
+def jpeg_down_to(data: bytes, rows: int) -> bytes | None:
+    """The JPEG with a header that claims `rows` rows, plus `_JPEG_MARGIN` if it has them.
+
+    None for other kinds, e.g. progressive JPEGs, or without exactly three components.
+    """
+    offset = 2
+    while offset + 1 < len(data) and data[offset] == 0xFF and data[offset + 1] not in _FRAMES:
+        offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")  # a segment: marker, length, content
+    frame = data[offset : offset + 10]  # marker, length (2 bytes), bits of a value, height (2), width (2), components
+    if len(frame) < 10 or frame[1] not in _SEQUENTIAL or frame[4] != 8 or frame[9] != 3:
+        return None
+    height = min(int.from_bytes(frame[5:7], "big"), rows + _JPEG_MARGIN)
+    return data[: offset + 5] + height.to_bytes(2, "big") + data[offset + 7 :]
+
+
+def _has_checksum(chunk: bytes | memoryview) -> bool:
+    """Whether a PNG chunk's checksum is right."""
+    return zlib.crc32(chunk[4:-4]) == int.from_bytes(chunk[-4:], "big")
