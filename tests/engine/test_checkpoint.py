@@ -60,7 +60,7 @@ def path_and_previous(tmp_path) -> tuple[Path, Path]:
     return path, previous
 
 
-@pytest.mark.injects("full disk", "RLIMIT_FSIZE of six sizes below that of a checkpoint, in a save", into="files")
+@pytest.mark.injects("full disk", "six values of RLIMIT_FSIZE below the size of a checkpoint, in a save", into="files")
 @pytest.mark.parametrize("room", [0, 1, 5000, 8192, 30000, 40000])
 def test_a_full_disk_keeps_the_checkpoints_and_is_reported(path_and_previous, room):
     with files_of_at_most(room):
