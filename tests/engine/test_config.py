@@ -338,3 +338,13 @@ def test_what_is_printed_is_what_runs(tmp_path):
     OmegaConf.save(values, tmp_path / "config.yaml")
     again = from_plain(OmegaConf.to_container(OmegaConf.load(tmp_path / "config.yaml"), resolve=True))
     assert again == cfg.typed(values, SegmentationRun)
+
+
+def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
+    shared = cfg.fixed(run_config(), unless="per_machine").keys()
+    intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
+    assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume"} <= shared
+    assert (
+        not {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device", "run_dir"}
+        & shared
+    )
