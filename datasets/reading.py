@@ -77,8 +77,8 @@ def decode_uint16(path: Path) -> np.ndarray:
 def decode_photograph(path: Path) -> np.ndarray:
     """Decode any image that Pillow can read as viewers show it: uint8 (H, W, 3) RGB. Unreadable if that fails.
 
-    EXIF orientation is applied; of several frames or pages, the first counts. Pixels of PNG and JPEG files are those of
-    `decode_image`, whatever the file's name.
+    EXIF orientation is applied; of several frames or pages, the first counts. PNG and JPEG files are read as by
+    `decode_image`, whatever their names.
     """
     try:
         with open(path, "rb") as file:
