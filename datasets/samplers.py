@@ -140,6 +140,7 @@ class ClassUniformMinibatches(_Minibatches):
             )
 
     def keys(self, epoch: int) -> list[Draw]:
+        """The draws of one epoch: `fraction` of them class-uniform, the rest uniform, in random order."""
         rng = _generator(self.seed, epoch, stream=1)
         count = round(self.fraction * self.images)
         class_uniform = iter(self._class_uniform(count, rng))

@@ -129,13 +129,22 @@ def flat(values: dict, prefix: str = "") -> dict:
     return leaves
 
 
-def fixed(config: Keys, prefix: str = "", unless: str = "free_on_resume") -> dict[str, object]:
-    """{"optim.lr": 1, …}: the keys that a resumed run may not change; unless="per_machine": keys that ranks share."""
+def fixed(config: Keys) -> dict[str, object]:
+    """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
+    return _unmarked(config, "free_on_resume")
+
+
+def shared(config: Keys) -> dict[str, object]:
+    """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
+    return _unmarked(config, "per_machine")
+
+
+def _unmarked(config: Keys, mark: str, prefix: str = "") -> dict[str, object]:
     leaves = {}
     for entry in fields(config):
         value = getattr(config, entry.name)
         if isinstance(value, Keys):
-            leaves.update(fixed(value, f"{prefix}{entry.name}.", unless))
-        elif not entry.metadata.get(unless):
+            leaves.update(_unmarked(value, mark, f"{prefix}{entry.name}."))
+        elif not entry.metadata.get(mark):
             leaves[prefix + entry.name] = value
     return leaves

@@ -186,8 +186,7 @@ def _agree(
         count = len(train_set.classes)
         raise ValueError(f"{train_set.name} has {count} classes: expected 1 to {config.most_classes} for {config.task}")
     schedule = schedule_of(config, images=len(train_set))
-    shared = configuration.fixed(config, unless="per_machine")  # intervals too: they decide when ranks meet
-    world.check_equal(shared, "start all of them with the same keys and values")
+    world.check_equal(configuration.shared(config), "start all of them with the same keys and values")
     with world.first_goes_ahead() as first:
         if first:
             directory.lock()

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,22 @@ def test_scores_in_the_readme_are_those_of_the_runs():
     for row, file in rows:
         miou = json.loads((REPOSITORY / file).read_text())["miou"]
         assert f"{100 * miou:.2f}" in row, file
+
+
+def test_costs_in_the_readme_are_those_of_the_records():
+    """Bytes kept per pixel are in docs/memory.md's table, which another test compares with the networks."""
+    rows = re.findall(r"^\| (.*) \| ([\d.,]+) \| ([\d.,]+) \| \[", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    written = {about: (standard, inplace) for about, standard, inplace in rows}
+    memory = (REPOSITORY / "docs" / "memory.md").read_text()
+    for about in [about for about in written if "bytes per input pixel" in about]:
+        for norm, value in zip(("std", "inplace"), written.pop(about), strict=True):
+            assert re.search(rf"\| {norm} \|.*\b{value}\b", memory), about
+    records = json.loads((RESULTS / "training_cpu_compile.json").read_text())["rows"]
+    found = {row["switch"]: row for row in records if row["switch"] in ("norm=std", "default")}
+    standard, inplace = found["norm=std"], found["default"]
+    costs = [tuple(f"{row[kind] / 2**20:.1f}" for row in (standard, inplace)) for kind in ("saved_bytes", "peak_bytes")]
+    costs.append(tuple(f"{statistics.median(row['times_ms'][0]):.0f}" for row in (standard, inplace)))
+    assert list(written.values()) == costs
 
 
 def test_links_in_the_documentation_lead_somewhere():

@@ -141,7 +141,7 @@ def measure(arguments: AbnArguments, clock: Clock) -> dict:
 
 
 def measure_cell(cell: Cell, arguments: AbnArguments, settings: Settings) -> tuple[list[dict], dict[str, str]]:
-    """A row for each strategy, and the reasons why others have none."""
+    """Measure all strategies on one input. Returns their rows, and why a strategy has none."""
     uncompiled = "compiler=null" if arguments.compiler is None else None
     if cell.device == "cuda" and (cell.layout, cell.dtype) not in COMPILED_ON_CUDA:
         uncompiled = "to save time, not compiled for this layout and dtype"

@@ -72,7 +72,7 @@ class TrainingArguments(frame.Arguments):
 
 
 def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
-    """Times of both loops, a row for each switch, and why others have none."""
+    """Measure both loops and every switch; switches that cannot run here are listed with the reason."""
     synthetic(None, "train")  # written once, before the processes ask for it
     overhead_ms = {}
     if "overhead" in arguments.parts:
@@ -100,7 +100,7 @@ def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
 
 
 def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> tuple[dict[str, dict], dict[str, Exception]]:
-    """Rows of one start of a process for each switch, and what failed. A round takes a step in each process."""
+    """Start a process for each switch and time its steps in rounds. Returns rows by switch, and errors by switch."""
     failed: dict[str, Exception] = {}
     common = arguments.overrides(arguments.crops)
     with ExitStack() as stack:

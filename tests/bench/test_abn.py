@@ -152,7 +152,7 @@ def synthetic(group: str, size: list[int], times_ms: dict[str, float], **cell: s
 
 
 def verdict_of(rows: list[dict], *words: str) -> tuple[str, str]:
-    """(verdict, measured) of the one target with these words."""
+    """Find the only target whose text contains all `words`; return its verdict and what was measured."""
     (found,) = [t for t in targets(rows, []) if all(word in f"{t.about} | {t.to_reach}" for word in words)]
     return found.verdict, found.measured
 

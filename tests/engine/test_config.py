@@ -341,7 +341,7 @@ def test_what_is_printed_is_what_runs(tmp_path):
 
 
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
-    shared = cfg.fixed(run_config(), unless="per_machine").keys()
+    shared = cfg.shared(run_config()).keys()
     intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
     assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume"} <= shared
     assert (
