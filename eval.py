@@ -8,7 +8,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from datasets import WholeImages, verify, worker_failures
+from datasets import WholeImages, reading_errors, verify
 from engine import build, checkpoint
 from engine import config as configuration
 from engine.command_line import configured
@@ -44,7 +44,7 @@ def evaluate(values: DictConfig) -> dict:
     apply_options(config, options)
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,
-        worker_failures(options.workers, config.data.timeout_seconds),
+        reading_errors(config.data.timeout_seconds, timeout_key="timeout_seconds", workers_key="workers"),
     ):
         return score(state, path, config, options, results_file, world)
 
@@ -105,7 +105,6 @@ def apply_options(config: SegmentationRun, options: Evaluation) -> None:
             f"data.root={root} is not a folder with files: give data.root=DIR, the folder of {config.data.name}"
         )
     config.data.root = root
-    config.data.timeout_seconds = options.timeout_seconds or config.data.timeout_seconds
     config.trainer.evaluate_images = None
     options.apply_to(config)
 

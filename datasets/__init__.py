@@ -15,7 +15,7 @@ from datasets.synthetic import synthetic
 from datasets.transforms import ColourJitter, TrainingTransform
 from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
-from datasets.workers import Workers, worker_failures, worker_init
+from datasets.workers import Workers, reading_errors, worker_init
 
 __all__ = [
     "ClassIndex",
@@ -42,6 +42,6 @@ __all__ = [
     "synthetic",
     "verify",
     "vistas",
-    "worker_failures",
+    "reading_errors",
     "worker_init",
 ]

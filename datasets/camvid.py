@@ -5,6 +5,7 @@ import os
 from datasets.class_table import ClassTable
 from datasets.layout import Layout
 from datasets.segmentation import SegmentationDataset
+from datasets.time_limit import limited
 
 IMAGES = {"train": 367, "val": 101, "test": 233}  # in the official splits
 
@@ -54,6 +55,7 @@ def camvid_classes() -> ClassTable:
     )
 
 
+@limited()
 def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One CamVid split: "train" (367 images), "val" (101) or "test" (233), in either common layout.
 

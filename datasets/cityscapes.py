@@ -9,6 +9,7 @@ from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
 from datasets.reading import decode_uint16
 from datasets.segmentation import INSTANCES_PER_CLASS, Files, SegmentationDataset
+from datasets.time_limit import limited
 
 IMAGES = {"train": 2975, "val": 500, "test": 1525}  # in the official splits
 
@@ -101,6 +102,7 @@ def cityscapes_classes() -> ClassTable:
     )
 
 
+@limited()
 def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One Cityscapes split: "train" (2975 images), "val" (500) or "test" (1525, without labels).
 

@@ -82,6 +82,7 @@ def index_classes(
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
+        TimeoutError: a label took longer than the `reading_limit` around this call.
     """
     skips = ["unreadable skipped"] if skip_unreadable else []
     key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes), *skips])
@@ -97,6 +98,8 @@ def index_classes(
                     found = _make(labels, kept / "parts", workers, progress)
                     _write(file, *found)
                     _remove(kept / "parts")
+        except TimeoutError:  # of a label
+            raise
         except OSError as error:
             raise ValueError(
                 f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {kept} ({error}); "

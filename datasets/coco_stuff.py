@@ -7,6 +7,7 @@ from pathlib import Path
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
+from datasets.time_limit import limited
 
 # Official split sizes, by list of images.
 IMAGES = {
@@ -78,6 +79,7 @@ def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) 
     )
 
 
+@limited()
 def coco_stuff(
     root: str | os.PathLike | None,
     split: str,

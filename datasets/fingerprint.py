@@ -6,10 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from datasets.time_limit import limited
+
 if TYPE_CHECKING:
     from datasets.segmentation import SegmentationDataset
 
 
+@limited()
 def names_and_sizes(dataset: "SegmentationDataset") -> tuple[str, str]:
     """Hexadecimal hashes of the files' names below the dataset's folder, and of their sizes."""
     names, sizes = hashlib.sha256(), hashlib.sha256()
@@ -19,6 +22,7 @@ def names_and_sizes(dataset: "SegmentationDataset") -> tuple[str, str]:
     return names.hexdigest(), sizes.hexdigest()
 
 
+@limited()
 def fingerprint(dataset: "SegmentationDataset", version: int | list) -> str:
     """Hexadecimal hash of a dataset's files; it does not change if the whole folder is moved.
 

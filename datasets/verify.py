@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -53,6 +53,8 @@ def verify(
 ) -> None:
     """Check every image and label of a split. ValueError lists the first problems and counts all.
 
+    TimeoutError names the first image that takes longer than the `reading_limit` around this call.
+
     Images and instance files must be complete, with a readable header and the size of the label; their pixels are not
     decoded. Labels are decoded, and every id must be in the class table. `workers`: number of processes (default: one
     per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder remembers
@@ -62,10 +64,8 @@ def verify(
     if remembered.is_file():
         return
     problems = []
-    for done, found in enumerate(in_order(_Checked(dataset), range(len(dataset)), workers), start=1):
+    for found in _every(_Checked(dataset), workers, progress):
         problems += found
-        if progress is not None:
-            progress(done, len(dataset))
     if problems:
         listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
         more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -95,12 +95,10 @@ def inspect(
     classes = len(dataset.classes)
     problems = _unpaired(dataset)
     pixels, images = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for done, (found, counts) in enumerate(in_order(_Inspected(dataset), range(len(dataset)), workers), start=1):
+    for found, counts in _every(_Inspected(dataset), workers, progress):
         problems += found
         pixels += counts
         images += counts > 0
-        if progress is not None:
-            progress(done, len(dataset))
     return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
 
 
@@ -129,6 +127,21 @@ class _Inspected(Dataset):
             problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
             problems, label = [problem], None
         return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
+
+
+def _every(
+    source: _Checked | _Inspected, workers: int | None, progress: Callable[[int, int], None] | None
+) -> Iterator[Any]:
+    """The items of `source`. TimeoutError names the image that, with its label, was not read in time."""
+    files, done = source.dataset.files, 0
+    try:
+        for item in in_order(source, range(len(files)), workers):
+            yield item
+            done += 1
+            if progress is not None:
+                progress(done, len(files))
+    except TimeoutError as error:
+        raise TimeoutError(f"{files[done].image or files[done].label}: {error}") from error
 
 
 def _check(

@@ -10,6 +10,7 @@ from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
 from datasets.reading import Window, decode_instance_classes, decode_label
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
+from datasets.time_limit import limited
 
 IMAGES = {"train": 18000, "val": 2000, "test": 5000}  # in the official splits
 
@@ -71,6 +72,7 @@ def vistas_classes(config: Path) -> ClassTable:
     )
 
 
+@limited()
 def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One Vistas split: "train" (18000 images), "val" (2000) or "test" (5000, without labels), in either folder style.
 

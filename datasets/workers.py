@@ -4,21 +4,30 @@ They are processes, not threads: if a thread that used OpenCV ends while a proce
 inherit an OpenCV mutex that stays locked forever. A training run forks its workers right after such a pass.
 """
 
+import ctypes
+import errno
 import os
+import resource
+import shutil
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import parent_process, popen_fork
+from multiprocessing import active_children, parent_process, popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import cv2
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from datasets.time_limit import limited, reading_limit
+
 _Item = TypeVar("_Item")
 
+_SECONDS_TO_DIE = 5  # longer only in a system call that cannot be interrupted
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _KEPT_BLOCKS = 6  # of 16 MiB: an image of 25 megapixels at four bytes per pixel
 
 
@@ -29,7 +38,7 @@ class _Killed(popen_fork.Popen):
         # PyTorch's SIGCHLD handler would report the killed worker as a failure.
         handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self.kill()
-        self.wait()
+        self.wait(_SECONDS_TO_DIE)
         signal.signal(signal.SIGCHLD, handler)
 
 
@@ -47,44 +56,127 @@ def worker_init(worker_id: int) -> None:
     if parent_process() is not None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
+        _die_with_parent()
     cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
     # Let Pillow reuse the memory of a large image: getting new pages from the system each time can take as long as
     # decoding. (This call is private, but the only alternative is an environment variable.)
     Image.core.set_blocks_max(_KEPT_BLOCKS)
 
 
-@contextmanager
-def worker_failures(workers: int, timeout_seconds: int, keys: str = "", advice: str = "") -> Iterator[None]:
-    """Turn PyTorch's errors about the `workers` processes of a DataLoader into errors that say what to do.
+class Loader(DataLoader):
+    """A DataLoader whose `workers` processes run `worker_init`; 0 reads in this process. Its reads are `limited`."""
 
-    Messages name the settings `{keys}workers` and `{keys}timeout_seconds`, and end with `advice`.
+    def __init__(self, source: Dataset, workers: int, **options: Any):
+        super().__init__(
+            source,
+            num_workers=workers,
+            worker_init_fn=worker_init,
+            multiprocessing_context=Workers() if workers else None,
+            # Iterators draw a random number when they start. With a generator of its own, the run's random numbers do
+            # not depend on its evaluations, or on whether a pass was needed or its result was cached.
+            generator=torch.Generator(),
+            **options,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch promises a class of its own
+        if self.num_workers:
+            _allow_open_files(self.num_workers)
+        others, workers = active_children(), []
+        try:
+            with limited():
+                items = self._started()
+            workers = [child for child in active_children() if child not in others]
+            for _ in range(len(self)):
+                with limited():
+                    item = next(items)
+                yield item
+        except TimeoutError:
+            for worker in workers:  # PyTorch would wait for those that are stopped
+                worker.terminate()
+            raise
+        except (ConnectionError, EOFError) as error:  # raised if a worker dies while it hands over an item
+            for worker in workers:
+                worker.join(1)
+            dead = [str(worker.pid) for worker in workers if not worker.is_alive()]
+            if not dead:
+                raise
+            raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(dead)}) exited unexpectedly") from error
+
+    def _started(self) -> Iterator[Any]:
+        try:
+            return super().__iter__()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise RuntimeError(f"DataLoader workers cannot start for lack of shared memory: {error}") from error
+
+
+def _allow_open_files(workers: int) -> None:
+    """Raise this process's limit of open files as needed. PyTorch would lose items, and wait for them for ever.
 
     Raises:
-        TimeoutError: the workers delivered nothing for `timeout_seconds`.
-        ChildProcessError: a worker was killed.
-        MemoryError: a worker could not allocate memory.
+        ValueError: the system does not permit that.
     """
+    # Pipes and locks take 7 files per worker, and every tensor under way takes one.
+    needed = len(os.listdir("/dev/fd")) + 32 + 10 * workers
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"ulimit -n permits {hard} open files: expected {needed} or more for {workers} processes that read images. "
+            f"Raise the limit, or use fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _die_with_parent() -> None:
+    """Have Linux kill this process when its parent ends: a process that is stopped or stuck would stay for ever."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def reading_errors(
+    timeout_seconds: int,
+    advice: str = "",
+    timeout_key: str = "data.timeout_seconds",
+    workers_key: str = "data.workers",
+) -> Iterator[None]:
+    """Wraps a command that reads data: every read has a time limit, and errors of a `Loader` say what to do.
+
+    Messages name the keys of the time limit and of the number of workers, and end with `advice`.
+
+    Raises:
+        TimeoutError: no data came for `timeout_seconds`.
+        ChildProcessError: a worker was killed.
+        MemoryError: a worker could not allocate memory, or the shared memory is too small.
+    """
+    too_late = (
+        f"no data came for {timeout_key}={timeout_seconds} seconds: a disk or network folder hangs, or a process that "
+        f"reads images was stopped; if reading is just slow, raise {timeout_key}.{advice}"
+    )
     try:
-        yield
+        with reading_limit(timeout_seconds, too_late):
+            yield
     except RuntimeError as error:
         # PyTorch notices a dead worker in a signal handler: its error may interrupt a save, which raises its own.
-        known = ("DataLoader", "Caught MemoryError")
+        known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker")
         message = next((text for text in _messages(error) if text.startswith(known)), "")
-        if message.startswith("Caught"):
+        if "shared memory" in message or "Bus error" in message:
             raise MemoryError(
-                f"out of memory in one of the {keys}workers={workers} processes that read images: use smaller crops, "
-                f"or fewer {keys}workers"
+                f"/dev/shm is full ({_shared_memory()}): the processes that read images pass them on there. Give it "
+                f"more (docker run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs "
+                f"none.{advice}"
             ) from error
-        if message.startswith("DataLoader timed out"):
-            raise TimeoutError(
-                f"the {keys}workers={workers} processes that read images delivered none for {keys}timeout_seconds="
-                f"{timeout_seconds} seconds: a disk or network folder may hang; if reading is just slow, raise "
-                f"{keys}timeout_seconds; {keys}workers=0 reads in the main process.{advice}"
+        if message.startswith("Caught MemoryError"):
+            raise MemoryError(
+                f"out of memory in a process that reads images: use smaller crops, or fewer {workers_key}"
             ) from error
         if message.startswith("DataLoader worker"):
             raise ChildProcessError(
-                f"one of the {keys}workers={workers} processes that read images died: {message.strip()} If the "
-                f"machine ran out of memory, use fewer {keys}workers.{advice}"
+                f"a process that reads images died: {message.strip()} If the machine ran out of memory, use fewer "
+                f"{workers_key}.{advice}"
             ) from error
         raise
 
@@ -96,24 +188,18 @@ def _messages(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
-def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None) -> DataLoader:
+def _shared_memory() -> str:
+    usage = shutil.disk_usage("/dev/shm")
+    return f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
+
+
+def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None) -> Loader:
     """Yield `source[index]` for each of `indices`, in order and unchanged, read by `workers` processes.
 
     The default is one process per core; 0 reads in this process.
     """
     count = min(_cores() if workers is None else workers, len(indices))
-    return DataLoader(
-        source,
-        sampler=indices,
-        batch_size=None,
-        collate_fn=_unchanged,
-        num_workers=count,
-        worker_init_fn=worker_init,
-        multiprocessing_context=Workers() if count else None,
-        # Starting an iterator draws a random number. With a generator of its own, the run's random numbers do not
-        # depend on whether this pass was needed or its result was cached.
-        generator=torch.Generator(),
-    )
+    return Loader(source, count, sampler=indices, batch_size=None, collate_fn=_unchanged)
 
 
 def _cores() -> int:

@@ -36,6 +36,7 @@ def train(
     minibatch_size = run.config.data.crops_per_minibatch
     if run.config.trainer.profile and world.first:
         minibatches = profiled(minibatches, run.config.trainer.profile, run.directory.path / "profile")
+    run.stop.training = True
     with metrics:
         if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped during it
             run.record(run.start_step, evaluate())

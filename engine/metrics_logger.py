@@ -172,11 +172,12 @@ class MetricsLogger:
         took = f"{self.all_steps} steps in {timedelta(seconds=round(self.all_seconds))}{speed}{memory}"
         last = max(self.scores)
         best = next((step for step, score in self.scores.items() if score == self.best_score), None)  # None: all NaN
+        gone = "" if directory.best.is_file() else " (gone)"
         lines = {
             "run": str(directory.path),
             "training": f"{took}, {self.skipped} images skipped",
             "last": f"{directory.last}, step {last}, {score_text(self.scores[last])}",
-            "best": f"{directory.best}, step {best}, {score_text(self.best_score)}" if best else "none",
+            "best": f"{directory.best}{gone}, step {best}, {score_text(self.best_score)}" if best else "none",
             "evaluate": evaluate,
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }

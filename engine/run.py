@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from rich.console import Console
 
-from datasets import worker_failures
+from datasets import reading_errors
 from engine import config as configuration
 from engine.build.initial_weights import initialise
 from engine.build.training import arithmetic, schedule_of
@@ -155,8 +155,8 @@ def opened(
     data, trainer = config.data, config.trainer
     with (
         joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
-        worker_failures(data.workers, data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
-        StopRequest() as stop,
+        reading_errors(data.timeout_seconds, advice=" resume=auto continues the run"),
+        StopRequest(data.timeout_seconds) as stop,
     ):
         config.check_shares(world.size)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])

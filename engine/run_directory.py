@@ -45,12 +45,24 @@ class RunDirectory:
         self._lock: TextIO | None = None
 
     def save(self, state: dict, best: bool = False) -> None:
-        """Write the last checkpoint and keep the one before it, or write the `best`; errors: see `checkpoint.save`."""
+        """Write the last checkpoint and keep the one before it, or write the `best`.
+
+        Raises OSError: see `checkpoint.save`; ValueError if a folder is in the way.
+        """
+        self._check_places()
         if best:
             checkpoint.save(self.best, state)
             return
         checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
         self._last_is_good = True
+
+    def _check_places(self) -> None:
+        for path in (self.last, self.previous, self.best):
+            if path.is_dir():
+                raise ValueError(
+                    f"run_dir={self.path}: {path} is a folder, expected a file: move it away, then continue with "
+                    f"resume=auto"
+                )
 
     def lock(self) -> None:
         """Lock the folder against other runs until `in_use` ends or the process dies.
@@ -115,9 +127,10 @@ class RunDirectory:
         files of another size than before. `files`: {split: [hash of names, hash of sizes]}.
 
         Raises:
-            ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged, or its
-                configuration or its data differ.
+            ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or
+                folders, or its configuration or its data differ.
         """
+        self._check_places()
         if not any(map(os.path.lexists, (self.last, self.previous))):
             self._check_nothing_is_lost(config.resume)
             return None

@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from omegaconf import MISSING, DictConfig
 from rich.console import Console
 
-from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_epoch
+from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_epoch, reading_errors
 from datasets.transforms import at_scale
 from engine import build
 from engine import config as configuration
@@ -57,17 +57,18 @@ def browse(values: DictConfig) -> list[Path]:
     """Write the pages and return their files. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values, BrowseData)
     console = make_console()
-    dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
-    crops = islice(training_crops(config, dataset, console), config.count)
-    out = Path(config.out).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    while page := list(islice(crops, _ROWS * _COLUMNS)):
-        written.append(out / f"page_{len(written):03d}.png")
-        first, last = page[0].epoch, page[-1].epoch
-        epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
-        title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, {epochs}"
-        sheet(page, dataset, title).savefig(written[-1], dpi=_DPI)
+    with reading_errors(config.data.timeout_seconds):
+        dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+        crops = islice(training_crops(config, dataset, console), config.count)
+        out = Path(config.out).expanduser()
+        out.mkdir(parents=True, exist_ok=True)
+        written: list[Path] = []
+        while page := list(islice(crops, _ROWS * _COLUMNS)):
+            written.append(out / f"page_{len(written):03d}.png")
+            first, last = page[0].epoch, page[-1].epoch
+            epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
+            title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, {epochs}"
+            sheet(page, dataset, title).savefig(written[-1], dpi=_DPI)
     console.print(f"{config.count} crops on {len(written)} page(s): {out}", soft_wrap=True, markup=False)
     return written
 

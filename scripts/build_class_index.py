@@ -14,7 +14,7 @@ import numpy as np
 from omegaconf import DictConfig
 from rich.table import Table
 
-from datasets import ClassIndex, index_classes
+from datasets import ClassIndex, index_classes, reading_errors
 from engine import build
 from engine import config as configuration
 from engine.command_line import configured
@@ -25,7 +25,7 @@ from engine.schema.keys import group, key
 
 @dataclass
 class ClassIndexRun:
-    data: SegmentationData = group(SEGMENTATION_DATASETS)  # only root, name and train_split matter
+    data: SegmentationData = group(SEGMENTATION_DATASETS)  # only name, root, train_split and timeout_seconds matter
     folder: str | None = None  # for the index, as sampler.folder of a training; null: the cache folder
     positions: int = key(32, above=0)  # pixels stored per image and class, as sampler.positions of a training
     workers: int | None = key(None, least=0)  # processes; null: one per core
@@ -35,10 +35,11 @@ def index(values: DictConfig) -> ClassIndex:
     """Make or find the index and print its counts. Raises ValueError if data, labels or folder are unusable."""
     config = configuration.typed(values, ClassIndexRun)
     console = make_console()
-    dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
-    before = time.perf_counter()
-    with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
-        found = index_classes(dataset, config.folder, config.positions, config.workers, progress)
+    with reading_errors(config.data.timeout_seconds, workers_key="workers"):
+        dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+        before = time.perf_counter()
+        with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
+            found = index_classes(dataset, config.folder, config.positions, config.workers, progress)
     seconds = time.perf_counter() - before
     title = f"{dataset.name} {dataset.split}, {len(dataset)} images, {seconds:.1f} s"
     pixels, images = found.counts.sum(axis=0), np.count_nonzero(found.counts, axis=0)

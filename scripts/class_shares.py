@@ -14,19 +14,19 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
-from torch.utils.data import DataLoader
 
 from datasets import (
     ClassUniformMinibatches,
     ShuffledMinibatches,
     index_classes,
     minibatches_per_epoch,
-    worker_init,
+    reading_errors,
 )
 from engine import build
 from engine import config as configuration
 from engine.command_line import configured
 from engine.console import counted, make_console, progress_bar, tracked
+from engine.distributed import World
 from engine.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
@@ -48,23 +48,24 @@ def compare(values: DictConfig) -> dict:
     """Count, write both files, and return the JSON's content. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values, ClassShares)
     data, console = config.data, make_console()
-    dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
-    with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
-        index = index_classes(dataset, config.folder, progress=progress)
-    steps = config.epochs * minibatches_per_epoch(
-        len(dataset), data.crops_per_minibatch, key="data.crops_per_minibatch"
-    )
-    options = dict(crops_per_minibatch=data.crops_per_minibatch, seed=config.seed, steps=steps)
-    samplers = {
-        "uniform": ShuffledMinibatches(len(dataset), **options),
-        "class_uniform": ClassUniformMinibatches(index, fraction=config.fraction, **options),
-    }
-    crops = build.training_crops(data, dataset, config.seed)
-    seen = {}
-    with progress_bar(console) as progress:
-        for name, sampler in samplers.items():
-            loader = DataLoader(crops, batch_sampler=sampler, num_workers=data.workers, worker_init_fn=worker_init)
-            seen[name] = count(tracked(progress, loader, LABELS[name]), len(dataset.classes))
+    with reading_errors(data.timeout_seconds):
+        dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
+        with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
+            index = index_classes(dataset, config.folder, progress=progress)
+        steps = config.epochs * minibatches_per_epoch(
+            len(dataset), data.crops_per_minibatch, key="data.crops_per_minibatch"
+        )
+        options = dict(crops_per_minibatch=data.crops_per_minibatch, seed=config.seed, steps=steps)
+        samplers = {
+            "uniform": ShuffledMinibatches(len(dataset), **options),
+            "class_uniform": ClassUniformMinibatches(index, fraction=config.fraction, **options),
+        }
+        crops = build.training_crops(data, dataset, config.seed)
+        seen = {}
+        with progress_bar(console) as progress:
+            for name, sampler in samplers.items():
+                loader = build.loader(crops, data, World(), batch_sampler=sampler)
+                seen[name] = count(tracked(progress, loader, LABELS[name]), len(dataset.classes))
     result = {
         "dataset": dataset.name,
         "split": dataset.split,

@@ -15,8 +15,11 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 from PIL import Image
+from rich.console import Console
 
+from datasets import reading_errors
 from datasets.reading import decode_photograph
+from datasets.time_limit import limited
 from engine import build, checkpoint
 from engine import config as configuration
 from engine.command_line import configured
@@ -42,12 +45,18 @@ def predict(values: DictConfig) -> list[Path]:
     options = configuration.typed(values, Prediction)
     console = make_console()
     log_to(console, None)
-    output = Path(options.output).expanduser()
-    images = find_images(Path(options.input).expanduser(), output)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
     config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
     options.apply_to(config)
+    with reading_errors(config.data.timeout_seconds, timeout_key="timeout_seconds"):
+        return predict_images(options, config, state, console)
+
+
+def predict_images(options: Prediction, config: SegmentationRun, state: dict, console: Console) -> list[Path]:
+    """`predict` with the network of `state`, the content of the checkpoint; `options` are applied to `config`."""
+    path, output = Path(options.checkpoint), Path(options.output).expanduser()
+    images = find_images(Path(options.input).expanduser(), output)
     build.arithmetic(config.trainer)
     device, views = device_of(options.device), build.views(options, config.data.base_size)
     forward = build.trained_forward(config, state, path, state["classes"], options.averaged, device)
@@ -60,7 +69,8 @@ def predict(values: DictConfig) -> list[Path]:
         for name, file in tracked(progress, images.items(), "predicting"):
             try:
                 ids_file, colour_file, overlay_file = (inside(output / kind, f"{name}.png") for kind in KINDS)
-                image = decode_photograph(file)  # (H, W, 3)
+                with limited(file):
+                    image = decode_photograph(file)  # (H, W, 3)
             except ValueError as error:
                 unreadable.append(str(error))
                 continue
@@ -76,6 +86,7 @@ def predict(values: DictConfig) -> list[Path]:
     return written
 
 
+@limited()
 def find_images(source: Path, output: Path) -> dict[str, Path]:
     """Find one image, or all in a folder and its subfolders: {result name: image file}, sorted.
 

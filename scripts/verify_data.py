@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from datasets import Inspection, inspect
+from datasets import Inspection, inspect, reading_errors
 from datasets.verify import Problem
 from engine import build
 from engine import config as configuration
@@ -36,7 +36,8 @@ _SHOWN = 5
 
 @dataclass
 class VerifyData:
-    data: SegmentationData = group(SEGMENTATION_DATASETS)  # only keys that choose the images and classes matter
+    # Only timeout_seconds and the keys that choose images and classes matter.
+    data: SegmentationData = group(SEGMENTATION_DATASETS)
     splits: list[str] | None = None  # null: all
     out: str | None = None  # JSON file with all problems and counts
     workers: int | None = key(None, least=0)  # processes; null: one per core
@@ -86,7 +87,8 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
     splits = config.splits or list(official)
-    reports = [check_split(config.data, split, official[split], config.workers, console) for split in splits]
+    with reading_errors(config.data.timeout_seconds, workers_key="workers"):
+        reports = [check_split(config.data, split, official[split], config.workers, console) for split in splits]
     show(reports, title=", ".join(filter(None, (config.data.name, config.data.root))), console=console)
     if config.out is not None:
         write(Path(config.out), config.data, reports)

@@ -249,17 +249,13 @@ def _hangs(self, index):
 @pytest.mark.parametrize(
     "fault, error, message",
     [
-        (_killed, ChildProcessError, r"one of the workers=1 processes .* use fewer workers\.$"),
-        (
-            _hangs,
-            TimeoutError,
-            r"workers=1 processes .* timeout_seconds=1 seconds: .*; workers=0 reads in the main process\.$",
-        ),
+        (_killed, ChildProcessError, "a process that reads images died: .* use fewer workers\\.$"),
+        (_hangs, TimeoutError, "no data came for timeout_seconds=1 seconds: .* raise timeout_seconds\\.$"),
     ],
 )
 def test_a_lost_worker_is_a_message(run_dir, monkeypatch, fault, error, message):
     monkeypatch.setattr(WholeImages, "__getitem__", fault)
-    with pytest.raises(error, match=f"^[^.]*{message}") as raised:
+    with pytest.raises(error, match=f"^{message}") as raised:
         evaluate_run(run_dir, "workers=1", "timeout_seconds=1")
     assert "data." not in str(raised.value) and "resume" not in str(raised.value)
 

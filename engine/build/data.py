@@ -4,8 +4,7 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, index_classes, synthetic, vistas
 from datasets.camvid import IMAGES as CAMVID_IMAGES
@@ -16,7 +15,7 @@ from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, eval
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
 from datasets.transforms import ColourJitter, TrainingTransform
 from datasets.vistas import IMAGES as VISTAS_IMAGES
-from datasets.workers import Workers, worker_init
+from datasets.workers import Loader
 from engine.console import logger
 from engine.distributed import World
 from engine.schema.data import ClassUniformSampler, CocoStuffData, Data, SegmentationData
@@ -89,7 +88,7 @@ def training_loader(
     world: World,
     start_step: int = 0,
     progress: Callable[[int, int], None] | None = None,
-) -> DataLoader:
+) -> Loader:
     """This rank's share of a minibatch of crops for each step from `start_step` to `total_steps`.
 
     Class-uniform sampling needs a class index, which is built here if missing; `progress(done, total)` counts images.
@@ -149,23 +148,13 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
 
 def evaluation_loader(
     source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1
-) -> DataLoader:
+) -> Loader:
     """Load the items of `source` in order; ranks split the first `images` of them (None: all) without overlap."""
     assert isinstance(source, Sized), source
     count = len(source) if images is None else min(images, len(source))
     return loader(source, config, world, sampler=evaluation_shard(count, world.rank, world.size), batch_size=batch_size)
 
 
-def loader(source: Dataset, config: Data, world: World, **batching: Any) -> DataLoader:
-    """A DataLoader of `source` with the configured workers. `batching`: further arguments of DataLoader."""
-    return DataLoader(
-        source,
-        num_workers=config.workers,
-        timeout=config.timeout_seconds if config.workers else 0,
-        worker_init_fn=worker_init,
-        multiprocessing_context=Workers() if config.workers else None,
-        pin_memory=world.device.type == "cuda",
-        # Iterators draw a random number when they start; evaluations must not change the training's numbers.
-        generator=torch.Generator(),
-        **batching,
-    )
+def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Loader:
+    """A Loader of `source` with the configured workers. `batching`: further arguments of DataLoader."""
+    return Loader(source, config.workers, pin_memory=world.device.type == "cuda", **batching)

@@ -64,6 +64,7 @@ class TrainedNetwork:
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
     device: str = key("auto", one_of=DEVICES)
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
+    timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
     data: TrainedData = field(default_factory=TrainedData)
 
     def apply_to(self, config: SegmentationRun) -> None:
@@ -71,6 +72,7 @@ class TrainedNetwork:
         config.data.base_size = self.data.base_size or config.data.base_size
         config.head.pooling_size = self.head.pooling_size or config.head.pooling_size
         config.trainer.precision = self.precision or config.trainer.precision
+        config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
         config.check_precision()
         size, stride = self.window.size, config.body.output_stride
         if size is not None and size % stride:
@@ -90,7 +92,6 @@ class Evaluation(TrainedNetwork):
     overlay_images: int | None = key(None, above=0)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)  # processes that read
-    timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
 
     def check(self) -> None:
         if self.overlay_images is not None and self.overlays is None:

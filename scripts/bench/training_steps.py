@@ -192,7 +192,8 @@ class Overhead(Training):
         with ExitStack() as context:
             folder = context.enter_context(tempfile.TemporaryDirectory())
             directory, data = RunDirectory(folder), self.dataset
-            run = Run(self.config, self.world, StopRequest(), directory, data, data, schedule, {}, terminal)
+            stop = StopRequest(self.config.data.timeout_seconds)
+            run = Run(self.config, self.world, stop, directory, data, data, schedule, {}, terminal)
             run.learner = self.learner
             run.metrics = MetricsLogger(Path(folder), terminal, self.config.score, never, start_step=0)
             loop.train(run, self._timed_minibatches(count, times), self.loss, _no_evaluation)

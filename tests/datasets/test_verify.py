@@ -6,7 +6,8 @@ import cv2
 import numpy as np
 import pytest
 
-from datasets import camvid, cityscapes, inspect, verify
+from datasets import camvid, cityscapes, index_classes, inspect, verify
+from datasets.time_limit import reading_limit
 
 
 def problems(root, **options) -> str:
@@ -137,3 +138,22 @@ def test_names_and_sizes_of_files_show_what_changed_and_not_where_they_lie(camvi
         (file,) = (moved / "train" / folder).glob(f"{image.stem}.*")
         file.rename(file.with_stem("other"))
     assert camvid(moved, "train").names_and_sizes()[0] != names
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("check", [verify, inspect])
+def test_an_image_that_blocks_its_reader_is_named(camvid_folders, check, workers):
+    image = sorted((camvid_folders / "train" / "images").iterdir())[3]
+    image.unlink()
+    os.mkfifo(image)
+    with pytest.raises(TimeoutError, match=f"^{image}: too late$"), reading_limit(0.5, "too late"):
+        check(camvid(camvid_folders, "train"), workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_label_that_blocks_the_class_index_is_no_fault_of_its_folder(camvid_folders, tmp_path, workers):
+    label = sorted((camvid_folders / "train" / "labels").iterdir())[3]
+    label.unlink()
+    os.mkfifo(label)
+    with pytest.raises(TimeoutError, match="^too late$"), reading_limit(0.5, "too late"):
+        index_classes(camvid(camvid_folders, "train"), tmp_path / "index", workers=workers)

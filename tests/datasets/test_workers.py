@@ -1,16 +1,26 @@
 """Worker processes that read data: what they survive, how they end, and what errors say about them."""
 
+import ctypes
+import errno
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import active_children
 
 import cv2
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from datasets import Workers, camvid, worker_failures, worker_init
-from datasets.workers import in_order
+from datasets import Workers, camvid, reading_errors, worker_init
+from datasets.workers import Loader, in_order
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -72,41 +82,108 @@ def test_outside_a_worker_signals_are_not_ignored(monkeypatch):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-TIMED_OUT, KILLED = "DataLoader timed out after 5 seconds", "DataLoader worker (pid 7) is killed by signal: Killed. "
+KILLED = "DataLoader worker (pid 7) is killed by signal: Killed. "
+BUS_ERROR = (
+    "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers are out "
+)
+FULL = (
+    "Caught RuntimeError in DataLoader worker process 0.\n…\nRuntimeError: unable to allocate shared memory(shm) for "
+)
 
 
 @pytest.mark.parametrize(
-    "words, keys, advice", [({}, "", ""), ({"keys": "data.", "advice": " Start again"}, "data.", " Start again")]
+    "words, key, advice",
+    [({"workers_key": "workers"}, "workers", ""), ({"advice": " Start again"}, "data.workers", " Start again")],
 )
-def test_failures_name_the_settings_and_end_with_the_advice(words, keys, advice):
-    with pytest.raises(TimeoutError) as timed_out, worker_failures(2, 5, **words):
-        raise RuntimeError(TIMED_OUT)
-    message = str(timed_out.value)
-    waited = f"delivered none for {keys}timeout_seconds=5 seconds: "
-    assert message.startswith(f"the {keys}workers=2 processes that read images {waited}")
-    assert message.endswith(f"raise {keys}timeout_seconds; {keys}workers=0 reads in the main process.{advice}")
-
-    with pytest.raises(ChildProcessError) as killed, worker_failures(2, 5, **words):
+def test_failures_name_the_settings_and_end_with_the_advice(words, key, advice):
+    with pytest.raises(ChildProcessError) as killed, reading_errors(5, **words):
         raise RuntimeError(KILLED)
     message = str(killed.value)
-    assert message.startswith(f"one of the {keys}workers=2 processes that read images died: {KILLED.strip()} ")
-    assert message.endswith(f"use fewer {keys}workers.{advice}")
+    assert message.startswith(f"a process that reads images died: {KILLED.strip()} ")
+    assert message.endswith(f"use fewer {key}.{advice}")
+    for reason in (BUS_ERROR, FULL):
+        with pytest.raises(MemoryError) as full, reading_errors(5, **words):
+            raise RuntimeError(reason)
+        assert re.match(r"/dev/shm is full \(\d+ MiB, \d+ MiB free\): ", str(full.value))
+        assert str(full.value).endswith(f"or fewer {key}; {key}=0 needs none.{advice}")
 
 
 def test_a_dead_worker_is_reported_even_if_it_interrupted_a_save():
     """torch.save raises another error when the signal handler's error interrupts it."""
-    with pytest.raises(ChildProcessError, match="died: DataLoader worker"), worker_failures(2, 5):
+    with pytest.raises(ChildProcessError, match="died: DataLoader worker"), reading_errors(5):
         try:
             raise RuntimeError(KILLED)
         finally:
             raise RuntimeError("unexpected pos 128 vs 64")
 
 
-def test_other_errors_pass():
-    error = RuntimeError("shapes do not match")
-    with pytest.raises(RuntimeError) as raised, worker_failures(2, 5):
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), RuntimeError("DataLoader timed out")])
+def test_other_errors_pass(error):
+    with pytest.raises(RuntimeError) as raised, reading_errors(5):
         raise error
     assert raised.value is error
+
+
+class Images(Dataset):
+    """Eight tensors; reading number 5 does `fault` to the worker."""
+
+    def __init__(self, fault: Callable[[], object]):
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            self.fault()
+        return torch.full((9,), index)
+
+
+def holds_the_gil() -> None:
+    ctypes.PyDLL(None).sleep(1000)
+
+
+def stops() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps() -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("fault", [holds_the_gil, stops, sleeps])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_delivers_nothing_is_reported_and_killed(fault, workers):
+    """A stopped worker hands over nothing of what it has read, not even earlier items: their files come through it."""
+    before, items = active_children(), []
+    waited = "no data came for seconds=1 seconds: a disk .* raise seconds. Look$"
+    with pytest.raises(TimeoutError, match=waited), reading_errors(1, timeout_key="seconds", advice=" Look"):
+        items += Loader(Images(fault), workers, batch_size=1)
+    assert active_children() == before
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_worker_that_dies_while_it_hands_over_an_item_is_named(dies, monkeypatch):
+    """PyTorch asks the worker for the file that holds a tensor, and raises what becomes of their connection."""
+
+    def reset(loader) -> None:
+        if dies:
+            worker.kill()
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    items = iter(Loader(Images(int), 1, batch_size=1))
+    next(items)
+    (worker,) = active_children()
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", reset)
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        expected = (
+            (ChildProcessError, f"died: DataLoader worker .*{worker.pid}") if dies else (ConnectionError, "reset")
+        )
+        with pytest.raises(expected[0], match=expected[1]), reading_errors(5):
+            next(items)
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 class Squares(Dataset):
@@ -137,8 +214,54 @@ class TooLarge:
 
 
 def test_memory_that_runs_out_in_a_worker_is_one_sentence():
-    loader = DataLoader(TooLarge(), num_workers=1, worker_init_fn=worker_init, multiprocessing_context=Workers())
-    with pytest.raises(MemoryError) as error, worker_failures(1, 5, keys="data."):
-        next(iter(loader))
-    where = "out of memory in one of the data.workers=1 processes that read images"
+    with pytest.raises(MemoryError) as error, reading_errors(5):
+        next(iter(Loader(TooLarge(), 1)))
+    where = "out of memory in a process that reads images"
     assert str(error.value) == f"{where}: use smaller crops, or fewer data.workers"
+
+
+FEW_FILES = """
+import resource, sys
+import torch
+from datasets import reading_errors
+from datasets.workers import Loader
+soft, hard = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+print(len(list(Loader(torch.zeros(50, 3), workers=2, batch_size=1))), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_the_limit_of_open_files_is_raised_or_named():
+    """With too few, PyTorch loses items in its workers and waits for them for ever."""
+    runs = [
+        subprocess.run([sys.executable, "-c", FEW_FILES, *map(str, limits)], capture_output=True, text=True)
+        for limits in ((32, 200), (32, 32))
+    ]
+    items, soft, hard = map(int, runs[0].stdout.split())
+    assert (items, soft, hard) == (50, 200, 200), runs[0].stderr
+    assert re.search(
+        r"ValueError: ulimit -n permits 32 open files: expected \d+ or more for 2 processes", runs[1].stderr
+    )
+
+
+ORPHAN = """
+import os, signal, sys, time
+import torch
+from datasets.workers import Loader
+items = iter(Loader(torch.zeros(50, 3), workers=1, batch_size=1))
+next(items)
+from multiprocessing import active_children
+(worker,) = active_children()
+os.kill(worker.pid, signal.SIGSTOP)
+print(worker.pid, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the children of a process")
+def test_a_stopped_worker_does_not_outlive_its_run():
+    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True)
+    deadline = time.monotonic() + 20
+    while os.path.exists(f"/proc/{int(done.stdout)}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")

@@ -8,13 +8,14 @@ import sys
 import pytest
 
 from engine import stopping
-from engine.stopping import StopRequest
+from engine.stopping import EXIT_CODE, Preempted, StopRequest
 
 ASKED_TWICE = """
 import os, signal, sys, time
 from engine import stopping
 stopping.ONE_REQUEST_SECONDS = float(sys.argv[1])
-with stopping.StopRequest() as stop:
+with stopping.StopRequest(patience_seconds=60) as stop:
+    stop.training = True
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.requested
     os.kill(os.getpid(), signal.SIGUSR1)  # another signal: no second request
@@ -30,9 +31,34 @@ def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(se
     assert (done.returncode, done.stdout) == (status, output), done.stderr
 
 
+UNANSWERED = """
+import os, signal, time
+from engine import stopping
+with stopping.StopRequest(patience_seconds=0.1) as stop:
+    stop.training = True
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(60)
+"""
+
+
+def test_a_request_that_is_not_answered_ends_the_process():
+    done = subprocess.run([sys.executable, "-c", UNANSWERED], capture_output=True, text=True, timeout=50)
+    assert done.returncode == EXIT_CODE
+    assert done.stderr.startswith("asked to stop 0.1 seconds ago, but no step has ended since: ends without saving")
+
+
+def test_before_the_first_step_a_request_is_answered_at_once():
+    reached = []
+    with pytest.raises(Preempted, match="^stopped before the first step$"), StopRequest(patience_seconds=60) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        reached.append("the next line")
+    assert stop.requested and not reached and stop.last_resort.finished.is_set()
+
+
 def test_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
-    with StopRequest() as stop:
+    with StopRequest(patience_seconds=60) as stop:
+        stop.training = True
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.requested and signal.getsignal(signal.SIGTERM) is before
     assert stopping.ONE_REQUEST_SECONDS > 1

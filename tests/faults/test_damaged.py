@@ -9,6 +9,7 @@ import subprocess
 from contextlib import suppress
 
 import pytest
+import torch
 
 from engine import checkpoint
 from engine.metrics_logger import MetricsLogger
@@ -55,6 +56,70 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(stopped, whole,
     step = checkpoint.load(previous)["step"]
     output = survived(stopped, whole)
     assert says(output, f"checkpoint {last} is ", f"The run continues from {previous}, of step {step}")
+
+
+@pytest.mark.faults
+@pytest.mark.injects(
+    "lost checkpoint", "a folder appears in the place of last.pt in mid-run, or before it is continued"
+)
+@pytest.mark.parametrize("running", [True, False])
+def test_a_folder_in_the_place_of_a_checkpoint(tmp_path, whole, running):
+    run, last = Run(tmp_path / "run").until_step(5), tmp_path / "run" / "checkpoints" / "last.pt"
+    run.send(signal.SIGSTOP if running else signal.SIGKILL)
+    if not running:
+        run.ends()
+    last.unlink()
+    last.mkdir()
+    run.send(signal.SIGCONT)
+    run = run if running else Run(tmp_path / "run")
+    assert run.ends() == 1, run.output
+    assert f"{last} is a folder, expected a file: move it away, then continue with resume=auto" in run.output
+    assert "Traceback" not in run.output
+    last.rmdir()
+    survived(tmp_path / "run", whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("lost checkpoint", "best.pt is deleted in mid-run")
+def test_a_deleted_best_checkpoint(tmp_path, whole):
+    run, best = Run(tmp_path / "run"), tmp_path / "run" / "checkpoints" / "best.pt"
+    run.until(best.exists)
+    best.unlink()
+    assert run.ends() == 0, run.output
+    # The final evaluation writes it again if it is better.
+    assert best.exists() or says(run.output, f"{best} (gone), step 8, ")
+
+
+@pytest.mark.faults
+@pytest.mark.injects("lost checkpoint", "last.pt and previous.pt of a finished run are gone; copied back afterwards")
+@pytest.mark.parametrize("resume", ["auto", "null"])
+def test_a_finished_run_is_not_overwritten(tmp_path, whole, resume):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    for name in ("last.pt", "previous.pt"):
+        (run_dir / "checkpoints" / name).unlink()
+    left = {file: file.read_bytes() for file in run_dir.rglob("*") if file.is_file() and file.name != ".lock"}
+    run = Run(run_dir, f"resume={resume}")
+    assert run.ends() == 1 and "Traceback" not in run.output and "another run_dir" in run.output
+    assert all(file.read_bytes() == content for file, content in left.items())
+    shutil.copytree(whole / "checkpoints", run_dir / "checkpoints", dirs_exist_ok=True)
+    survived(run_dir, whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("damaged checkpoint", "last.pt has a momentum buffer of another shape; restored afterwards")
+def test_a_momentum_of_another_shape_is_refused(stopped, whole):
+    last = stopped / "checkpoints" / "last.pt"
+    good = last.read_bytes()
+    state = torch.load(last, weights_only=True)
+    buffers = state["optimizer"]["state"][0]
+    buffers["momentum_buffer"] = buffers["momentum_buffer"][:1]
+    torch.save(state, last)
+    run = Run(stopped)
+    assert run.ends() == 1 and "cannot be continued from its checkpoint of step" in run.output
+    assert "Traceback" not in run.output
+    last.write_bytes(good)
+    survived(stopped, whole)
 
 
 def files_of_a_megabyte() -> None:

@@ -90,6 +90,50 @@ def test_asked_to_stop(tmp_path, whole, number, workers, seed):
     survived(tmp_path / "run", whole)
 
 
+@pytest.mark.faults
+@pytest.mark.injects("preemption", "SIGTERM in the first two seconds, while modules are imported and data is checked")
+@pytest.mark.parametrize("seed", range(6))
+def test_asked_to_stop_before_the_first_step(tmp_path, whole, seed):
+    run = Run(tmp_path / "run", inject=slow_check)
+    time.sleep(2 * seed / 5)
+    run.send(signal.SIGTERM)
+    status = run.ends(seconds=10)
+    assert status == EXIT_CODE or (status == -signal.SIGTERM and not run.run_dir.exists()), run.output
+    if status == EXIT_CODE:
+        assert says(run.output, "stopped before the first step; exit status 75: start it again with resume=auto")
+    survived(tmp_path / "run", whole)
+
+
+def slow_check() -> None:
+    """Make the check of the data take a minute."""
+    import train_seg
+
+    train_seg.verify = lambda dataset, progress: time.sleep(60)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("preemption", "SIGTERM in a step that never ends, data.timeout_seconds=2")
+def test_a_request_that_is_not_answered(tmp_path, whole):
+    run = Run(tmp_path / "run", "data.timeout_seconds=2", inject=endless_fifth_step).until_step(4)
+    time.sleep(1)
+    run.send(signal.SIGTERM)
+    assert run.ends(seconds=20) == EXIT_CODE
+    assert says(run.output, "asked to stop 2 seconds ago, but no step has ended since: ends without saving")
+    survived(tmp_path / "run", whole)
+
+
+def endless_fifth_step() -> None:
+    original, calls = MetricsLogger.step, []
+
+    def step(self, *args):
+        calls.append(None)
+        if len(calls) == 5:
+            time.sleep(10_000)
+        original(self, *args)
+
+    MetricsLogger.step = step
+
+
 def slow_evaluation() -> None:
     """Make an evaluation take a second per image."""
     from datasets import WholeImages
