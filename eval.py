@@ -44,7 +44,7 @@ def evaluate(values: DictConfig) -> dict:
     apply_options(config, options)
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,
-        reading_errors(config.data.timeout_seconds, timeout_key="timeout_seconds", workers_key="workers"),
+        reading_errors(config.data.timeout_seconds),
     ):
         return score(state, path, config, options, results_file, world)
 

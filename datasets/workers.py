@@ -138,23 +138,22 @@ def _die_with_parent() -> None:
 
 @contextmanager
 def reading_errors(
-    timeout_seconds: int,
-    advice: str = "",
-    timeout_key: str = "data.timeout_seconds",
-    workers_key: str = "data.workers",
+    timeout_seconds: int, keys: str = "", advice: str = "", workers_key: str | None = None
 ) -> Iterator[None]:
     """Wraps a command that reads data: every read has a time limit, and errors of a `Loader` say what to do.
 
-    Messages name the keys of the time limit and of the number of workers, and end with `advice`.
+    Messages name the settings `{keys}timeout_seconds` and `workers_key` (default: `{keys}workers`), and end with
+    `advice`.
 
     Raises:
         TimeoutError: no data came for `timeout_seconds`.
         ChildProcessError: a worker was killed.
         MemoryError: a worker could not allocate memory, or the shared memory is too small.
     """
+    workers_key = workers_key or f"{keys}workers"
     too_late = (
-        f"no data came for {timeout_key}={timeout_seconds} seconds: a disk or network folder hangs, or a process that "
-        f"reads images was stopped; if reading is just slow, raise {timeout_key}.{advice}"
+        f"no data came for {keys}timeout_seconds={timeout_seconds} seconds: a disk or network folder hangs, or a "
+        f"process that reads images was stopped; if reading is just slow, raise {keys}timeout_seconds.{advice}"
     )
     try:
         with reading_limit(timeout_seconds, too_late):

@@ -155,7 +155,7 @@ def opened(
     data, trainer = config.data, config.trainer
     with (
         joined(trainer.device, trainer.timeout_seconds, keys="trainer.") as world,
-        reading_errors(data.timeout_seconds, advice=" resume=auto continues the run"),
+        reading_errors(data.timeout_seconds, keys="data.", advice=" resume=auto continues the run"),
         StopRequest(data.timeout_seconds) as stop,
     ):
         config.check_shares(world.size)

@@ -57,7 +57,7 @@ def browse(values: DictConfig) -> list[Path]:
     """Write the pages and return their files. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values, BrowseData)
     console = make_console()
-    with reading_errors(config.data.timeout_seconds):
+    with reading_errors(config.data.timeout_seconds, keys="data."):
         dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
         crops = islice(training_crops(config, dataset, console), config.count)
         out = Path(config.out).expanduser()

@@ -35,7 +35,7 @@ def index(values: DictConfig) -> ClassIndex:
     """Make or find the index and print its counts. Raises ValueError if data, labels or folder are unusable."""
     config = configuration.typed(values, ClassIndexRun)
     console = make_console()
-    with reading_errors(config.data.timeout_seconds, workers_key="workers"):
+    with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
         dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
         before = time.perf_counter()
         with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:

@@ -48,7 +48,7 @@ def compare(values: DictConfig) -> dict:
     """Count, write both files, and return the JSON's content. Raises ValueError for data or keys that do not fit."""
     config = configuration.typed(values, ClassShares)
     data, console = config.data, make_console()
-    with reading_errors(data.timeout_seconds):
+    with reading_errors(data.timeout_seconds, keys="data."):
         dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
         with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
             index = index_classes(dataset, config.folder, progress=progress)

@@ -49,7 +49,7 @@ def predict(values: DictConfig) -> list[Path]:
     state = checkpoint.load(path)
     config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
     options.apply_to(config)
-    with reading_errors(config.data.timeout_seconds, timeout_key="timeout_seconds"):
+    with reading_errors(config.data.timeout_seconds):
         return predict_images(options, config, state, console)
 
 

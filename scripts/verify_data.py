@@ -87,7 +87,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
     splits = config.splits or list(official)
-    with reading_errors(config.data.timeout_seconds, workers_key="workers"):
+    with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
         reports = [check_split(config.data, split, official[split], config.workers, console) for split in splits]
     show(reports, title=", ".join(filter(None, (config.data.name, config.data.root))), console=console)
     if config.out is not None:

@@ -93,7 +93,11 @@ FULL = (
 
 @pytest.mark.parametrize(
     "words, key, advice",
-    [({"workers_key": "workers"}, "workers", ""), ({"advice": " Start again"}, "data.workers", " Start again")],
+    [
+        ({}, "workers", ""),
+        ({"keys": "data.", "advice": " Start again"}, "data.workers", " Start again"),
+        ({"keys": "data.", "workers_key": "workers"}, "workers", ""),
+    ],
 )
 def test_failures_name_the_settings_and_end_with_the_advice(words, key, advice):
     with pytest.raises(ChildProcessError) as killed, reading_errors(5, **words):
@@ -156,8 +160,8 @@ def sleeps() -> None:
 def test_a_worker_that_delivers_nothing_is_reported_and_killed(fault, workers):
     """A stopped worker hands over nothing of what it has read, not even earlier items: their files come through it."""
     before, items = active_children(), []
-    waited = "no data came for seconds=1 seconds: a disk .* raise seconds. Look$"
-    with pytest.raises(TimeoutError, match=waited), reading_errors(1, timeout_key="seconds", advice=" Look"):
+    waited = "no data came for data.timeout_seconds=1 seconds: a disk .* raise data.timeout_seconds. Look$"
+    with pytest.raises(TimeoutError, match=waited), reading_errors(1, keys="data.", advice=" Look"):
         items += Loader(Images(fault), workers, batch_size=1)
     assert active_children() == before
 
@@ -217,7 +221,7 @@ def test_memory_that_runs_out_in_a_worker_is_one_sentence():
     with pytest.raises(MemoryError) as error, reading_errors(5):
         next(iter(Loader(TooLarge(), 1)))
     where = "out of memory in a process that reads images"
-    assert str(error.value) == f"{where}: use smaller crops, or fewer data.workers"
+    assert str(error.value) == f"{where}: use smaller crops, or fewer workers"
 
 
 FEW_FILES = """

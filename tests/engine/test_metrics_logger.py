@@ -158,7 +158,10 @@ def test_the_summary_says_what_is_there(tmp_path):
     lines = summary_of(running, directory)
     assert lines[1] == "training  0 steps in 0:00:00, 0 images skipped"  # it was resumed at its end
     assert lines[2] == f"last      {tmp_path}/checkpoints/last.pt, step 10, mIoU 50.00 %"
-    assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
+    assert lines[3] == f"best      {tmp_path}/checkpoints/best.pt (gone), step 7, mIoU 75.00 %"
+    directory.best.parent.mkdir()
+    directory.best.touch()
+    assert summary_of(running, directory)[3] == f"best      {tmp_path}/checkpoints/best.pt, step 7, mIoU 75.00 %"
 
 
 def test_the_command_that_evaluates_survives_any_folder(tmp_path):

@@ -257,15 +257,28 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config)
         raise FileNotFoundError("gone")
 
 
-@pytest.mark.parametrize("last", ["missing", "empty", "folder", "broken link"])
+@pytest.mark.parametrize("name", ["last", "previous", "best"])
+def test_a_folder_in_the_place_of_a_checkpoint_is_refused_before_and_in_a_run(tmp_path, config, name):
+    run = run_in(tmp_path)
+    for step in (1, 2):
+        run.save(state_of(step, config))
+    place = getattr(run, name)
+    place.unlink(missing_ok=True)
+    place.mkdir()
+    for use in (lambda: resumed(run, config), lambda: run.save(state_of(3, config))):
+        with pytest.raises(ValueError, match=f"{place} is a folder, expected a file: move it away"):
+            use()
+    place.rmdir()
+    assert resumed(run, config) == (1 if name == "last" else 2)
+
+
+@pytest.mark.parametrize("last", ["missing", "empty", "broken link"])
 def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, last):
     run = run_in(tmp_path)
     for step in (1, 2):
         run.save(state_of(step, config))
     run.last.unlink()
-    {"empty": run.last.touch, "folder": run.last.mkdir, "broken link": lambda: run.last.symlink_to("gone")}.get(
-        last, lambda: None
-    )()
+    {"empty": run.last.touch, "broken link": lambda: run.last.symlink_to("gone")}.get(last, lambda: None)()
     assert resumed(run, config) == 1 and str(run.last) in run.notice
     with pytest.raises(ValueError, match="already holds a run: give resume=auto"):
         run.checkpoint_to_resume(replace(config, resume=None), total_steps=9)
