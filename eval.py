@@ -72,7 +72,7 @@ def score(
         overlay_images=options.overlay_images,
     )
     loader = build.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world)
-    views = build.views(options, config.data.base_size)
+    views = build.views(options, config.data)
     with progress_bar(console) as progress:
         evaluated = evaluate_split(
             forward, dataset, loader, views=views, world=world, progress=progress, on_prediction=writer
@@ -120,12 +120,14 @@ def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
         words.append(_folder(options.data.root).name)
     if options.data.base_size not in (None, config.data.base_size):
         words.append(f"base{options.data.base_size}")
+    if options.data.antialias not in (None, config.data.antialias):
+        words.append("antialiased" if options.data.antialias else "aliased")
     if options.head.pooling_size not in (None, config.head.pooling_size):
         words.append("pooling{}x{}".format(*options.head.pooling_size))
     if options.precision not in (None, config.trainer.precision):
         words.append(options.precision)
     words += ["trained"] if not options.averaged else []
-    words += _words(build.views(options))
+    words += _words(build.views(options, config.data))
     folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return folder / f"{'_'.join(['results', *words])}.json"
 

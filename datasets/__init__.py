@@ -8,11 +8,12 @@ from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
 from datasets.coco_stuff import coco_stuff
+from datasets.colour_jitter import ColourJitter
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
-from datasets.transforms import ColourJitter, TrainingTransform
+from datasets.transforms import TrainingTransform
 from datasets.verify import Inspection, inspect, verify
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init

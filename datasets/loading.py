@@ -1,8 +1,5 @@
 """The items that a DataLoader reads: random crops for training, whole images for evaluation. Pixels stay uint8."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import cv2
@@ -10,7 +7,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from datasets.reading import Window
 from datasets.segmentation import SegmentationDataset
 from datasets.transforms import TrainingTransform
 
@@ -71,15 +67,11 @@ class TrainingCrops(Dataset):
                 draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
 
     def _crop(self, draw: Draw) -> dict:
-        index, rng = draw.image, self._rng(draw)
-        size = self.dataset.size(index)
-        stored_image = _Stored(size, partial(self.dataset.read_image, index))
-        stored_label = _Stored(size, partial(self.dataset.read_label, index))
-        image, label = self.transform(stored_image, stored_label, rng, draw.pixel)
+        image, label = self.transform(*self.dataset.undecoded(draw.image), self._rng(draw), draw.pixel)
         return {
             "image": _channels_first(image),
             "label": torch.from_numpy(label),
-            "name": self.dataset.files[index].name,
+            "name": self.dataset.files[draw.image].name,
         }
 
     def geometry(self, key: tuple[int, int] | Draw) -> tuple[tuple[int, int], tuple[int, int], bool]:
@@ -91,17 +83,6 @@ class TrainingCrops(Dataset):
         # (epoch, index) keys have no place: they draw an image at most once per epoch.
         place = [] if draw.place is None else [draw.place]
         return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """An image or label file that slices like an array: slicing decodes only that window."""
-
-    shape: tuple[int, int]  # (H, W)
-    read: Callable[[Window], np.ndarray]
-
-    def __getitem__(self, window: Window) -> np.ndarray:
-        return self.read(window)
 
 
 class WholeImages(Dataset):

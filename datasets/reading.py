@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from datasets import file_formats as formats
 
 _MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
+_NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all of them sooner than Pillow decodes these
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
@@ -21,27 +23,49 @@ class Unreadable(ValueError):
     """A file is missing, damaged, or not of the expected kind."""
 
 
-def decode_image(path: Path, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
+class Stored(NamedTuple):
+    """A PNG or JPEG file that has been read: its path, for messages, and its bytes, complete up to the end mark."""
+
+    path: Path
+    data: bytes
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height), as from `read_size`."""
+        return _size(self.path, BytesIO(self.data))
+
+
+def read(path: Path) -> Stored:
+    """Read a file. Unreadable if it is missing, truncated or neither PNG nor JPEG."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise _missing(path, error) from None
+    _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
+    return Stored(path, data)
+
+
+def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
-    EXIF orientation is ignored unless `turned`, because labels match the pixels as stored. Rows below `window` are
+    EXIF orientation is ignored unless `turned`, because labels match the pixels as stored. Rows far below `window` are
     neither decoded nor checked.
     """
-    data = _read_complete(path)
+    path, data = _stored(file)
     if not turned and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
-    image = _decode(data, cv2.IMREAD_COLOR if turned else cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+    image = _decode(data, cv2.IMREAD_COLOR_RGB if turned else cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
     if image is None:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG.")
-    return cv2.cvtColor(image[window], cv2.COLOR_BGR2RGB)
+    return image[window]
 
 
-def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
+def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode a label file to uint8 (H, W); palette PNGs give indices. ValueError if the file holds anything else.
 
-    Rows below `window` are not decoded, but the checksums of the whole file are verified.
+    Rows far below `window` are not decoded, but the checksums of the whole file are verified.
     """
-    data = _read_png(path)
+    path, data = _checked_png(file)
     if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     depth, colour_type = data[24:26]
@@ -60,14 +84,15 @@ def decode_label(path: Path, window: Window = EVERYTHING) -> np.ndarray:
     return raw[window]
 
 
-def decode_instance_classes(path: Path, window: Window = EVERYTHING) -> np.ndarray:
+def decode_instance_classes(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray:
     """Decode the classes, uint8 (H, W), from an instance file with values 256 * class + instance number."""
-    return (decode_uint16(path)[window] // 256).astype(np.uint8)
+    return (decode_uint16(file)[window] // 256).astype(np.uint8)
 
 
-def decode_uint16(path: Path) -> np.ndarray:
+def decode_uint16(file: Path | Stored) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
-    raw = _decode(_read_png(path), cv2.IMREAD_UNCHANGED)
+    path, data = _checked_png(file)
+    raw = _decode(data, cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise Unreadable(f"{path}: cannot be decoded as instances; expected an intact PNG.")
     _check_values(path, raw, np.uint16, "instances with one 16-bit value per pixel")
@@ -114,9 +139,16 @@ def read_size(path: Path) -> tuple[int, int]:
             file.seek(max(0, file.seek(0, 2) - len(formats.PNG_END)))
             _check_complete(path, head, file.read(), path.read_bytes)
             file.seek(0)
-            size = formats.png_size(head) if head.startswith(formats.PNG) else Image.open(file).size
-    except Unreadable:
-        raise
+            return _size(path, file)
+    except OSError as error:
+        raise _missing(path, error) from None
+
+
+def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
+    """`read_size` of an open file that is complete."""
+    try:
+        head = file.read(33)
+        size = formats.png_size(head) if head.startswith(formats.PNG) else Image.open(file).size
     except (UnidentifiedImageError, SyntaxError, ValueError):
         size = None
     except Image.DecompressionBombError:
@@ -140,25 +172,20 @@ def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> No
         )
 
 
-def _read_complete(path: Path) -> bytes:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise _missing(path, error) from None
-    _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
-    return data
+def _stored(file: Path | Stored) -> Stored:
+    return file if isinstance(file, Stored) else read(file)
 
 
-def _read_png(path: Path) -> bytes:
-    """Read a label file and verify its checksums: not all decoders do."""
-    data = _read_complete(path)
+def _checked_png(file: Path | Stored) -> Stored:
+    """A label file, read if it is not yet, with right checksums: not all decoders verify them."""
+    path, data = stored = _stored(file)
     if not data.startswith(formats.PNG):
         raise ValueError(
             f"{path}: is a JPEG, which changes values; expected a PNG. Use the original label files of the dataset."
         )
     if not formats.png_is_intact(data):
         raise Unreadable(f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG.")
-    return data
+    return stored
 
 
 def _missing(path: Path, error: OSError) -> Unreadable:
@@ -201,13 +228,17 @@ def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:
 
 
 def _decode_window(data: bytes, window: Window, *colour_types: int) -> np.ndarray | None:
-    """Decode a window of an ordinary PNG or JPEG; None if the file is of another kind and must be decoded whole.
+    """Decode a window of an ordinary PNG or JPEG; None if the file is of another kind or better decoded whole.
 
     Both store rows from top to bottom, so decoding can stop below the window: the header is changed to claim that the
     image ends there. (OpenCV would still inflate the rest of a PNG, and complain about the rest of a JPEG.)
     """
+    rows = window[0].stop
     if data.startswith(formats.PNG):
-        down_to = formats.png_down_to(data, window[0].stop, colour_types)
+        size = formats.png_size(data)
+        if size is None or (rows > _NEARLY_ALL * size[1] and data[25] != formats.PALETTE):
+            return None
+        down_to = formats.png_down_to(data, rows, colour_types)
     else:
-        down_to = formats.jpeg_down_to(data, window[0].stop)
+        down_to = formats.jpeg_down_to(data, rows)
     return None if down_to is None else _pillow(down_to, window)

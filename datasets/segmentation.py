@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
 from datasets.fingerprint import names_and_sizes
-from datasets.reading import EVERYTHING, Unreadable, Window, decode_image, decode_label, read_size
+from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read, read_size
 
 RESTORE = "Restore the file from the dataset's archive."
 INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
@@ -36,6 +38,17 @@ class Sample(NamedTuple):
     name: str
 
 
+@dataclass(frozen=True)
+class Undecoded:
+    """An image or label whose file has been read. It slices like an array: slicing decodes only that window."""
+
+    shape: tuple[int, int]  # (H, W)
+    decode: Callable[[Window], np.ndarray]
+
+    def __getitem__(self, window: Window) -> np.ndarray:
+        return self.decode(window)
+
+
 @contextmanager
 def restorable() -> Iterator[None]:
     """Context or decorator for reading a dataset's file: an error about an unreadable file ends with the fix."""
@@ -48,9 +61,9 @@ def restorable() -> Iterator[None]:
 class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
-    `name`: the dataset's, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` reads the raw values
-    in a window of a label file, uint8 (H, W). `decode_instances` reads an instance file and returns what `scored` does.
-    Reading checks the files: a ValueError names the file, the problem, what was expected and the fix.
+    `name`: the dataset's, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw
+    values in a window of a label file, uint8 (H, W). `decode_instances` reads an instance file and returns what
+    `scored` does. Reading checks the files: a ValueError names the file, the problem, what was expected and the fix.
     """
 
     def __init__(
@@ -59,7 +72,7 @@ class SegmentationDataset(Dataset):
         split: str,
         files: Sequence[Files],
         table: ClassTable,
-        decode_label: Callable[[Path, Window], np.ndarray] = decode_label,
+        decode_label: Callable[[Stored, Window], np.ndarray] = decode_label,
         decode_instances: Callable[[Path], np.ndarray] | None = None,
     ):
         self.name = name
@@ -123,7 +136,7 @@ class SegmentationDataset(Dataset):
     def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
         entry = self.files[index]
         image = self.read_image(index)
-        label = None if entry.label is None else self._read_label(index, ids)
+        label = None if entry.label is None else self._decode_label(self._stored_label(index), ids)
         if label is not None and label.shape != image.shape[:2]:
             raise ValueError(size_mismatch(entry, image_size=image.shape[1::-1], label_size=label.shape[::-1]))
         return Sample(image=image, label=label, name=entry.name)
@@ -131,48 +144,63 @@ class SegmentationDataset(Dataset):
     def size(self, index: int) -> tuple[int, int]:
         """(H, W) of image `index`, from the headers of its files. ValueError if its label has another size."""
         entry = self.files[index]
-        assert entry.image is not None, f"{entry.name} has no image"
         with restorable():
-            width, height = read_size(entry.image)
-            label_size = (width, height) if entry.label is None else read_size(entry.label)
-        if label_size != (width, height):
-            raise ValueError(size_mismatch(entry, image_size=(width, height), label_size=label_size))
-        return height, width
+            size = read_size(self._image_path(index))
+            label_size = size if entry.label is None else read_size(entry.label)
+        return _height_and_width(entry, size, label_size)
 
-    def read_image(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
-        """Image `index` or a window of it, uint8 (H, W, 3) RGB.
+    def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
+        """Image and label of image `index`: reads both files once, and decodes what is sliced from the results.
 
-        ValueError if the file is missing, truncated or not an image. Rows below the window are not checked.
+        Slices equal those of `dataset[index]`. ValueError as from `size` and, for what is sliced, from `read_image` and
+        `read_label`; rows far below the slice are not checked.
         """
+        with restorable():
+            image = read(self._image_path(index))
+            image_size = image.size
+            label = self._stored_label(index)
+            label_size = label.size
+        shape = _height_and_width(self.files[index], image_size, label_size)
+        return (
+            Undecoded(shape, restorable()(partial(decode_image, image))),
+            Undecoded(shape, partial(self._decode_label, label, self.table.train_ids)),
+        )
+
+    def read_image(self, index: int) -> np.ndarray:
+        """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
+        with restorable():
+            return decode_image(self._image_path(index))
+
+    def read_label(self, index: int) -> np.ndarray:
+        """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
+        return self._decode_label(self._stored_label(index), self.table.train_ids)
+
+    def _image_path(self, index: int) -> Path:
         path = self.files[index].image
         assert path is not None, f"{self.files[index].name} has no image"
-        with restorable():
-            return decode_image(path, window)
+        return path
 
-    def read_label(self, index: int, window: Window = EVERYTHING) -> np.ndarray:
-        """Label of image `index` or a window of it, as train ids, uint8 (H, W).
-
-        ValueError if the file is bad or the window holds an unknown id.
-        """
-        return self._read_label(index, self.table.train_ids, window)
-
-    def _read_label(
-        self, index: int, ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
-    ) -> np.ndarray:
+    @restorable()
+    def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
         if path is None:
             raise ValueError(
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
                 "choose a split with labels, such as val"
             )
+        return read(path)
+
+    def _decode_label(
+        self, file: Stored, ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
+    ) -> np.ndarray:
         with restorable():
-            raw = self.decode_label(path, window)
+            raw = self.decode_label(file, window)
         try:
             return ids(raw)
         except UnknownIds as error:
             raise UnknownIds(
-                f"{path}: {error}. Check that this is an original label file of {self.name} (not a colour picture or "
-                "labels converted by another tool)."
+                f"{file.path}: {error}. Check that this is an original label file of {self.name} (not a colour picture "
+                "or labels converted by another tool)."
             ) from None
 
     def encode_prediction(self, train_ids: np.ndarray) -> np.ndarray:
@@ -195,6 +223,13 @@ class SegmentationDataset(Dataset):
     def colour(self, train_ids: np.ndarray) -> np.ndarray:
         """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3) in the dataset's palette; ignored pixels are black."""
         return self.table.colour(train_ids)
+
+
+def _height_and_width(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> tuple[int, int]:
+    """(H, W) of an image and its label. ValueError if their sizes, (width, height) in pixels, differ."""
+    if label_size != image_size:
+        raise ValueError(size_mismatch(entry, image_size, label_size))
+    return image_size[::-1]
 
 
 def size_mismatch(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> str:

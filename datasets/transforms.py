@@ -2,16 +2,17 @@
 
 Scaling and cropping are one step, which computes only the pixels of the crop. The result equals resizing the whole
 image and then cropping it, because the crop keeps its sub-pixel position: pixel centres lie at half-integers, so pixel
-x of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original.
+x of the scaled image is at (x + 0.5) * W / scaled_W - 0.5 in the original. An image that shrinks to about half its size
+or less is first averaged over blocks of pixels, which start at the image's first pixel whatever the crop.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import cv2
 import numpy as np
-import torch
+
+from datasets.colour_jitter import ColourJitter
 
 
 class Pixels(Protocol):
@@ -23,46 +24,6 @@ class Pixels(Protocol):
     def __getitem__(self, window: tuple[slice, slice], /) -> np.ndarray: ...
 
 
-@dataclass(frozen=True)
-class ColourJitter:
-    """Random changes of brightness, contrast, saturation and hue, in random order: torchvision's ColorJitter.
-
-    It calls torchvision's functions, but draws its own random numbers: torchvision's come from torch's global
-    generator, so they would depend on the worker. `brightness`, `contrast`, `saturation`: a value s gives factors
-    between max(0, 1 - s) and 1 + s. `hue`: shifts between -hue and hue turns of the colour circle, at most 0.5.
-    ValueError for a value out of range.
-    """
-
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, most in (("brightness", math.inf), ("contrast", math.inf), ("saturation", math.inf), ("hue", 0.5)):
-            strength = getattr(self, name)
-            if not 0 <= strength <= most:
-                limit = "" if most == math.inf else f" and at most {most}"
-                raise ValueError(f"{name}={strength} must be at least 0{limit}")
-
-    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """image uint8 (H, W, 3) RGB -> a new image of the same shape and dtype."""
-        from torchvision.transforms.v2 import functional  # takes as long to import as torch, and few runs need it
-
-        changes = []
-        for name in ("brightness", "contrast", "saturation"):
-            if strength := getattr(self, name):
-                adjust = getattr(functional, f"adjust_{name}")
-                changes.append((adjust, rng.uniform(max(0.0, 1 - strength), 1 + strength)))
-        if self.hue:
-            changes.append((functional.adjust_hue, rng.uniform(-self.hue, self.hue)))
-        pixels = torch.from_numpy(image).permute(2, 0, 1)
-        for place in rng.permutation(len(changes)):
-            adjust, amount = changes[place]
-            pixels = adjust(pixels, amount)
-        return pixels.permute(1, 2, 0).numpy()
-
-
 class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
@@ -70,7 +31,8 @@ class TrainingTransform:
     mirroring left to right. `base_size`: length of the longest side at scale 1, in pixels; None keeps the image's size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
     normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
-    colours of the scaled image, but not the padding. ValueError for a value out of range.
+    colours of the scaled image, but not the padding. `antialias`: see `scale_and_crop`. ValueError for a value out of
+    range.
     """
 
     def __init__(
@@ -82,6 +44,7 @@ class TrainingTransform:
         fill: tuple[float, float, float] = (124, 116, 104),
         ignore_index: int = 255,
         colour_jitter: ColourJitter | None = None,
+        antialias: bool = True,
     ):
         height, width = crop_size
         low, high = scale
@@ -99,6 +62,7 @@ class TrainingTransform:
         self.fill = (red, green, blue)
         self.ignore_index = ignore_index
         self.colour_jitter = colour_jitter
+        self.antialias = antialias
 
     def __call__(
         self,
@@ -115,7 +79,14 @@ class TrainingTransform:
         height, width = image.shape[:2]
         scaled_size, offset, mirrored = self.draw((height, width), rng, pixel)
         image_crop, label_crop = scale_and_crop(
-            image, label, scaled_size, offset, self.crop_size, fill=self.fill, ignore_index=self.ignore_index
+            image,
+            label,
+            scaled_size,
+            offset,
+            self.crop_size,
+            fill=self.fill,
+            ignore_index=self.ignore_index,
+            antialias=self.antialias,
         )
         if self.colour_jitter is not None:  # draws last, so jitter does not change the choice of crops
             covered = tuple(
@@ -172,19 +143,24 @@ def scale_and_crop(
     crop_size: tuple[int, int],
     fill: tuple[int, int, int],
     ignore_index: int,
+    antialias: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cut a window of `crop_size` at `offset` (top, left; may be negative) out of the image resized to `scaled_size`.
 
     image uint8 (H, W, 3), bilinear; label uint8 (H, W), nearest. Pixels outside the resized image are padding.
     Both are sliced once, to the pixels needed: if slicing reads a file, only those are read.
+
+    `antialias`: average the image over blocks of 0.8 steps of the resize, rounded to whole pixels, before it is
+    interpolated. Nothing changes below a step of 1.875 pixels of the image, where blocks are single pixels.
     """
     rows, cols = (
-        _CropAxis(original, size, start, crop)
+        _CropAxis(original, size, start, crop, antialias)
         for original, size, start, crop in zip(image.shape[:2], scaled_size, offset, crop_size, strict=True)
     )
+    pixels = _averaged(image[rows.needed, cols.needed], rows.block, cols.block)
     matrix = np.array([[cols.step, 0, cols.start], [0, rows.step, rows.start]])
     warped = cv2.warpAffine(
-        cv2.cvtColor(image[rows.needed, cols.needed], cv2.COLOR_RGB2RGBA),  # takes half the time of three channels
+        cv2.cvtColor(pixels, cv2.COLOR_RGB2RGBA),  # takes half the time of three channels
         matrix,
         (cols.last - cols.first, rows.last - rows.first),
         flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
@@ -192,28 +168,41 @@ def scale_and_crop(
     )
     warped = cv2.cvtColor(warped, cv2.COLOR_RGBA2RGB)
     nearest = label[rows.needed, cols.needed][rows.nearest].take(cols.nearest, axis=1)
-    if warped.shape[:2] == tuple(crop_size):
-        return warped, nearest
-    image_crop = np.empty((*crop_size, 3), np.uint8)
-    image_crop[:] = fill
-    label_crop = np.full(crop_size, ignore_index, np.uint8)
-    image_crop[rows.first : rows.last, cols.first : cols.last] = warped
-    label_crop[rows.first : rows.last, cols.first : cols.last] = nearest
-    return image_crop, label_crop
+    borders = (rows.first, crop_size[0] - rows.last, cols.first, crop_size[1] - cols.last)
+    if any(borders):
+        warped = cv2.copyMakeBorder(warped, *borders, cv2.BORDER_CONSTANT, value=fill)
+        nearest = cv2.copyMakeBorder(nearest, *borders, cv2.BORDER_CONSTANT, value=(ignore_index,))
+    return warped, nearest
+
+
+def _averaged(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Means of blocks of (height, width) pixels: uint8 (H, W, 3) -> (ceil(H / height), ceil(W / width), 3).
+
+    Blocks that the image's end cuts are filled with its last pixels.
+    """
+    if height == width == 1:
+        return image
+    below, beside = -image.shape[0] % height, -image.shape[1] % width
+    if below or beside:
+        image = cv2.copyMakeBorder(image, 0, below, 0, beside, cv2.BORDER_REPLICATE)
+    return cv2.resize(image, (image.shape[1] // width, image.shape[0] // height), interpolation=cv2.INTER_AREA)
 
 
 class _CropAxis:
     """Along one axis: the pixels of the crop that the scaled image covers, and their positions in the original image.
 
     `first`, `last`: half-open range of the covered pixels. `needed`: slice of the original pixels that they are made
-    from; the positions below count from its start. `step`, `start`: covered pixel i lies at `start + i * step`.
-    `nearest`: for each covered pixel, the index of the nearest original pixel.
+    from, whole blocks of `block` pixels; the positions below count from its start. `step`, `start`: covered pixel i
+    lies at block `start + i * step`. `nearest`: for each covered pixel, the index of the nearest original pixel.
     """
 
-    def __init__(self, original: int, size: int, offset: int, crop: int):
+    def __init__(self, original: int, size: int, offset: int, crop: int, antialias: bool):
         self.first = max(0, -offset)
         self.last = min(crop, size - offset)
-        self.step = original / size
+        # Blocks of b pixels and interpolation between them have variance b^2/12 + b^2/6 (its mean over all positions),
+        # Pillow's triangle of 2 steps has step^2/6: equal for b = 0.82 steps.
+        self.block = max(1, round(0.8 * original / size)) if antialias else 1
+        self.step = original / size / self.block
         start = (self.first + offset + 0.5) * self.step - 0.5
         end = start + (self.last - self.first - 1) * self.step
         # floor((x + 0.5) * original / size), but computed by OpenCV: ties between two pixels are arbitrary, and must
@@ -221,7 +210,8 @@ class _CropAxis:
         indices = np.arange(original, dtype=np.float32)[None]
         everywhere = cv2.resize(indices, (size, 1), interpolation=cv2.INTER_NEAREST_EXACT)[0]
         nearest = everywhere[self.first + offset : self.last + offset].astype(np.intp)
-        # From floor to ceiling of the coordinates, plus one pixel at each end because rounding may move them.
-        self.needed = slice(max(0, math.floor(start) - 1), min(original, math.floor(end) + 3))
-        self.start = start - self.needed.start
+        # From floor to ceiling of the coordinates, plus one block at each end because rounding may move them.
+        first_block = max(0, math.floor(start) - 1)
+        self.needed = slice(first_block * self.block, min(original, (math.floor(end) + 3) * self.block))
+        self.start = start - first_block
         self.nearest = nearest - self.needed.start

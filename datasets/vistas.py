@@ -8,7 +8,7 @@ import numpy as np
 
 from datasets.class_table import ClassTable
 from datasets.layout import Layout, list_files
-from datasets.reading import Window, decode_instance_classes, decode_label
+from datasets.reading import Stored, Window, decode_instance_classes, decode_label
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
 from datasets.time_limit import limited
 
@@ -123,5 +123,5 @@ def _labels(root: Path, folder: Path) -> dict[str, Path]:
     return {name: path for kind in kinds if kind.is_dir() for name, path in list_files(kind, (".png",)).items()}
 
 
-def _decode(path: Path, window: Window) -> np.ndarray:
-    return (decode_instance_classes if path.parent.name == "instances" else decode_label)(path, window)
+def _decode(file: Stored, window: Window) -> np.ndarray:
+    return (decode_instance_classes if file.path.parent.name == "instances" else decode_label)(file, window)

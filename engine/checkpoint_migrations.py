@@ -1,7 +1,7 @@
 """Convert checkpoints of earlier versions to the current format.
 
-Keys newer than a checkpoint get their defaults in `config.from_plain`. The oldest checkpoints have no colours:
-scripts.predict takes them from the data.
+Keys newer than a checkpoint get their defaults in `config.from_plain`, or here if the default is not what the run
+did. The oldest checkpoints have no colours: scripts.predict takes them from the data.
 """
 
 from torch import Tensor
@@ -12,8 +12,16 @@ SEGMENTATION_ONLY = "inplace-abn-segmentation/1"  # train_seg.py wrote it before
 
 def migrated(state: object) -> object:
     """Convert `state`, read from a file, to the current format; malformed content is left to `checkpoint.checked`."""
-    if not isinstance(state, dict) or state.get("format") != SEGMENTATION_ONLY:
+    if not isinstance(state, dict):
         return state
+    if state.get("format") == SEGMENTATION_ONLY:
+        state = _with_task(state)
+    if state.get("task") == "segmentation":
+        state = _with_antialias(state)
+    return state
+
+
+def _with_task(state: dict) -> dict:
     state = {"skipped_images": 0, **state, "format": FORMAT, "task": "segmentation"}
     if isinstance(state.get("config"), dict):  # older than samplers
         state["config"] = {"sampler": {"name": "uniform"}, **state["config"]}
@@ -23,3 +31,11 @@ def migrated(state: object) -> object:
         cuda = random.get("cuda")
         state["random"] = {"cpu": [random["cpu"]], "cuda": cuda[:1] if isinstance(cuda, list) else []}
     return state
+
+
+def _with_antialias(state: dict) -> dict:
+    """Images that shrank were not smoothed before there was a key for it."""
+    config = state.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("data"), dict):
+        return state
+    return {**state, "config": {**config, "data": {"antialias": False, **config["data"]}}}

@@ -26,15 +26,19 @@ class Forward:
     memory_format: torch.memory_format
     autocast: Callable[[], AbstractContextManager]
 
-    def __call__(self, images: Tensor, at: tuple[int, int] | None = None, **options: Any) -> Tensor:
+    def __call__(
+        self, images: Tensor, at: tuple[int, int] | None = None, antialias: bool = True, **options: Any
+    ) -> Tensor:
         """Logits of RGB images (N, 3, H, W) with values 0-255, on any device.
 
         Images are moved to the network's device in their own dtype, usually uint8, and resized to `at`, (H, W), unless
-        it is None. `options` go to the network.
+        it is None: bilinear, and with `antialias` smoothed where they shrink, as Pillow does. `options` go to the
+        network.
         """
         inputs = self.normalised(images)
         if at not in (None, tuple(images.shape[-2:])):
-            inputs = F.interpolate(inputs, at, mode="bilinear").contiguous(memory_format=self.memory_format)
+            inputs = F.interpolate(inputs, at, mode="bilinear", antialias=antialias)
+            inputs = inputs.contiguous(memory_format=self.memory_format)
         with self.autocast():
             return self.network(inputs, **options)
 

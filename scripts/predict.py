@@ -58,7 +58,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
     path, output = Path(options.checkpoint), Path(options.output).expanduser()
     images = find_images(Path(options.input).expanduser(), output)
     build.arithmetic(config.trainer)
-    device, views = device_of(options.device), build.views(options, config.data.base_size)
+    device, views = device_of(options.device), build.views(options, config.data)
     forward = build.trained_forward(config, state, path, state["classes"], options.averaged, device)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
 

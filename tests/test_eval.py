@@ -63,6 +63,8 @@ def test_other_evaluations_have_results_of_their_own():
     assert file("run/checkpoints/last.pt", "data.root=elsewhere/streets") == "run/results_streets.json"
     assert file("somewhere/net.pt", "precision=bfloat16") == "somewhere/results_net_bfloat16.json"
     assert file("run/checkpoints/last.pt", "head.pooling_size=[3,5]") == "run/results_pooling3x5.json"
+    assert file("run/checkpoints/last.pt", "data.antialias=false") == "run/results_aliased.json"
+    assert file("run/checkpoints/last.pt", "data.antialias=true") == "run/results.json"
     assert file("run/checkpoints/last.pt", "tta.scales=[1]", "tta.flip=false") == "run/results.json"
     assert file("run/checkpoints/last.pt", "tta.scales=[0.7,1,1.2]") == "run/results_scales0.7-1-1.2.json"
     views = ("window.size=64", "window.overlap=0.5", "tta.flip=true")
@@ -73,6 +75,12 @@ def test_what_an_evaluation_changes_reaches_the_network_and_the_results(run_dir,
     plain = json.loads((run_dir / "results.json").read_text())
     pooled = evaluate_run(run_dir, "head.pooling_size=[2,2]", f"results={tmp_path / 'a.json'}")
     half = evaluate_run(run_dir, "precision=bfloat16", f"results={tmp_path / 'b.json'}")
+    small = {
+        antialias: evaluate_run(run_dir, "data.base_size=96", *key, f"results={tmp_path / 'c.json'}")
+        for antialias, key in ((True, []), (False, ["data.antialias=false"]))
+    }
+    assert all(results["config"]["data"]["antialias"] == antialias for antialias, results in small.items())
+    assert small[True]["confusion_matrix"] != small[False]["confusion_matrix"]
     assert pooled["config"]["head"]["pooling_size"] == [2, 2]
     assert half["config"]["trainer"]["precision"] == "bfloat16"
     assert plain["confusion_matrix"] not in (pooled["confusion_matrix"], half["confusion_matrix"])

@@ -10,10 +10,11 @@ from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, index_
 from datasets.camvid import IMAGES as CAMVID_IMAGES
 from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
 from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
+from datasets.colour_jitter import ColourJitter
 from datasets.loading import TrainingCrops
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
-from datasets.transforms import ColourJitter, TrainingTransform
+from datasets.transforms import TrainingTransform
 from datasets.vistas import IMAGES as VISTAS_IMAGES
 from datasets.workers import Loader
 from engine.console import logger
@@ -142,6 +143,7 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
         fill=(red, green, blue),
         ignore_index=dataset.ignore_index,
         colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,
+        antialias=config.antialias,
     )
     return TrainingCrops(dataset, transform, seed, skip_unreadable=config.on_error == "skip")
 

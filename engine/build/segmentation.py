@@ -11,6 +11,7 @@ from torch import nn
 from engine import checkpoint
 from engine.build.network import body, forward, norm_act
 from engine.forward import Forward
+from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.segmentation.inference import Views
@@ -43,9 +44,16 @@ def loss(config: Loss, ignore_index: int) -> nn.Module:
     return CrossEntropy(ignore_index)
 
 
-def views(options: TrainedNetwork, base_size: int | None = None) -> Views:
-    """The views of each image; `base_size`: longest side in pixels at scale 1."""
-    return Views(base_size, options.window.size, options.window.overlap, tuple(options.tta.scales), options.tta.flip)
+def views(options: TrainedNetwork, data: SegmentationData) -> Views:
+    """The views of each image; `data`: the training's, perhaps changed by the command."""
+    return Views(
+        data.base_size,
+        data.antialias,
+        options.window.size,
+        options.window.overlap,
+        tuple(options.tta.scales),
+        options.tta.flip,
+    )
 
 
 def trained_forward(

@@ -52,6 +52,8 @@ class SegmentationData(Data):
     # Longest side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is always counted
     # at the label's own size.
     base_size: int | None = key(None, above=0)
+    # Smooth images that shrink: in evaluation as Pillow does, in training where they shrink to about half or less.
+    antialias: bool = True
     scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
     flip: float = key(0.5, least=0, most=1)
     colour_jitter: ColourJitter = field(default_factory=ColourJitter)

@@ -19,6 +19,7 @@ MEMORY_ADVICE = (
 @dataclass
 class TrainedData:
     base_size: int | None = key(None, above=0)  # null: as in training
+    antialias: bool | None = None  # null: as in training
 
 
 @dataclass
@@ -70,6 +71,8 @@ class TrainedNetwork:
     def apply_to(self, config: SegmentationRun) -> None:
         """Override the training's keys by those given here. ValueError if they do not fit the network."""
         config.data.base_size = self.data.base_size or config.data.base_size
+        if self.data.antialias is not None:
+            config.data.antialias = self.data.antialias
         config.head.pooling_size = self.head.pooling_size or config.head.pooling_size
         config.trainer.precision = self.precision or config.trainer.precision
         config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds

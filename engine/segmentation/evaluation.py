@@ -84,7 +84,7 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
             run.learner.evaluated,
             dataset,
             UntilStopped(loader, run.stop, run.world),
-            views=Views(base_size=data.base_size),
+            views=Views(data.base_size, data.antialias),
             world=run.world,
             progress=run.metrics.progress,
             on_prediction=collector,

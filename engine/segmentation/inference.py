@@ -27,6 +27,7 @@ class Views:
     """How the network sees an image.
 
     base_size: pixels of the longest side at scale 1; None is the image's own size.
+    antialias: smooth where an image shrinks, as Pillow does when it resizes.
     window: side of the square windows in pixels, at the resolution that the network sees; a multiple of its output
         stride. Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
     overlap: smallest share of a window's side that the next window also covers, in [0, 1).
@@ -35,6 +36,7 @@ class Views:
     """
 
     base_size: int | None = None
+    antialias: bool = True
     window: int | None = None
     overlap: float = 0.25
     scales: tuple[float, ...] = (1.0,)
@@ -49,9 +51,9 @@ class Views:
         return self.scales == (1.0,) and not self.flip and (self.window is None or max(size) <= self.window)
 
     def record(self) -> dict:
-        """The fields for results.json, without base_size, which its configuration has."""
+        """The fields for results.json, without base_size and antialias, which its configuration has."""
         fields = {**asdict(self), "scales": list(self.scales)}
-        del fields["base_size"]
+        del fields["base_size"], fields["antialias"]
         return fields
 
 
@@ -83,7 +85,7 @@ def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
     own_size = (height, width)
     size = views.size(own_size)
     if views.at_once(size):
-        predictions = forward(images, at=size).argmax(dim=1).to(torch.uint8)
+        predictions = forward(images, at=size, antialias=views.antialias).argmax(dim=1).to(torch.uint8)
     else:
         predictions = _predict_views(forward, images, size, views)
     if size == own_size:
@@ -129,6 +131,7 @@ class _View:
         self.classes, stride = forward.network.classes, forward.network.body.output_stride
         assert isinstance(stride, int), stride
         self.stride = stride
+        self.antialias = views.antialias
         self.cells = tuple(math.ceil(side / self.stride) for side in size)
         window = math.ceil((views.window or max(size)) / self.stride)
         self.windows = [windows_along(cells, window, views.overlap) for cells in self.cells]
@@ -168,7 +171,7 @@ class _View:
         """Logits of one window, given in cells: (N, classes, height, width). The image's edge may cut it."""
         rows = range(top * self.stride, min((top + height) * self.stride, self.size[0]))
         columns = range(left * self.stride, min((left + width) * self.stride, self.size[1]))
-        region = resized_region(self.images, self.size, rows, columns)
+        region = resized_region(self.images, self.size, rows, columns, self.antialias)
         return self.forward(region, size=(height, width))  # the network's own resolution: nothing is interpolated
 
 
@@ -191,42 +194,52 @@ def windows_along(cells: int, window: int, overlap: float) -> list[tuple[int, Te
     return [(start, weights / total[start : start + window]) for start in starts]
 
 
-def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: range) -> Tensor:
-    """A region of `F.interpolate(images, size, mode="bilinear")`, float32, without computing the rest.
+def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: range, antialias: bool) -> Tensor:
+    """A region of `F.interpolate(images, size, mode="bilinear", antialias=antialias)`, float32, without the rest.
 
     images: (N, C, H, W) of any dtype. If they already have that size, their pixels are returned in their own dtype.
     """
     if tuple(images.shape[-2:]) == size:
         return images[..., rows.start : rows.stop, columns.start : columns.stop]
-    down, across = (_taps(images.shape[dim], size[dim], part, images) for dim, part in ((-2, rows), (-1, columns)))
+    down, across = (
+        _taps(images.shape[dim], size[dim], part, images, antialias) for dim, part in ((-2, rows), (-1, columns))
+    )
     images = images[..., down.first : down.last + 1, across.first : across.last + 1].float()
     return across.blend(down.blend(images, dim=2), dim=3)
 
 
 @dataclass(frozen=True)
 class _Taps:
-    """The two source pixels that each pixel of a bilinear resize interpolates, along one axis.
+    """The source pixels that each pixel of a bilinear resize averages, along one axis.
 
-    first, last: the source pixels used. lower, upper: int64, relative to `first`. share: float32, weight of `upper`.
+    first, last: the source pixels used. sources: int64 (taps, pixels), relative to `first`. weights: float32 of the
+    same shape; each pixel's sum to 1.
     """
 
     first: int
     last: int
-    lower: Tensor
-    upper: Tensor
-    share: Tensor
+    sources: Tensor
+    weights: Tensor
 
     def blend(self, values: Tensor, dim: int) -> Tensor:
-        """Interpolate `values`, the source pixels from `first` to `last`, float32 (N, C, H, W)."""
-        share = self.share[:, None] if dim == 2 else self.share
-        return torch.lerp(values.index_select(dim, self.lower), values.index_select(dim, self.upper), share)
+        """Average `values`, the source pixels from `first` to `last`, float32 (N, C, H, W)."""
+        weights = self.weights[..., None] if dim == 2 else self.weights
+        total = values.index_select(dim, self.sources[0]) * weights[0]
+        for sources, weight in zip(self.sources[1:], weights[1:], strict=True):
+            total.addcmul_(values.index_select(dim, sources), weight)
+        return total
 
 
-def _taps(original: int, resized: int, part: range, like: Tensor) -> _Taps:
+def _taps(original: int, resized: int, part: range, like: Tensor, antialias: bool = False) -> _Taps:
     """The taps of the pixels `part` when F.interpolate resizes an axis from `original` to `resized` pixels."""
+    step = original / resized
+    reach = max(1.0, step) if antialias else 1.0  # weights fall linearly to 0 at this distance
     centres = torch.arange(part.start, part.stop, dtype=torch.float32, device=like.device) + 0.5
-    position = (centres * (original / resized) - 0.5).clamp(0, original - 1)
-    lower = position.floor()
-    upper = (lower + 1).clamp(max=original - 1)
-    first, last = int(lower[0]), int(upper[-1])
-    return _Taps(first, last, lower.long() - first, upper.long() - first, position - lower)
+    positions = centres * step - 0.5
+    nearby = torch.arange(math.ceil(2 * reach), device=like.device)[:, None]
+    sources = (positions - reach).floor().long() + 1 + nearby  # (taps, pixels)
+    weights = (1 - (sources - positions).abs() / reach).clamp(min=0)
+    weights *= (sources >= 0) & (sources < original)
+    sources = sources.clamp(0, original - 1)
+    first, last = int(sources[0, 0]), int(sources[-1, -1])
+    return _Taps(first, last, sources - first, weights / weights.sum(dim=0))

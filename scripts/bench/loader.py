@@ -15,19 +15,22 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, cityscapes, vistas
+from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, camvid, cityscapes, vistas
 from datasets.class_index import POSITIONS, index_label
 from engine.schema.keys import key
 
 from . import frame
-from .loader_pictures import write_cityscapes, write_vistas
-from .loader_pipelines import DECODES, OURS, RIVALS, Key, pipelines
+from .loader_pictures import write_camvid, write_cityscapes, write_vistas
+from .loader_pipelines import DECODES, OPENCV, OURS, RIVALS, Key, pipelines
 from .loader_processes import like_a_worker, start_s, worker_mib
 
-PNG, JPEG, JPEG_BASE = "PNG", "JPEG", "JPEG, base_size"
+SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
 
 # The targets hold for these arguments; for others they are neither reached nor missed.
-_REQUIRED = {"png_size": [1024, 2048], "jpeg_size": [3648, 5472], "crop_size": 872, "files": 18000}
+_REQUIRED = {
+    **{"small_size": [360, 480], "small_crop_size": 240},
+    **{"png_size": [1024, 2048], "jpeg_size": [3648, 5472], "crop_size": 872, "files": 18000},
+}
 
 Times = dict[str, list[float]]  # of one source, by pipeline
 
@@ -36,11 +39,15 @@ METHOD = """
   label (h, w) of train ids. In a round all pipelines make the crop of the same key (scale 0.7 to 2.0, place, flip).
   Ratios therefore compare equal crops; quotients of two medians in the table do not. Samples per second are computed
   from the median time. Targets compare with the fastest decoder and the fastest rival.
-- The files are drawn streets, enlarged, with grain like a photograph's: PNGs as in Cityscapes; JPEGs (quality 90,
-  4:2:0) with palette PNGs as labels, as in Vistas. JPEGs are measured at their own size, for which the targets hold,
-  and with the `base_size` of `configs/data/vistas.yaml`, where a rival resizes to fewer pixels.
+- The files are drawn streets, enlarged, with grain like a photograph's: PNGs as in Cityscapes; small PNGs of CamVid's
+  size, with the crops of `configs/data/camvid.yaml`; JPEGs (quality 90, 4:2:0) with palette PNGs as labels, as in
+  Vistas. JPEGs are measured at their own size, for which the targets hold, and with the `base_size` of
+  `configs/data/vistas.yaml`, where a rival resizes to fewer pixels.
+- Ours smooths images that shrink to about half or less (`data.antialias`), which happens with `base_size` alone. The
+  rival to compare with there is `transforms.v2` with `antialias=True`; the other two skip that work, and alias.
 - *Ours* is `datasets.TrainingCrops`. It knows its crop before it decodes, and decodes files only down to the crop's
-  last row: PNG and JPEG are stored from the top. So it can take less time than the bare decode.
+  last row, unless that is one of a PNG's last: PNG and JPEG are stored from the top. So it can take less time than the
+  bare decode.
 - *Bare decode* returns the pixels of both whole files. Only Pillow returns the indices of a palette PNG, so all use it
   for those labels.
 - The rivals resize whole images (bilinear) and labels (nearest), then crop, pad and flip; they map train ids in the
@@ -57,6 +64,8 @@ METHOD = """
 
 @dataclass
 class LoaderArguments(frame.Arguments):
+    small_size: list[int] = key([360, 480], least=64)  # CamVid's
+    small_crop_size: int = key(240, above=0)  # configs/data/camvid.yaml
     png_size: list[int] = key([1024, 2048], least=64)  # height, width
     jpeg_size: list[int] = key([3648, 5472], least=64)
     base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
@@ -74,21 +83,19 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
     index_ms: dict[str, list[float]] = {}
     keys = [(epoch, epoch % arguments.pictures) for epoch in range(max(arguments.rounds, 4 * arguments.minibatches))]
     with tempfile.TemporaryDirectory() as folder, like_a_worker():
-        png, jpeg, many = (Path(folder) / name for name in ("png", "jpeg", "many"))
+        small, png, jpeg, many = (Path(folder) / name for name in ("small", "png", "jpeg", "many"))
+        write_camvid(small, arguments.pictures, _size(arguments.small_size))
         write_cityscapes(png, arguments.pictures, _size(arguments.png_size))
         write_vistas(jpeg, arguments.pictures, _size(arguments.jpeg_size))
         write_vistas(many, images=1, size=(24, 32), files=arguments.files)
-        crop_size, streets, photographs = (
-            _size([arguments.crop_size] * 2),
-            cityscapes(png, "train"),
-            vistas(jpeg, "train"),
-        )
+        photographs, large = vistas(jpeg, "train"), arguments.crop_size
         sources = {
-            name: TrainingCrops(dataset, TrainingTransform(crop_size, base_size=base_size), seed=0)
-            for name, dataset, base_size in (
-                (PNG, streets, None),
-                (JPEG, photographs, None),
-                (JPEG_BASE, photographs, arguments.base_size),
+            name: TrainingCrops(dataset, TrainingTransform((side, side), base_size=base_size), seed=0)
+            for name, dataset, side, base_size in (
+                (SMALL, camvid(small, "train"), arguments.small_crop_size, None),
+                (PNG, cityscapes(png, "train"), large, None),
+                (JPEG, photographs, large, None),
+                (JPEG_BASE, photographs, large, arguments.base_size),
             )
         }
         for source, crops in sources.items():
@@ -107,7 +114,7 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
             "environment": {"threads": 1},
-            "bytes_per_file": {source: _bytes_per_file(sources[source]) for source in (PNG, JPEG)},
+            "bytes_per_file": {source: _bytes_per_file(sources[source]) for source in (SMALL, PNG, JPEG)},
             "index_ms": index_ms,
             "memory_mib": memory,
             "first_start_s": first_start,
@@ -147,7 +154,7 @@ def _bytes_per_file(crops: TrainingCrops) -> dict[str, int]:
 def page(result: dict, _: Path) -> str:
     arguments = result["arguments"]
     of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
-    about = f"Crops of {arguments['crop_size']} pixels, {of_each}"
+    about = f"Crops of {arguments['crop_size']} pixels ({SMALL}: {arguments['small_crop_size']}), {of_each}"
     sections = [*frame.target_table(targets(result)), *_pipelines(result), *_others(result)]
     return frame.page_text(result, "Speed of the training crops", about, sections, METHOD)
 
@@ -197,6 +204,9 @@ def targets(result: dict) -> list[frame.Target]:
         ratio = frame.ratio_of(times[rival], times[OURS]).median
         about = f"{source}: throughput relative to the fastest rival"
         found.append(frame.judged(about, f"at least {limit}", {rival: ratio}, at_least=limit))
+    times = sources[SMALL]
+    ratio = frame.ratio_of(times[OURS], times[OPENCV]).median
+    found.append(frame.judged(f"{SMALL}: time to {OPENCV}", "at most 1.00", {"": ratio}, at_most=1))
     index_ms = statistics.median(result["index_ms"][PNG])
     about = "PNG: a label read and indexed"
     found.append(frame.judged(about, "at most 30 ms", {"": index_ms}, at_most=30, text="{:.1f} ms"))
@@ -225,8 +235,8 @@ def fastest(times: Times, among: tuple[str, ...]) -> str:
 
 def _title(source: str, result: dict) -> str:
     """The source with the size of its pictures and files."""
-    kind = PNG if source == PNG else JPEG
-    height, width = result["arguments"]["png_size" if kind == PNG else "jpeg_size"]
+    kind = JPEG if source == JPEG_BASE else source
+    height, width = result["arguments"][{SMALL: "small_size", PNG: "png_size", JPEG: "jpeg_size"}[kind]]
     size = f"{source}={result['arguments']['base_size']}" if source == JPEG_BASE else source
     kib = {name: bytes_ / 1024 for name, bytes_ in result["bytes_per_file"][kind].items()}
     return f"{size}: {width}x{height} pixels, files of {kib['image']:.0f} KiB, labels of {kib['label']:.0f} KiB"

@@ -1,4 +1,4 @@
-"""Files to read: street scenes with grain like a photograph's, in the official layouts of Cityscapes and Vistas."""
+"""Files to read: street scenes with grain like a photograph's, in the layouts of CamVid, Cityscapes and Vistas."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from datasets.streets import draw_street
 # Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
 _GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
 _WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
-_VISTAS_LABELS = 66
+_CAMVID_LABELS, _VISTAS_LABELS = 12, 66
 
 
 def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -28,6 +28,14 @@ def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     label = cv2.remap(label, x, y, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
     grain = np.sum([_smooth(rng, height, width, size, deviation) for size, deviation in _GRAIN.items()], axis=0)
     return np.clip(image + grain[..., None], 0, 255).round().astype(np.uint8), label
+
+
+def write_camvid(root: Path, images: int, size: tuple[int, int]) -> None:
+    """Write `images` pairs of PNGs of `size` (H, W)."""
+    for index in range(images):
+        image, label = scene(*size, seed=index)
+        _write(root / "train" / f"{index:06d}.png", image[..., ::-1])
+        _write(root / "trainannot" / f"{index:06d}.png", label % _CAMVID_LABELS)
 
 
 def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:

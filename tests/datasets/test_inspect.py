@@ -128,9 +128,9 @@ def test_finds_a_pixel_of_a_palette_that_only_the_check_sum_betrays(tmp_path):
     content = zlib.compress(rows + bytes(len(rows)))  # inflates to more than the picture, as damaged codes may
     path.write_bytes(data[: start - 8] + len(content).to_bytes(4, "big") + b"IDAT" + content + data[end:])
     assert (np.asarray(Image.open(path)) != stored).sum() == 1
-    for window in (np.s_[:, :], np.s_[0:1, 0:1]):
+    for read in (dataset.read_label, lambda index: dataset.undecoded(index)[1][0:1, 0:1]):
         with pytest.raises(ValueError, match=f"{path}: damaged pixels"):
-            dataset.read_label(0, window)
+            read(0)
     (problem,) = found(dataset).problems
     assert problem.kind == "unreadable label" and problem.message.startswith(f"{path}: damaged pixels")
 
@@ -195,10 +195,10 @@ def test_labels_beyond_the_challenge_are_no_problem(tmp_path):
 def test_an_error_that_nobody_expected_is_a_problem_of_its_file(tmp_path):
     dataset = camvid(trees.camvid_folders(tmp_path), "train")
 
-    def decode(path, *window):
-        if "000004" in path.name:
+    def decode(file, window):
+        if "000004" in file.path.name:
             raise RuntimeError("what nobody expected")
-        return decode_label(path, *window)
+        return decode_label(file, window)
 
     dataset.decode_label, decode_label = decode, dataset.decode_label
     (problem,) = found(dataset).problems

@@ -1,3 +1,6 @@
+import sys
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,7 @@ from datasets import (
     index_classes,
     worker_init,
 )
+from tests import trees
 from tests.trees import write
 
 
@@ -63,6 +67,20 @@ def test_a_crop_decodes_what_it_needs_of_the_image_and_gives_what_the_whole_give
             crop = crops[Draw(epoch, index, pixel=(5, 9))]
             assert np.array_equal(crop["image"].permute(1, 2, 0).numpy(), image)
             assert np.array_equal(crop["label"].numpy(), label)
+
+
+@pytest.mark.parametrize("tree", [trees.camvid_annot, trees.camvid_folders], ids=["png", "jpeg"])
+def test_a_crop_opens_its_files_once(tree, tmp_path):
+    crops = crops_of(tree(tmp_path / "data"))
+    opened: list[str] = []
+    watching = True
+    sys.addaudithook(
+        lambda event, arguments: opened.append(str(arguments[0])) if watching and event == "open" else None
+    )
+    crops[0, 2]
+    watching = False
+    files = crops.dataset.files[2]
+    assert Counter(path for path in opened if str(tmp_path) in path) == {str(files.image): 1, str(files.label): 1}
 
 
 def test_sizes_of_image_and_label_are_compared_while_training(camvid_folders):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torchvision.transforms import v2
 
 from datasets import ColourJitter, TrainingTransform
@@ -61,6 +62,83 @@ def test_equals_resize_then_crop_at_full_resolution():
             got_image, got_label = scale_and_crop(*arguments, fill=FILL, ignore_index=IGNORE)
             assert np.abs(got_image.astype(int) - expected_image).max() <= 2
             assert np.array_equal(got_label, expected_label)
+
+
+def block_means(image: np.ndarray, axis: int, block: int) -> np.ndarray:
+    """Along one axis: means of `block` pixels; the last block is filled with the last pixel."""
+    border = [(0, 0)] * 3
+    border[axis] = (0, -image.shape[axis] % block)
+    image = np.moveaxis(np.pad(image.astype(float), border, mode="edge"), axis, 0)
+    return np.moveaxis(image.reshape(-1, block, *image.shape[1:]).mean(axis=1), 0, axis)
+
+
+def interpolated(image: np.ndarray, axis: int, positions: np.ndarray) -> np.ndarray:
+    """Along one axis: the image at real positions, where pixel i is at i; beyond its ends the last pixel."""
+    positions = positions.clip(0, image.shape[axis] - 1)
+    below, share = np.floor(positions).astype(int), positions % 1
+    above = np.minimum(below + 1, image.shape[axis] - 1)
+    share = share.reshape([-1 if i == axis else 1 for i in range(3)])
+    return image.take(below, axis) * (1 - share) + image.take(above, axis) * share
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    size=st.tuples(st.integers(20, 90), st.integers(20, 90)),
+    step=st.floats(1.0, 6.0),
+    crop_size=st.tuples(st.integers(1, 50), st.integers(1, 50)),
+    place=st.tuples(st.floats(0, 1), st.floats(0, 1)),
+    seed=st.integers(0, 99),
+)
+def test_an_antialiased_crop_is_cut_out_of_the_whole_averaged_and_resized_image(size, step, crop_size, place, seed):
+    """Whatever the crop: blocks of 0.8 steps start at the image's first pixel. Labels are as without."""
+    rng = np.random.default_rng(seed)
+    image, label = rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
+    scaled_size = scaled(size, 1 / step)
+    offset = tuple(
+        round(share * max(0, whole - crop)) for share, whole, crop in zip(place, scaled_size, crop_size, strict=True)
+    )
+    options = dict(fill=FILL, ignore_index=IGNORE)
+    got, got_label = scale_and_crop(image, label, scaled_size, offset, crop_size, **options)
+    aliased, plain_label = scale_and_crop(image, label, scaled_size, offset, crop_size, **options, antialias=False)
+    assert np.array_equal(got_label, plain_label)
+    expected, blocks = image, []
+    for axis in (0, 1):
+        blocks.append(max(1, round(0.8 * size[axis] / scaled_size[axis])))
+        expected = block_means(expected, axis, blocks[-1])
+    for axis in (0, 1):
+        centres = (np.arange(scaled_size[axis]) + 0.5) * size[axis] / scaled_size[axis]
+        expected = interpolated(expected, axis, centres / blocks[axis] - 0.5)
+    height, width = (min(crop, whole) for crop, whole in zip(crop_size, scaled_size, strict=True))
+    expected = expected[offset[0] :, offset[1] :][:height, :width]
+    assert np.abs(got[:height, :width] - expected).max() <= 3  # rounded twice, positions to 1/32 of a block
+    if blocks == [1, 1]:
+        assert np.array_equal(got, aliased)
+
+
+@pytest.mark.parametrize("step", [1.9, 2.67, 3.8])
+def test_antialiasing_comes_closer_to_pillows(step):
+    rng = np.random.default_rng(0)
+    image = cv2.GaussianBlur(rng.integers(0, 256, (303, 401, 3), dtype=np.uint8), (0, 0), 0.7)
+    size = scaled((303, 401), 1 / step)
+    expected = np.asarray(Image.fromarray(image).resize(size[::-1], Image.Resampling.BILINEAR)).astype(int)
+    options = dict(scaled_size=size, offset=(0, 0), crop_size=size, fill=FILL, ignore_index=IGNORE)
+    plain, smooth = (
+        np.abs(scale_and_crop(image, np.zeros((303, 401), np.uint8), **options, antialias=antialias)[0] - expected)
+        for antialias in (False, True)
+    )
+    assert smooth.mean() < 0.7 * plain.mean()
+
+
+def test_scales_of_the_paper_crop_alike_with_and_without_antialiasing():
+    """They shrink to 0.7 at most. Without `base_size`, runs train on the same crops as before there was a choice."""
+    rng = np.random.default_rng(0)
+    image, label = rng.integers(0, 256, (60, 80, 3), dtype=np.uint8), rng.integers(0, 19, (60, 80), dtype=np.uint8)
+    for seed in range(50):
+        crops = [
+            TrainingTransform((40, 50), antialias=antialias)(image, label, np.random.default_rng(seed))
+            for antialias in (False, True)
+        ]
+        assert all(np.array_equal(*parts) for parts in zip(*crops, strict=True))
 
 
 def picture(height: int, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +222,7 @@ def test_impossible_settings_name_the_argument(arguments, message):
 def test_base_size_is_the_longest_side_at_scale_one(size, expected):
     rng = np.random.default_rng(0)
     image, label = rng.integers(0, 256, (*size, 3), dtype=np.uint8), rng.integers(0, 19, size, dtype=np.uint8)
-    transform = TrainingTransform(expected, scale=(1.0, 1.0), flip=0.0, base_size=20)
+    transform = TrainingTransform(expected, scale=(1.0, 1.0), flip=0.0, base_size=20, antialias=False)
     crop, crop_label = transform(image, label, rng)
     assert np.abs(crop.astype(int) - cv2.resize(image, expected[::-1])).max() <= 2
     assert np.array_equal(crop_label, cv2.resize(label, expected[::-1], interpolation=cv2.INTER_NEAREST_EXACT))

@@ -57,6 +57,19 @@ def test_a_checkpoint_from_before_there_were_samplers_was_sampled_uniformly(tmp_
     assert config == by_class
 
 
+@pytest.mark.parametrize("format", [FORMAT, SEGMENTATION_ONLY])
+def test_a_checkpoint_from_before_there_was_a_key_for_it_does_not_antialias(tmp_path, format):
+    before = old_state(format=format, task="segmentation", skipped_images=0)
+    del before["config"]["data"]["antialias"]
+    assert run_config().data.antialias
+    config = cfg.of_checkpoint(loaded(tmp_path, before), SegmentationRun, "last.pt")
+    assert config == run_config("data.antialias=false")
+    with_key = old_state(format=format, task="segmentation", skipped_images=0)
+    assert cfg.of_checkpoint(loaded(tmp_path, with_key), SegmentationRun, "last.pt").data.antialias
+    another_task = {"format": FORMAT, "task": "shapes", "config": {"data": {"name": "shapes"}}}
+    assert migrated(another_task) is another_task
+
+
 def test_a_checkpoint_from_before_there_were_ranks_continues_its_random_numbers(tmp_path, caplog):
     """It holds the states of all devices of one process, which computed on the first."""
     torch.manual_seed(5)
@@ -135,7 +148,7 @@ def test_a_file_of_anything_else_is_refused(tmp_path, content):
 def with_the_keys_of(file: Path, run_dir: Path) -> DictConfig:
     """The config that the run's command line composes today."""
     state = checkpoint.read(file)
-    config = OmegaConf.merge(composed("train_seg"), state["config"])
+    config = OmegaConf.merge(composed("train_seg"), state["config"], {"data": {"antialias": False}})
     return OmegaConf.merge(config, {"run_dir": str(run_dir), "resume": "auto"})
 
 

@@ -61,15 +61,17 @@ def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_images_are_resized_only_if_that_changes_their_size():
+@pytest.mark.parametrize("antialias", [True, False])
+def test_images_are_resized_only_if_that_changes_their_size(antialias):
     """Bilinearly, after normalisation."""
     net = network()
     forward, pixels = forward_of(net), images(12, 20)
     at_own_size = forward(pixels, at=(12, 20))
     assert torch.equal(at_own_size, forward(pixels)) and torch.equal(net.seen, forward.normalised(pixels))
     for size in ((6, 10), (24, 20), (7, 33)):
-        logits = forward(pixels, at=size)
-        assert torch.equal(net.seen, F.interpolate(forward.normalised(pixels), size, mode="bilinear"))
+        logits = forward(pixels, at=size, antialias=antialias)
+        resized = F.interpolate(forward.normalised(pixels), size, mode="bilinear", antialias=antialias)
+        assert torch.equal(net.seen, resized)
         assert net.seen.is_contiguous(memory_format=torch.channels_last) and logits.shape == (2, 5, *size)
 
 

@@ -4,11 +4,13 @@ import math
 from collections.abc import Sequence
 
 import cv2
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -82,18 +84,35 @@ def far_from_windows(size: int, stride: int, window: int, overlap: float, reach:
     return far
 
 
+class Brightest(nn.Module):
+    def forward(self, x):
+        self.seen = x
+        return x
+
+
+@pytest.mark.parametrize("size, base_size", [((60, 90), 34), ((61, 47), 23), ((97, 33), 66), ((31, 40), 77)])
+def test_antialiased_images_are_seen_as_pillow_resizes_them(size, base_size):
+    """Pillow computes with 8-bit pixels and so rounds once more between the two axes. Enlarging needs no smoothing."""
+    images = pictures(*size)
+    network = Brightest()
+    forward = forward_of(network, mean=0.0, std=1.0)
+    seen = []
+    for antialias in (True, False):
+        predict(forward, images, Views(base_size, antialias))
+        seen.append(network.seen[0] * 255)
+    height, width = scaled(size, base_size / max(size))
+    pillow = Image.fromarray(images[0].permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BILINEAR)
+    assert (seen[0] - torch.tensor(np.array(pillow)).permute(2, 0, 1)).abs().max() <= 1.01
+    difference = (seen[0] - seen[1]).abs().max()
+    assert difference < 1e-3 if base_size > max(size) else difference > 5
+
+
 def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
-    """Resized as in the training, that is as OpenCV resizes; predictions by their nearest pixel."""
-
-    class Brightest(nn.Module):
-        def forward(self, x):
-            self.seen = x
-            return x
-
+    """Without antialiasing resized as OpenCV resizes; predictions by their nearest pixel."""
     images = torch.randint(0, 256, (1, 3, 36, 60), dtype=torch.uint8)
     network = Brightest()
     forward = forward_of(network, mean=0.0, std=1.0)
-    predictions = predict(forward, images, Views(base_size=20))
+    predictions = predict(forward, images, Views(base_size=20, antialias=False))
     resized = torch.from_numpy(cv2.resize(images[0].permute(1, 2, 0).numpy(), (20, 12))).permute(2, 0, 1)
     assert (network.seen[0] * 255 - resized).abs().max() <= 1
     assert predictions.shape == (1, 36, 60) and predictions.dtype == torch.uint8
@@ -144,7 +163,7 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
     predictions = predicted(network, images, base_size, "bfloat16", window=window)
     inputs = (images - 127.5) / 63.75
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        inputs = inputs if base_size is None else F.interpolate(inputs, (45, 64), mode="bilinear")
+        inputs = inputs if base_size is None else F.interpolate(inputs, (45, 64), mode="bilinear", antialias=True)
         expected = network(inputs.contiguous(memory_format=torch.channels_last)).argmax(dim=1).byte()
     expected = F.interpolate(expected[None], images.shape[-2:], mode="nearest-exact")[0]
     assert torch.equal(predictions, expected)
@@ -200,12 +219,13 @@ def test_every_pixel_of_any_size_is_predicted(height, width, window, overlap, ba
 
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("base_size", [None, 128])
-@pytest.mark.parametrize("flip", [False, True])
-def test_views_are_averaged_after_the_softmax(flip, base_size, window):
+@pytest.mark.parametrize("flip, antialias", [(False, True), (True, True), (True, False)])
+def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window):
     """Scales of the base size, mirrored and mirrored back; within a view, windows see what it sees."""
     network, images = small_network(), pictures(77, 110)
     scales = (0.7, 1.0, 1.2) if window is None else (0.3, 0.5)  # of which every one fits the window
-    predictions = predicted(network, images, base_size, scales=scales, flip=flip, window=window)
+    options = dict(scales=scales, flip=flip, antialias=antialias)
+    predictions = predicted(network, images, base_size, **options, window=window)
 
     normalised = (images / 255 - 0.5) / 0.25
     factor = 1 if base_size is None else base_size / 110
@@ -213,7 +233,7 @@ def test_views_are_averaged_after_the_softmax(flip, base_size, window):
     probabilities = []
     with torch.inference_mode():
         for scale in scales:
-            seen = F.interpolate(normalised, scaled((77, 110), scale * factor), mode="bilinear")
+            seen = F.interpolate(normalised, scaled((77, 110), scale * factor), mode="bilinear", antialias=antialias)
             probabilities.append(network(seen, size).softmax(1))
             if flip:
                 probabilities.append(network(seen.flip(3), size).flip(3).softmax(1))
@@ -240,8 +260,9 @@ def test_a_region_of_a_resized_image_is_that_of_the_whole(data):
         range(start, data.draw(st.integers(start + 1, length))) for start, length in zip(starts, size, strict=True)
     )
     images = pictures(*own)
-    region = resized_region(images, size, rows, columns)
-    whole = F.interpolate(images.float(), size, mode="bilinear")
+    antialias = data.draw(st.booleans())
+    region = resized_region(images, size, rows, columns, antialias)
+    whole = F.interpolate(images.float(), size, mode="bilinear", antialias=antialias)
     expected = whole[..., rows.start : rows.stop, columns.start : columns.stop]
     torch.testing.assert_close(region.float(), expected, rtol=0, atol=2e-3)  # of 255
 
