@@ -75,7 +75,15 @@ def score(
     views = build.views(options, config.data)
     with progress_bar(console) as progress:
         evaluated = evaluate_split(
-            forward, dataset, loader, views=views, world=world, progress=progress, on_prediction=writer
+            forward,
+            dataset,
+            loader,
+            batch_size=options.batch_size,
+            views=views,
+            world=world,
+            progress=progress,
+            memory_advice=options.memory_advice(),
+            on_prediction=writer,
         )
 
     results = {}

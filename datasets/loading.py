@@ -95,13 +95,13 @@ class WholeImages(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict:
-        """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str, "index": int}.
+        """{"image": uint8 tensor (3, H, W) RGB, "label": uint8 tensor (H, W), "name": str}.
 
         "label" holds `ClassTable.scored_ids`; it is absent if the image has none. If every image has instances, there
         is also "instances", int32 (H, W), as in `SegmentationDataset.scored`.
         """
         (image, label, name), instances = self.dataset.scored(index)
-        item = {"image": _channels_first(image), "name": name, "index": index}
+        item = {"image": _channels_first(image), "name": name}
         if label is not None:
             item["label"] = torch.from_numpy(label)
         if instances is not None:

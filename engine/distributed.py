@@ -63,9 +63,14 @@ class World:
 
     def share_buffers(self, network: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks, whose statistics differ unless norms are synchronised."""
-        if self.size > 1:
-            for buffer in network.buffers():
-                dist.broadcast(buffer, src=0)
+        buffers = list(network.buffers())
+        if self.size == 1 or not buffers:
+            return
+        # float64 holds float32 statistics and counts of minibatches exactly, so all of them travel together.
+        together = torch.cat([buffer.flatten().double() for buffer in buffers])
+        dist.broadcast(together, src=0)
+        for buffer, values in zip(buffers, together.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(values.view_as(buffer))
 
 
 def _differences(values: list) -> str:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim.swa_utils import AveragedModel
 
 from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
+from engine.waits import GradientExchange
+from engine.weight_average import WeightAverage
 from models.layers import renew_statistics
 
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large
@@ -32,6 +33,7 @@ class Learner:
     statistics_minibatches: renew the average's norm statistics before an evaluation; if empty, its norms keep the
         trained network's.
     max_gradient_norm: gradients are clipped to it; None: never.
+    exchange: times the wait for the gradients of other ranks; None in a single process.
     """
 
     network: nn.Module
@@ -40,14 +42,18 @@ class Learner:
     scheduler: torch.optim.lr_scheduler.LRScheduler
     scaler: torch.amp.GradScaler
     accumulation_steps: int = 1
-    average: AveragedModel | None = None
+    average: WeightAverage | None = None
     statistics_minibatches: SizedIterable[dict] = ()
     max_gradient_norm: float | None = None
+    exchange: GradientExchange | None = None
 
     @property
     def evaluated(self) -> Forward:
         """The forward pass through the bare network that is scored: the averaged one, if any."""
-        return self.forward.through(self.network if self.average is None else self.average.module)
+        if self.average is None:
+            return self.forward.through(self.network)
+        self.average.take_buffers(self.network)
+        return self.forward.through(self.average.module)
 
     def prepare_evaluation(self, world: World) -> None:
         """Give the evaluated network its running statistics, equal on all ranks. Every rank must call it."""
@@ -64,6 +70,8 @@ class Learner:
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
+        if self.exchange is not None:
+            self.exchange.ended()
 
     def gradient_norm(self) -> Tensor:
         """Euclidean norm of the whole gradient, a scalar on the network's device; clips to `max_gradient_norm`."""
@@ -82,13 +90,17 @@ class Learner:
         """
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}; {self._largest_weight()}")
-        forgiven = self.scaler.is_enabled() and self.scaler.get_scale() > SMALLEST_SCALE
-        if not math.isfinite(gradient_norm) and not forgiven:
+        if math.isfinite(gradient_norm):
+            return
+        if not self.scaler.is_enabled() or self.scaler.get_scale() <= SMALLEST_SCALE:
             raise FloatingPointError(f"the gradient is {gradient_norm}; {self._largest_gradient()}")
 
-    def step(self) -> None:
+    def step(self, gradient_norm: float) -> None:
         """Update the weights, the learning rate and the averaged weights."""
-        self.scaler.step(self.optimizer)
+        if math.isfinite(gradient_norm):
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)  # it would look at the gradients again, and wait for the device
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
         with warnings.catch_warnings() if self.scaler.is_enabled() else nullcontext():
@@ -96,7 +108,7 @@ class Learner:
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             self.scheduler.step()
         if self.average is not None:
-            self.average.update_parameters(self.network)
+            self.average.update(self.network)
 
     @property
     def loss_scale(self) -> float | None:
@@ -110,11 +122,11 @@ class Learner:
             FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """
         state = self._state()
-        for part, what in (("network", "weights and statistics"), ("ema", "averaged weights and statistics")):
-            if broken := not_finite(state.get(part, {})):
-                raise FloatingPointError(
-                    f"after step {step}, {len(broken)} {what} are not finite, {broken[0]} among them"
-                )
+        tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
+        if broken := not_finite(tensors):
+            raise FloatingPointError(
+                f"after step {step}, {len(broken)} weights and statistics are not finite, {broken[0]} among them"
+            )
         return {"step": step, **state}
 
     def _state(self) -> dict:
@@ -126,8 +138,8 @@ class Learner:
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
         if self.average is not None:
-            state["ema"] = self.average.module.state_dict()
-            state["ema_updates"] = int(self.average.n_averaged)
+            state["ema"] = self.evaluated.network.state_dict()
+            state["ema_updates"] = self.average.updates
         return state
 
     def load_state_dict(self, state: dict) -> None:
@@ -144,7 +156,7 @@ class Learner:
             self.scaler.load_state_dict(state["scaler"])
         if self.average is not None:
             self.average.module.load_state_dict(state["ema"])
-            self.average.n_averaged.fill_(state["ema_updates"])
+            self.average.updates = state["ema_updates"]
 
     def _check_state(self, state: dict) -> None:
         own = self._state()
@@ -195,8 +207,10 @@ class Learner:
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors with an infinite or NaN value."""
-    return [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
+    """Names of the tensors with an infinite or NaN value. Waits for their device once."""
+    finite = [tensor.isfinite().all() for tensor in tensors.values()]
+    good = torch.stack(finite).tolist() if finite else []
+    return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
 
 
 def check_tensors(part: str, given: dict, wanted: dict[str, Tensor]) -> None:

@@ -11,9 +11,11 @@ from engine.evaluated import Evaluated
 from engine.learner import Learner
 from engine.out_of_memory import memory_errors
 from engine.peak_memory import peak_memory_mib
+from engine.prefetching import prefetched
 from engine.profiling import profiled
 from engine.run import Config, Run, Split
 from engine.stopping import Preempted
+from engine.waits import DataWait
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
@@ -39,32 +41,35 @@ def train(
     run.stop.training = True
     with metrics:
         if schedule.evaluates(run.start_step) and run.start_step not in metrics.scores:  # the run was stopped during it
-            run.record(run.start_step, evaluate())
-            metrics.pause_ended()
+            run.evaluate(run.start_step, evaluate)
         if run.stop.anywhere(world):
             raise Preempted(f"stopped before step {run.start_step + 1}")
-        for step, minibatch in enumerate(prefetched(minibatches, world.device), start=run.start_step + 1):
+        waiting = DataWait(prefetched(minibatches, world.device))
+        for step, minibatch in enumerate(waiting, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
             with _errors_of(step, minibatch, run):
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
             asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()
-            metrics.step(loss_value, gradient_norm, minibatch_size)
+            exchange_s = learner.exchange.seconds if learner.exchange is not None else 0.0
+            metrics.step(loss_value, gradient_norm, minibatch_size, waiting.seconds, exchange_s)
             metrics.skips(skips, skipped)
             run.config.data.check_skipped(metrics.skipped)
             if schedule.logs(step):
-                metrics.training(step, schedule.epoch(step), lr, peak_memory_mib(world.device), learner.loss_scale)
+                waits = world.gather(metrics.waits())
+                memory_mib = peak_memory_mib(world.device)
+                metrics.training(step, schedule.epoch(step), lr, memory_mib, learner.loss_scale, waits)
+            run.directory.saved(wait=False)
             if schedule.checkpoints(step) or asked:
                 run.save(step)
             if asked:
+                run.directory.saved()
                 raise Preempted(f"stopped after step {step} of {schedule.total_steps}")
             if schedule.evaluates(step):
-                run.record(step, evaluate())
+                run.evaluate(step, evaluate)
             metrics.pause_ended()
-        evaluated = evaluate()
-        run.record(schedule.total_steps, evaluated)
-    return evaluated
+        return run.evaluate(schedule.total_steps, evaluate)
 
 
 @contextmanager
@@ -106,33 +111,5 @@ def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: in
     mean_loss = world.sum_(total_loss) / world.size
     mean_loss, gradient_norm = torch.stack([mean_loss, learner.gradient_norm().double()]).tolist()
     learner.check(mean_loss, gradient_norm)
-    learner.step()
+    learner.step(gradient_norm)
     return mean_loss, gradient_norm
-
-
-def prefetched(minibatches: Iterable[dict], device: torch.device) -> Iterator[dict]:
-    """Move the minibatches' tensors to `device`; on CUDA the next copy overlaps with the current step."""
-    if device.type != "cuda":
-        yield from minibatches
-        return
-    stream, under_way = torch.cuda.Stream(device), None
-    for minibatch in minibatches:
-        with torch.cuda.stream(stream):
-            copied = {
-                key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-                for key, value in minibatch.items()
-            }
-            before, under_way = under_way, (copied, stream.record_event())
-        if before is not None:
-            yield _arrived(*before)
-    if under_way is not None:
-        yield _arrived(*under_way)
-
-
-def _arrived(minibatch: dict, copied: torch.cuda.Event) -> dict:
-    current = torch.cuda.current_stream()
-    current.wait_event(copied)
-    for value in minibatch.values():
-        if isinstance(value, Tensor):
-            value.record_stream(current)  # keeps its memory until the current stream is done with it
-    return minibatch

@@ -5,7 +5,7 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -62,6 +62,8 @@ class MetricsLogger:
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
         self.losses_and_norms: list[tuple[float, float]] = []  # since the last record, like images and seconds
         self.images, self.seconds = 0, 0.0
+        self.mfu_at_one_image_per_second: float | None = None
+        self.data_s, self.exchange_s, self.all_data_s = 0.0, 0.0, 0.0  # waits; `engine.waits`
         self.all_steps, self.all_images, self.all_seconds, self.peak_memory_mib = 0, 0, 0.0, 0.0  # of this process
         self.step_started = time.perf_counter()
 
@@ -84,12 +86,20 @@ class MetricsLogger:
         """The best of all evaluations; minus infinity before the first."""
         return max((score for score in self.scores.values() if not math.isnan(score)), default=-math.inf)
 
-    def step(self, loss: float, gradient_norm: float, images: int) -> None:
-        """Count one training step, timed from the last call of `step` or `pause_ended`."""
+    def step(
+        self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, exchange_s: float = 0.0
+    ) -> None:
+        """Count one training step, timed from the last call of `step` or `pause_ended`.
+
+        `data_s`, `exchange_s`: seconds of it that this rank waited for its minibatch, and for other ranks' gradients.
+        """
         now = time.perf_counter()
         self.losses_and_norms.append((loss, gradient_norm))
         self.images += images
         self.seconds += now - self.step_started
+        self.data_s += data_s
+        self.exchange_s += exchange_s
+        self.all_data_s += data_s
         self.all_steps += 1
         self.all_images += images
         self.all_seconds += now - self.step_started
@@ -106,16 +116,29 @@ class MetricsLogger:
         """Exclude the time since the last step (e.g. an evaluation) from the next."""
         self.step_started = time.perf_counter()
 
+    def waits(self) -> tuple[float, float]:
+        """Seconds per step, since the last record, that this rank waited for data and for other ranks' gradients."""
+        steps = len(self.losses_and_norms)
+        return self.data_s / steps, self.exchange_s / steps
+
     def training(
-        self, step: int, epoch: float, lr: float, peak_memory_mib: float, loss_scale: float | None = None
+        self,
+        step: int,
+        epoch: float,
+        lr: float,
+        peak_memory_mib: float,
+        loss_scale: float | None = None,
+        waits: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         """Record the mean loss, gradient norm and speed since the last call, and the last step's `lr`.
 
-        `loss_scale`: None unless in float16. Skipped images are counted from the start of the run, and recorded if any.
+        `loss_scale`: None unless in float16. `waits`: of all ranks; None if this one is alone. Skipped images are
+        counted from the start of the run, and recorded if any.
         """
+        waits = waits or [self.waits()]
         loss, gradient_norm = (sum(column) / len(column) for column in zip(*self.losses_and_norms, strict=True))
         speed = self.images / self.seconds
-        self.losses_and_norms, self.images, self.seconds = [], 0, 0.0
+        self.losses_and_norms, self.images, self.seconds, self.data_s, self.exchange_s = [], 0, 0.0, 0.0, 0.0
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return
@@ -128,9 +151,16 @@ class MetricsLogger:
         }
         if loss_scale is not None:
             values["loss_scale"] = loss_scale
+        if self.mfu_at_one_image_per_second is not None:
+            values["mfu"] = speed * self.mfu_at_one_image_per_second
         if self.skipped:
             values["skipped_images"] = self.skipped
-        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values})
+        data_wait_s, exchange_wait_s = ([round(wait, 6) for wait in of_ranks] for of_ranks in zip(*waits, strict=True))
+        by_rank = {"data_wait_s": data_wait_s}
+        if len(waits) > 1:
+            by_rank["exchange_wait_s"] = exchange_wait_s
+        self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values, **by_rank})
+        values |= {name: max(of_ranks) for name, of_ranks in by_rank.items()}
         for name, value in values.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
         self.tensorboard.flush()
@@ -167,7 +197,10 @@ class MetricsLogger:
 
         `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint, if any.
         """
-        speed = f", {self.all_images / self.all_seconds:.1f} images/s" if self.all_seconds else ""
+        speed = ""
+        if self.all_seconds:
+            waited = 100 * self.all_data_s / self.all_seconds
+            speed = f", {self.all_images / self.all_seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
         took = f"{self.all_steps} steps in {timedelta(seconds=round(self.all_seconds))}{speed}{memory}"
         last = max(self.scores)

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 from rich.console import Console
 
 from datasets import reading_errors
 from engine import config as configuration
 from engine.build.initial_weights import initialise
-from engine.build.training import arithmetic, schedule_of
+from engine.build.training import arithmetic, schedule_of, varying_sizes
 from engine.console import counted, log_to, logger, make_console
 from engine.dataset import Dataset
 from engine.distributed import World, joined
@@ -25,6 +26,7 @@ from engine.run_directory import RunDirectory, new_run_path
 from engine.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
+from engine.utilisation import peak_flops, training_flops
 
 Config = TypeVar("Config", bound=TrainingRun)
 Split = TypeVar("Split", bound=Dataset)
@@ -83,11 +85,22 @@ class Run(Generic[Config, Split]):
             self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
+        self.metrics.mfu_at_one_image_per_second = self._mfu_at_one_image_per_second()
+
+    def _mfu_at_one_image_per_second(self) -> float | None:
+        """None if the peak of the device is unknown."""
+        device, trainer = self.world.device, self.config.trainer
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        peak = peak_flops(name, trainer.precision, trainer.tf32)
+        if peak is None:
+            return None
+        forward = self.learner.forward.through(self.learner.network)
+        return training_flops(forward, self.config.data.crop_size) / (peak * self.world.size)
 
     def save(self, step: int, best: bool = False) -> None:
-        """Write the last checkpoint, or the `best`. Every rank must call it.
+        """Start to write the last checkpoint, or the `best`. Every rank must call it.
 
-        Raises OSError if it cannot be written, and FloatingPointError if a weight is not finite.
+        Raises OSError if the one before it cannot be written, and FloatingPointError if a weight is not finite.
         """
         if not best and self.schedule.scores(step):  # the saved network is the scored one
             self.learner.prepare_evaluation(self.world)
@@ -104,16 +117,22 @@ class Run(Generic[Config, Split]):
         if self.train_set.palette is not None:
             state["palette"] = [list(colour) for colour in self.train_set.palette]
         if self.world.first:
-            self.directory.save(state, best)
+            self.directory.start_saving(state, best)
 
-    def record(self, step: int, evaluated: Evaluated) -> None:
-        """Record an evaluation, and save the network if it is the best so far. Every rank must call it."""
+    def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
+        """Evaluate, record it, and save the network if it is the best so far. Every rank must call it."""
+        self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
+        with varying_sizes():
+            evaluated = evaluate()
         reset_peak_memory(self.world.device)  # an evaluation may need more than training
         if evaluated.scores[self.config.score] > self.metrics.best_score:
-            self.save(step, best=True)  # before the record: if killed in between, the run evaluates again
+            self.save(step, best=True)
+            self.directory.saved()  # before the record: if killed in between, the run evaluates again
         self.metrics.evaluation(step, self.schedule.epoch(step), evaluated)
         if step == self.schedule.total_steps and evaluated.confusion is not None:
             self.metrics.figure("val/confusion", evaluated.confusion(), step)
+        self.metrics.pause_ended()
+        return evaluated
 
     def conclude(self, evaluated: Evaluated) -> dict:
         """Write the last checkpoint's results; print them and the run's summary."""
@@ -172,7 +191,7 @@ def opened(
                 if data.verify and first:
                     verify_with_progress(run.train_set, run.console, verify, stops=data.on_error == "stop")
                     verify_with_progress(run.val_set, run.console, verify)
-            arithmetic(trainer)
+            arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/training_cpu.md
             yield run

@@ -5,7 +5,8 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -13,6 +14,7 @@ from typing import TextIO
 from engine import checkpoint
 from engine.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.host_copy import HostCopy
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
@@ -42,6 +44,8 @@ class RunDirectory:
         self.best = self.path / "checkpoints" / "best.pt"
         self.notice: str | None = None
         self._last_is_good = True  # or does not exist
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._saving: Future | None = None
         self._lock: TextIO | None = None
 
     def save(self, state: dict, best: bool = False) -> None:
@@ -49,12 +53,29 @@ class RunDirectory:
 
         Raises OSError: see `checkpoint.save`; ValueError if a folder is in the way.
         """
+        self.saved()
         self._check_places()
+        self._write(state, best)
+
+    def start_saving(self, state: dict, best: bool = False) -> None:
+        """Copy `state`, and have a thread do what `save` does. Raises what the save before it has raised."""
+        self.saved()
+        self._check_places()
+        copied = HostCopy(state)
+        self._saving = self._thread.submit(lambda: self._write(copied.wait(), best))
+
+    def _write(self, state: dict, best: bool) -> None:
         if best:
             checkpoint.save(self.best, state)
             return
         checkpoint.save(self.last, state, previous=self.previous if self._last_is_good else None)
         self._last_is_good = True
+
+    def saved(self, wait: bool = True) -> None:
+        """Raise the error of `start_saving`. Waits until the thread is done, or returns at once if it is not."""
+        if self._saving is not None and (wait or self._saving.done()):
+            saving, self._saving = self._saving, None
+            saving.result()
 
     def _check_places(self) -> None:
         for path in (self.last, self.previous, self.best):
@@ -93,7 +114,8 @@ class RunDirectory:
     def in_use(self, config: TrainingRun) -> Iterator[None]:
         """Wraps a run: unless a key is wrong, errors say what survived, and `config` adds advice."""
         try:
-            yield
+            with self._saved_at_the_end():
+                yield
         except KeyboardInterrupt as interrupt:
             kept = "there is no checkpoint yet"
             if good := checkpoint.last_good(self.last, self.previous):
@@ -117,6 +139,16 @@ class RunDirectory:
         finally:
             if self._lock is not None:
                 self._lock.close()
+
+    @contextmanager
+    def _saved_at_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first error counts
+                self.saved()
+            raise
+        self.saved()
 
     def checkpoint_to_resume(
         self, config: TrainingRun, total_steps: int, files: dict[str, list[str]] | None = None

@@ -26,8 +26,8 @@ from engine.command_line import configured
 from engine.console import log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_png
-from engine.schema.evaluation import MEMORY_ADVICE, Prediction
-from engine.schema.segmentation import SegmentationRun
+from engine.schema.evaluation import Prediction
+from engine.schema.segmentation import SegmentationRun, evaluation_memory_advice
 from engine.segmentation import inference
 from engine.segmentation.pictures import overlay
 
@@ -75,7 +75,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
                 unreadable.append(str(error))
                 continue
             batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            ids = inference.predict(forward, batch, views, MEMORY_ADVICE)[0].cpu().numpy()
+            ids = inference.predict(forward, batch, views, evaluation_memory_advice())[0].cpu().numpy()
             write_png(ids_file, ids)
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))

@@ -20,6 +20,7 @@ from engine import build, checkpoint
 from engine import config as cfg
 from engine.schema import keys
 from engine.schema.evaluation import Evaluation
+from engine.segmentation.inference import predict
 from eval import default_results_file, evaluate
 from tests import trees
 from tests.official import cityscapes_script
@@ -100,6 +101,31 @@ def test_windows_and_views_reach_the_network_and_the_results(run_dir, tmp_path):
     assert np.sum(windows["confusion_matrix"]) == np.sum(views["confusion_matrix"]) == pixels
 
 
+def test_batches_reach_the_network(run_dir, tmp_path, monkeypatch):
+    """40 images of one size, each counted once; too large a batch is named with its key."""
+    sizes = []
+
+    def predicted(forward, images, *arguments):
+        sizes.append(len(images))
+        return predict(forward, images, *arguments)
+
+    plain = json.loads((run_dir / "results.json").read_text())
+    monkeypatch.setattr("engine.segmentation.evaluation.predict", predicted)
+    batched = evaluate_run(run_dir, "batch_size=16", f"results={tmp_path / 'a.json'}")
+    assert sizes == [16, 16, 8] and batched["images"] == 40
+    assert np.sum(batched["confusion_matrix"]) == np.sum(plain["confusion_matrix"])
+    assert batched["miou"] == pytest.approx(plain["miou"], abs=1e-3)  # scores of two classes may round otherwise
+    monkeypatch.setattr("engine.segmentation.inference._predict", _needs_too_much)
+    fewer = "16 images of .* were evaluated. batch_size=8 roughly halves it; eval.py"
+    for size, advice in ((16, fewer), (1, "an image of .* was evaluated. eval.py")):
+        with pytest.raises(MemoryError, match=advice):
+            evaluate_run(run_dir, f"batch_size={size}", f"results={tmp_path / 'b.json'}")
+
+
+def _needs_too_much(*_) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 _LARGE = """
 import resource, sys
 from eval import evaluate
@@ -147,6 +173,7 @@ def test_the_confusion_matrix_has_a_picture_beside_the_results(run_dir):
         ("window.overlap=1", "window.overlap=1.0: expected 0 or more, at most 0.9"),
         ("window.overlap=0.5", "window.overlap=0.5 needs window.size=PIXELS"),
         ("tta.scales=[]", "tta.scales=[]: expected a number above 0"),
+        ("batch_size=0", "batch_size=0: expected a number above 0"),
         ("tta.scales=[1,0]", "tta.scales=[1.0, 0.0]: expected a number above 0"),
     ],
 )

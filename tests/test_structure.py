@@ -35,7 +35,7 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"training.TrainingRun"},
     "engine/run_directory.py": {"training.TrainingRun"},
-    "engine/segmentation/evaluation.py": {"evaluation.MEMORY_ADVICE", "segmentation.SegmentationRun"},
+    "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
 }
 
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_EQUAL_LINES = 250, 60, 5

@@ -253,6 +253,19 @@ def test_our_datasets_win_over_an_installed_package_of_that_name(tmp_path):
     assert done.returncode == 0 and "crops_per_minibatch" in done.stdout, done.stderr
 
 
+def test_a_training_evaluates_batches(tmp_path, monkeypatch):
+    sizes = []
+
+    def needs_too_much(forward, images, views):
+        sizes.append(len(images))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("engine.segmentation.inference._predict", needs_too_much)
+    with pytest.raises(MemoryError, match="2 images of .* trainer.evaluate_batch_size=1 roughly halves it"):
+        train_short(tmp_path, "trainer.steps=1", "trainer.evaluate_batch_size=2")
+    assert sizes == [2]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

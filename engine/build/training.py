@@ -1,14 +1,14 @@
 """Configuration keys -> learner, optimiser, schedules, precision."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from datasets import minibatches_per_epoch
 from engine.build.network import forward
@@ -17,16 +17,31 @@ from engine.learner import Learner
 from engine.schedule import Schedule, in_steps
 from engine.schema.network import OurNorm
 from engine.schema.training import Optim, Trainer, TrainingRun
+from engine.waits import GradientExchange
+from engine.weight_average import WeightAverage
 from models.layers.backends.compiled import check_compiler
 
 
-def arithmetic(config: Trainer) -> None:
-    """Set this process's TF32 and determinism."""
+def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:
+    """Set this process's TF32 and determinism. `fixed_sizes`: search for the fastest convolutions of each size."""
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS requires it
     torch.use_deterministic_algorithms(config.deterministic)
+    # A debugging aid, which fills every new tensor before it is written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it is a property
+    torch.backends.cudnn.benchmark = fixed_sizes and not config.deterministic
+
+
+@contextmanager
+def varying_sizes() -> Iterator[None]:
+    """Context for images of many sizes: no search for the fastest convolutions, which is repeated for each size."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def learner(
@@ -47,9 +62,7 @@ def learner(
     plain = forward(config, make(_sync_group(config, world)), world.device)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
-    average = None
-    if trainer.ema_decay is not None:
-        average = AveragedModel(plain.network, multi_avg_fn=get_ema_multi_avg_fn(trainer.ema_decay))
+    average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
     trained = plain.network
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
@@ -75,6 +88,7 @@ def learner(
         accumulation_steps=trainer.accumulation_steps,
         average=average,
         max_gradient_norm=config.optim.max_gradient_norm,
+        exchange=GradientExchange(plain.network, world.device) if world.size > 1 else None,
     )
 
 

@@ -5,15 +5,10 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from engine.schema.keys import key
-from engine.schema.segmentation import SegmentationRun
+from engine.schema.segmentation import SegmentationRun, evaluation_memory_advice
 from engine.schema.training import DEVICES, PRECISIONS
 
 OVERLAP = 0.25
-# For images that do not fit into memory when they are evaluated, in eval.py or during training.
-MEMORY_ADVICE = (
-    "eval.py and scripts.predict need less with window.size=1024 or smaller, and can use the checkpoint of a training "
-    "that stops here; training needs less with a smaller data.base_size or trainer.precision=bfloat16"
-)
 
 
 @dataclass
@@ -95,10 +90,14 @@ class Evaluation(TrainedNetwork):
     overlay_images: int | None = key(None, above=0)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)  # processes that read
+    batch_size: int = key(1, above=0)  # most images of equal size predicted at once
 
     def check(self) -> None:
         if self.overlay_images is not None and self.overlays is None:
             raise ValueError(f"overlay_images={self.overlay_images} needs overlays=DIR, the folder to write them to")
+
+    def memory_advice(self) -> str:
+        return evaluation_memory_advice("batch_size", self.batch_size)
 
 
 @dataclass

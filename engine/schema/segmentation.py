@@ -13,6 +13,15 @@ from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun
 
 
+def evaluation_memory_advice(key: str = "", batch_size: int = 1) -> str:
+    """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
+    fewer = f"{key}={batch_size // 2} roughly halves it; " if batch_size > 1 else ""
+    return (
+        f"{fewer}eval.py and scripts.predict need less with window.size=1024 or smaller, and can use the checkpoint of "
+        f"a training that stops here; training needs less with a smaller data.base_size or trainer.precision=bfloat16"
+    )
+
+
 @dataclass
 class Loss:
     name: str = MISSING
@@ -34,6 +43,7 @@ LOSSES = {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss}
 
 @dataclass
 class SegmentationTrainer(Trainer):
+    evaluate_batch_size: int = key(1, above=0, free_on_resume=True)  # most images of equal size predicted at once
     pictures: int = key(4, least=0, free_on_resume=True)  # validation images shown in TensorBoard
 
 
@@ -58,3 +68,6 @@ class SegmentationRun(TrainingRun):
 
     def evaluation_command(self, checkpoint: Path) -> str:
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
+
+    def evaluation_memory_advice(self) -> str:
+        return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)

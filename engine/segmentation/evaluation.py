@@ -1,8 +1,9 @@
 """Scores of a segmentation network on a whole split, with a progress bar."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import torch
 from rich.progress import Progress
@@ -14,8 +15,8 @@ from engine.console import tracked
 from engine.distributed import World
 from engine.evaluated import Evaluated
 from engine.forward import Forward
+from engine.prefetching import prefetched
 from engine.run import Run
-from engine.schema.evaluation import MEMORY_ADVICE
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.pictures import confusion_picture
@@ -29,44 +30,78 @@ from models.layers import layer_health
 def evaluate_split(
     forward: Forward,
     dataset: SegmentationDataset,
-    minibatches: DataLoader | UntilStopped,
+    images: DataLoader | UntilStopped,
     *,
+    batch_size: int,
     views: Views,
     world: World,
     progress: Progress,
+    memory_advice: str,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:
     """Evaluate a split with `all_scores`. Details: the views, and the confusion matrix (K, K) of the K trained classes.
 
+    The host does not wait for a GPU until the last image is predicted: meanwhile it reads the next images.
+
     Args:
-        minibatches: this rank's share of `dataset`, whole images of any size. Scores are over the images of all ranks.
+        images: this rank's share of `dataset`, one per minibatch, of any size. Scores are over the images of all ranks.
             Images without labels are predicted but not counted.
-        on_prediction: called with every minibatch and its predictions, uint8 (N, H, W) on the CPU.
+        batch_size: how many consecutive images of equal size are predicted at once, at most.
+        memory_advice: see `predict`.
+        on_prediction: called with every minibatch and its predictions, uint8 (N, H, W), both on the device. Each image
+            that it reads there makes the host wait.
 
     Raises:
         MemoryError: see `predict`.
     """
-    counts, images = Counts(dataset.table), 0
-    for minibatch in tracked(progress, minibatches, f"evaluating {dataset.name} {dataset.split}"):
-        predictions = predict(forward, minibatch["image"], views, MEMORY_ADVICE)
+    counts, predicted = Counts(dataset.table, world.device), 0
+    loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
+    for minibatch in equal_sizes(prefetched(loaded, world.device), batch_size):
+        predictions = predict(forward, minibatch["image"], views, memory_advice)
         if "label" in minibatch:
             counts.add(predictions, minibatch)
-        images += len(predictions)
-        on_prediction(minibatch, predictions.cpu())
+        predicted += len(predictions)
+        on_prediction(minibatch, predictions)
     for tensor in counts.tensors():
         world.sum_(tensor)
+    counts.to_cpu()
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
     confusion = counts.confusion[:trained, :trained]
     ious = {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
     return Evaluated(
         scores=scores,
         summary=f"mIoU {scores['miou']:.4f}  pixel accuracy {scores['pixel_accuracy']:.4f}",
-        images=sum(world.gather(images)),
+        images=sum(world.gather(predicted)),
         details={"confusion_matrix": confusion.tolist(), "views": views.record()},
         curves={"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"], **ious},
         table=partial(iou_table, scores),
         confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, f"{dataset.name} {dataset.split}"),
     )
+
+
+def equal_sizes(images: Iterable[dict], batch_size: int) -> Iterator[dict]:
+    """Join minibatches of one image into minibatches of up to `batch_size`, in order; another size starts a new one."""
+    waiting: list[dict] = []
+    for image in images:
+        if waiting and (image["image"].shape, image.keys()) != (waiting[0]["image"].shape, waiting[0].keys()):
+            yield _joined(waiting)
+            waiting = []
+        waiting.append(image)
+        if len(waiting) == batch_size:
+            yield _joined(waiting)
+            waiting = []
+    if waiting:
+        yield _joined(waiting)
+
+
+def _joined(minibatches: list[dict]) -> dict:
+    if len(minibatches) == 1:
+        return minibatches[0]
+    values = {key: [minibatch[key] for minibatch in minibatches] for key in minibatches[0]}
+    return {
+        key: torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain.from_iterable(parts))
+        for key, parts in values.items()
+    }
 
 
 def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader) -> Callable[[], Evaluated]:
@@ -75,23 +110,25 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
     It also measures the norm layers on two crops of the first image. It raises MemoryError (see `predict`) and
     Preempted.
     """
-    data, pictures, dataset = run.config.data, run.config.trainer.pictures, run.val_set
+    data, trainer, dataset = run.config.data, run.config.trainer, run.val_set
 
     def evaluate() -> Evaluated:
         network = run.learner.network
-        collector = PictureCollector(dataset, pictures)
+        collector = PictureCollector(dataset, trainer.pictures)
         evaluated = evaluate_split(
             run.learner.evaluated,
             dataset,
             UntilStopped(loader, run.stop, run.world),
+            batch_size=trainer.evaluate_batch_size,
             views=Views(data.base_size, data.antialias),
             world=run.world,
             progress=run.metrics.progress,
+            memory_advice=run.config.evaluation_memory_advice(),
             on_prediction=collector,
         )
         shown = {
             f"image_label_prediction/{name}": picture
-            for share in run.world.gather(collector.pictures)
+            for share in run.world.gather(collector.pictures())
             for name, picture in share.items()
         }
         layers = {}

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from datasets.transforms import base_scale, scaled
 from engine.forward import Forward
 from engine.out_of_memory import memory_errors
+from engine.prefetching import on_device
 from models.segmentation import SegmentationNetwork
 
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
@@ -73,8 +75,9 @@ def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory
     Raises:
         MemoryError: the device does not have enough memory for these images.
     """
-    height, width = images.shape[-2:]
-    with memory_errors(f"while an image of {height}x{width} pixels was evaluated. {memory_advice}"):
+    count, _, height, width = images.shape
+    what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
+    with memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"):
         return _predict(forward, images, views)
 
 
@@ -134,7 +137,8 @@ class _View:
         self.antialias = views.antialias
         self.cells = tuple(math.ceil(side / self.stride) for side in size)
         window = math.ceil((views.window or max(size)) / self.stride)
-        self.windows = [windows_along(cells, window, views.overlap) for cells in self.cells]
+        along = [windows_along(cells, window, views.overlap) for cells in self.cells]
+        self.windows = [[(first, on_device(weights, images.device)) for first, weights in axis] for axis in along]
         self.blocks = self._finished_rows()
         self.first = 0  # row of cells that `kept` starts with
         self.kept = next(self.blocks)
@@ -159,8 +163,8 @@ class _View:
             strip = torch.zeros(shape, device=self.images.device)
             for left, column_weights in columns:
                 logits = self._window(top, left, len(row_weights), len(column_weights))
-                strip[..., left : left + len(column_weights)] += logits * column_weights.to(logits.device)  # in float32
-            strip *= row_weights[:, None].to(strip.device)
+                strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
+            strip *= row_weights[:, None]
             if begun is not None:
                 strip[:, :, : begun.shape[2]] += begun
             finished = len(row_weights) if following is None else following[0] - top
@@ -232,14 +236,13 @@ class _Taps:
 
 def _taps(original: int, resized: int, part: range, like: Tensor, antialias: bool = False) -> _Taps:
     """The taps of the pixels `part` when F.interpolate resizes an axis from `original` to `resized` pixels."""
+    # On the host, which needs the first and the last; to read them from the device would wait for it.
     step = original / resized
     reach = max(1.0, step) if antialias else 1.0  # weights fall linearly to 0 at this distance
-    centres = torch.arange(part.start, part.stop, dtype=torch.float32, device=like.device) + 0.5
-    positions = centres * step - 0.5
-    nearby = torch.arange(math.ceil(2 * reach), device=like.device)[:, None]
-    sources = (positions - reach).floor().long() + 1 + nearby  # (taps, pixels)
-    weights = (1 - (sources - positions).abs() / reach).clamp(min=0)
-    weights *= (sources >= 0) & (sources < original)
-    sources = sources.clamp(0, original - 1)
+    positions = (np.arange(part.start, part.stop, dtype=np.float32) + 0.5) * step - 0.5
+    sources = np.floor(positions - reach).astype(np.int64) + 1 + np.arange(math.ceil(2 * reach))[:, None]
+    weights = (1 - abs(sources - positions) / reach).clip(min=0) * ((sources >= 0) & (sources < original))
+    weights = (weights / weights.sum(axis=0)).astype(np.float32)
+    sources = sources.clip(0, original - 1)  # (taps, pixels)
     first, last = int(sources[0, 0]), int(sources[-1, -1])
-    return _Taps(first, last, sources - first, weights / weights.sum(dim=0))
+    return _Taps(first, last, *(on_device(torch.from_numpy(each), like.device) for each in (sources - first, weights)))

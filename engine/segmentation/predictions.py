@@ -1,8 +1,10 @@
 """Keep predictions as pictures, or as files for the official evaluation scripts."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from datasets import SegmentationDataset
@@ -11,20 +13,27 @@ from engine.segmentation.pictures import comparison
 
 
 class PictureCollector:
-    """Collects comparisons of the split's first `count` images, {name: uint8 (H, 3 W, 3)}."""
+    """Collects comparisons of the split's first `count` images. Nothing waits for the device until `pictures`."""
 
     def __init__(self, dataset: SegmentationDataset, count: int):
         self.dataset = dataset
-        self.count = count
-        self.pictures: dict[str, np.ndarray] = {}
+        self.names = _first_names(dataset, count)
+        self.shown: dict[str, _Compared] = {}
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
-        if int(minibatch["index"][0]) < self.count:
-            self.pictures[minibatch["name"][0]] = _comparison(self.dataset, minibatch, predictions)
+        for number, name in enumerate(minibatch["name"]):
+            if name in self.names:
+                self.shown[name] = _Compared.of(minibatch, predictions, number).on_the_way()
+
+    def pictures(self) -> dict[str, np.ndarray]:
+        """{name: uint8 (H, 3 W, 3)}"""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return {name: compared.picture(self.dataset) for name, compared in self.shown.items()}
 
 
 class PredictionWriter:
-    """Writes predictions to files.
+    """Writes predictions to files. Writing an image waits for its prediction; images without a file cost nothing.
 
     Args:
         predictions: folder for one PNG per image in the dataset's official encoding; None writes none.
@@ -42,21 +51,45 @@ class PredictionWriter:
         self.dataset = dataset
         self.predictions = predictions
         self.overlays = overlays
-        self.overlay_images = len(dataset) if overlay_images is None else overlay_images
+        self.overlaid = _first_names(dataset, overlay_images) if overlays is not None else set()
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
-        name = self.dataset.prediction_filename(minibatch["name"][0])
-        if self.predictions is not None:
-            encoded = self.dataset.encode_prediction(predictions[0].numpy())
-            write_png(inside(self.predictions, name), encoded, self.dataset.prediction_palette)
-        if self.overlays is not None and int(minibatch["index"][0]) < self.overlay_images:
-            write_png(inside(self.overlays, name), _comparison(self.dataset, minibatch, predictions))
+        for number, name in enumerate(minibatch["name"]):
+            file = self.dataset.prediction_filename(name)
+            if self.predictions is not None:
+                encoded = self.dataset.encode_prediction(predictions[number].cpu().numpy())
+                write_png(inside(self.predictions, file), encoded, self.dataset.prediction_palette)
+            if self.overlays is not None and name in self.overlaid:
+                picture = _Compared.of(minibatch, predictions, number).picture(self.dataset)
+                write_png(inside(self.overlays, file), picture)
 
 
-def _comparison(dataset: SegmentationDataset, minibatch: dict, predictions: Tensor) -> np.ndarray:
-    """The comparison for a minibatch of one image, with predictions uint8 (1, H, W)."""
-    image = minibatch["image"][0].permute(1, 2, 0).numpy()  # (H, W, 3)
-    label = minibatch["label"][0].numpy() if "label" in minibatch else None
-    if label is not None:  # classes that only the benchmark scores are shown as ignored
-        label = np.where(label < len(dataset.classes), label, dataset.ignore_index).astype(np.uint8)
-    return comparison(image, label, predictions[0].numpy(), dataset)
+def _first_names(dataset: SegmentationDataset, count: int | None) -> set[str]:
+    """Names of the split's first `count` images, None: of all."""
+    return {entry.name for entry in dataset.files[:count]}
+
+
+class _Compared(NamedTuple):
+    """One image uint8 (3, H, W), its label and its prediction, uint8 (H, W), on any device."""
+
+    image: Tensor
+    label: Tensor | None
+    prediction: Tensor
+
+    @classmethod
+    def of(cls, minibatch: dict, predictions: Tensor, number: int) -> "_Compared":
+        label = minibatch["label"][number] if "label" in minibatch else None
+        return cls(minibatch["image"][number], label, predictions[number])
+
+    def on_the_way(self) -> "_Compared":
+        """The same on the CPU, once the device has been waited for."""
+        label = None if self.label is None else self.label.to("cpu", non_blocking=True)
+        return _Compared(self.image.to("cpu", non_blocking=True), label, self.prediction.to("cpu", non_blocking=True))
+
+    def picture(self, dataset: SegmentationDataset) -> np.ndarray:
+        """The `comparison`, uint8 (H, 3 W, 3)."""
+        image = self.image.permute(1, 2, 0).cpu().numpy()  # (H, W, 3)
+        label = None if self.label is None else self.label.cpu().numpy()
+        if label is not None:  # classes that only the benchmark scores are shown as ignored
+            label = np.where(label < len(dataset.classes), label, dataset.ignore_index).astype(np.uint8)
+        return comparison(image, label, self.prediction.cpu().numpy(), dataset)

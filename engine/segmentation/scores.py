@@ -5,9 +5,12 @@ from torch import Tensor
 
 from datasets import INSTANCES_PER_CLASS, ClassTable
 
+CPU = torch.device("cpu")
+LANES = 16  # counters per cell of a confusion matrix; 128 bytes of int64, which a GPU adds to at once
+
 
 class Counts:
-    """The counts behind all scores, summed over the images of a split; tensors on the CPU.
+    """The counts behind all scores, summed over the images of a split, on `device`.
 
     `confusion`: int64 (G, G) pixels of the G classes `ClassTable.scored`, rows are labels, columns predictions. Columns
     of classes that the network does not know stay 0.
@@ -18,33 +21,50 @@ class Counts:
     in one process, shares up to rounding.
     """
 
-    def __init__(self, table: ClassTable):
+    def __init__(self, table: ClassTable, device: torch.device = CPU):
         self.ignore_index = table.ignore_index
-        self.confusion = torch.zeros(len(table.scored), len(table.scored), dtype=torch.int64)
-        self.instances = torch.zeros(len(table.names), 3, dtype=torch.float64)
-        self.categories = torch.tensor([table.categories.index(category) for category in table.categories])
+        self.classes = len(table.scored)
+        self.cells = torch.zeros(self.classes**2 + 1, LANES, dtype=torch.int64, device=device)
+        self.instances = torch.zeros(len(table.names), 3, dtype=torch.float64, device=device)
+        categories = [table.categories.index(category) for category in table.categories]
+        self.categories = torch.tensor(categories, device=device)
+
+    @property
+    def confusion(self) -> Tensor:
+        return self.cells[:-1].sum(dim=1).view(self.classes, self.classes)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.confusion, self.instances
+        return self.cells, self.instances
 
     def add(self, predictions: Tensor, minibatch: dict) -> None:
-        """Add predictions, uint8 (N, H, W), for a minibatch of `datasets.WholeImages`; counted on their device."""
-        device = predictions.device
-        labels = minibatch["label"].to(device)
-        self.confusion += confusion_matrix(predictions, labels, len(self.confusion), self.ignore_index).cpu()
+        """Add predictions, uint8 (N, H, W), for a minibatch of `datasets.WholeImages`, all on the counts' device.
+
+        The host does not wait for a GPU, so it can prepare the next images meanwhile.
+        """
+        count_pixels(self.cells, predictions, minibatch["label"], self.classes, self.ignore_index)
         if "instances" in minibatch:
             for predicted, instances in zip(predictions, minibatch["instances"], strict=True):
-                self.instances += instance_shares(predicted, instances.to(device), self.categories.to(device)).cpu()
+                self.instances += instance_shares(predicted, instances, self.categories)
+
+    def to_cpu(self) -> None:
+        """Move the counts to the CPU, where `all_scores` reads them. This waits for all images."""
+        self.cells, self.instances = self.cells.cpu(), self.instances.cpu()
 
 
-def confusion_matrix(predictions: Tensor, labels: Tensor, classes: int, ignore_index: int) -> Tensor:
-    """Count pixels, int64 (classes, classes): rows are labels, columns predictions; ignored labels do not count.
+def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: int, ignore_index: int) -> None:
+    """Add pixels to the cells of a confusion matrix, int64 (classes^2 + 1, lanes); the last cell counts ignored pixels.
+
+    A cell's count is the sum of its lanes. Neighbouring columns of an image, often of one class, count in different
+    lanes, because a GPU adds to a single counter one pixel after the other. (A CPU is not slower with several.)
 
     predictions and labels: the same shape, integer dtypes. Memory and time do not grow with the number of classes, even
     with deterministic algorithms (where torchmetrics compares every pixel with every cell of the matrix).
     """
-    cells = torch.where(labels == ignore_index, classes**2, labels.int() * classes + predictions)
-    return torch.bincount(cells.flatten(), minlength=classes**2 + 1)[:-1].view(classes, classes)
+    lanes = cells.shape[1]
+    lane = torch.arange(labels.shape[-1], dtype=torch.int32, device=labels.device).remainder_(lanes)
+    numbers = labels.to(torch.int32, copy=True).mul_(classes).add_(predictions)
+    numbers.masked_fill_(labels == ignore_index, classes**2)
+    _count_(cells.view(-1), numbers.mul_(lanes).add_(lane))
 
 
 def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) -> Tensor:
@@ -52,18 +72,26 @@ def instance_shares(predictions: Tensor, instances: Tensor, categories: Tensor) 
 
     Args:
         predictions: train ids, integer (H, W).
-        instances: integer (H, W), as `datasets.SegmentationDataset.scored` returns them.
+        instances: int32 (H, W), as `datasets.SegmentationDataset.scored` returns them.
         categories: int64 (K,), the category of each class.
     """
-    marked = instances >= 0
-    ids, predicted = instances[marked].long(), predictions[marked].long()
-    truth = ids // INSTANCES_PER_CLASS
-    as_class = ids[predicted == truth]
-    as_category = ids[categories[predicted] == categories[truth]]
-    cells = len(categories) * INSTANCES_PER_CLASS
-    sizes, *hits = (torch.bincount(pixels, minlength=cells).double() for pixels in (ids, as_class, as_category))
+    classes, every = len(categories), len(categories) * INSTANCES_PER_CLASS
+    agreement = (categories[:, None] == categories).int().fill_diagonal_(2)  # 1 within a category, 2 for the class
+    truth = instances.div(INSTANCES_PER_CLASS, rounding_mode="trunc")  # 0 outside instances
+    agrees = agreement.view(-1).index_select(0, truth.mul_(classes).add_(predictions).flatten())
+    numbers = instances.masked_fill(instances < 0, every).flatten().mul_(3).add_(agrees)
+    counts = torch.zeros(3 * (every + 1), dtype=torch.int64, device=instances.device)
+    _count_(counts, numbers)
+    _, as_category_only, as_class = pixels = counts.view(-1, 3)[:-1].T
+    sizes, *hits = (pixels.sum(dim=0).double(), as_class.double(), (as_category_only + as_class).double())
     shares = torch.stack([(sizes > 0).double(), *(hit / sizes.clamp(min=1) for hit in hits)], dim=1)
-    return shares.view(len(categories), INSTANCES_PER_CLASS, 3).sum(dim=1)
+    return shares.view(classes, INSTANCES_PER_CLASS, 3).sum(dim=1)
+
+
+def _count_(counts: Tensor, numbers: Tensor) -> None:
+    """Add how often each number occurs, in place. `torch.bincount` would make the host wait for the largest number."""
+    one = torch.ones(1, dtype=counts.dtype, device=counts.device)
+    counts.index_add_(0, numbers.flatten(), one.expand(numbers.numel()))
 
 
 def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:

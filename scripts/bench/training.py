@@ -31,6 +31,8 @@ METHOD = """
   processes are restarted several times, because buffers lie elsewhere in the memory of each new process.
   Ratios are to the default, with each start's own in brackets. A training whose steps take more than five seconds takes
   part in the first two rounds only.
+- *One minibatch, kept on the device*: what remains of a step when data costs nothing. *data.workers=2*: minibatches are
+  read from files and augmented by two processes, which on a CPU compete with the step for its cores.
 - *Saved* is what autograd keeps of one micro-batch for its backward pass, without parameters. *Peak* is the most that a
   step's tensors take at any moment beyond what was there before: weights, the last step's gradients and momentum.
   *Process* is the largest resident size of the whole process, with Python and PyTorch, in the first start.

@@ -25,6 +25,7 @@ from engine.evaluated import Evaluated
 from engine.malloc import keep_freed_memory
 from engine.metrics_logger import MetricsLogger
 from engine.peak_memory import peak_memory_mib
+from engine.prefetching import prefetched
 from engine.profiling import WARM_UP_STEPS, profiled
 from engine.run import Run
 from engine.run_directory import RunDirectory
@@ -41,7 +42,7 @@ class Switch(NamedTuple):
     overrides: tuple[str, ...]  # of train_seg.py
     only_cuda: bool = False
     freed_memory_kept: bool = True  # on the CPU, by engine.malloc.keep_freed_memory
-    prefetched: bool = True  # by engine.loop.prefetched
+    data: str = "in memory"  # where minibatches come from: see Training.endless
     title: str | None = None
 
     @property
@@ -66,13 +67,18 @@ GROUPS = {
         Switch(("trainer.tf32=true",), only_cuda=True),
         Switch(("trainer.channels_last=false",)),
         Switch(("optim.fused=false",)),
-        Switch((), only_cuda=True, prefetched=False, title="without prefetching"),
+        Switch((), only_cuda=True, data="not prefetched", title="without prefetching"),
         Switch(("trainer.ema_decay=0.999",)),
         Switch(("optim.max_gradient_norm=1",)),
         Switch(("trainer.accumulation_steps=2",)),
         Switch(("trainer.accumulation_steps=4",)),
         Switch(("trainer.deterministic=true",)),
         Switch((f"trainer.profile={LONG}",), title="trainer.profile, while it traces"),
+    ),
+    "data": (
+        PLAIN,
+        Switch((), data="on the device", title="one minibatch, kept on the device"),
+        Switch(("data.workers=2",), data="read"),
     ),
     "allocation": (PLAIN, Switch((), freed_memory_kept=False, title="freed memory given back")),
     "compile": (
@@ -109,7 +115,7 @@ class Training:
         self.learner = build.learner(self.config, make, LONG, self.world)
         self.loss = build.loss(self.config.loss, self.dataset.ignore_index)
         self.in_memory = list(build.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
-        self.prefetched = switch.prefetched
+        self.data = switch.data
         self.minibatches = self.endless()
         if trainer.profile:
             self.folder = tempfile.TemporaryDirectory()
@@ -118,9 +124,18 @@ class Training:
         counters.clear()  # forget the graph that tried the compiler
 
     def endless(self) -> Iterator[dict]:
-        """Endless minibatches, as the training loop gets them."""
+        """Endless minibatches, as the training loop gets them.
+
+        They are read from files ("read"), or kept in memory; or it is always the same one, kept on the device.
+        """
+        device = self.world.device
+        if self.data == "on the device":
+            (minibatch,) = prefetched(self.in_memory[:1], device)
+            return itertools.repeat(minibatch)
+        if self.data == "read":
+            return prefetched(build.training_loader(self.config, self.dataset, LONG, self.world), device)
         minibatches = itertools.cycle(self.in_memory)
-        return loop.prefetched(minibatches, self.world.device) if self.prefetched else minibatches
+        return minibatches if self.data == "not prefetched" else prefetched(minibatches, device)
 
     def step(self) -> float:
         """Milliseconds of one more step."""

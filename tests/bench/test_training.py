@@ -111,7 +111,7 @@ def test_saved_bytes_are_counted_once_and_without_parameters():
 def test_every_switch_changes_the_training_that_it_is_compared_with(switch):
     shared = TrainingArguments().overrides(crops=8)
     assert (composed(*shared) != composed(*shared, *switch.overrides)) == bool(switch.overrides)
-    assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.prefetched)
+    assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.data == "in memory")
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_whole_images_are_the_samples(camvid_folders):
     item = WholeImages(dataset)[1]
     assert np.array_equal(item["image"].permute(1, 2, 0).numpy(), dataset[1].image)
     assert np.array_equal(item["label"].numpy(), dataset[1].label)
-    assert (item["name"], item["index"]) == ("0001TP_000001", 1)
+    assert item["name"] == "0001TP_000001"
 
 
 def test_whole_images_without_labels(cityscapes_root):

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine import build, checkpoint
 from engine.distributed import World, node_group
 from engine.loop import train_step
 from engine.stopping import Preempted
+from engine.waits import DataWait
 from eval import evaluate
 from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
@@ -97,6 +99,36 @@ def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
         for name, expected in alone.items():
             scale = expected.abs().max().item()
             torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-10 * max(scale, 1e-3), msg=name)
+
+
+def waits(rank: int, slow_rank: int, slow_part: str) -> tuple[float, float]:
+    """Seconds of a step that this rank waited for data and for other ranks, if `slow_rank` sleeps for 0.4 s."""
+    world, sleeps = this_world(), rank == slow_rank
+    config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * world.size}")
+    learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=world)
+    if sleeps and slow_part == "network":
+        learner.network.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+
+    def minibatches():
+        for _ in range(2):  # the first step of a process is slow
+            dist.barrier()
+            if sleeps and slow_part == "data":
+                time.sleep(0.4)
+            yield {"image": torch.zeros(2, 3, 48, 48, dtype=torch.uint8), "label": torch.zeros(2, 48, 48).byte()}
+
+    waiting, loss = DataWait(minibatches()), build.loss(config.loss, ignore_index=255)
+    for minibatch in waiting:
+        data_s = waiting.seconds
+        train_step(learner, loss, minibatch, 2 * world.size, world)
+    return data_s, learner.exchange.seconds
+
+
+@pytest.mark.parametrize("slow_part", ["data", "network"])
+def test_a_straggler_shows_in_the_waits(ranks, slow_part):
+    """The slow rank waits for its data, if that is what is slow, and the others wait for the slow rank."""
+    (slow_data_s, slow_exchange_s), *others = ranks.run(waits, 0, slow_part)
+    assert all(exchange_s > 0.2 and exchange_s > 2 * slow_exchange_s for _, exchange_s in others)
+    assert (slow_data_s > 0.3) == (slow_part == "data")
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import checkpoint
 from engine.distributed import World
 from engine.learner import Learner
+from engine.weight_average import WeightAverage
 from models.layers import InPlaceABN
 from tests.engine.learners import forward_of, learner_of
 
@@ -20,12 +20,12 @@ def small_learner(precision: str = "float32", averaged: bool = False) -> Learner
     optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.PolynomialLR(optimizer, total_iters=10)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=precision == "float16")
-    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if averaged else None
+    average = WeightAverage(network, decay=0.9) if averaged else None
     learner = Learner(network, forward_of(network, precision), optimizer, scheduler, scaler, average=average)
     for _ in range(2):
         learner.backward(network(torch.randn(3, 2)).square().mean())
         learner.gradient_norm()
-        learner.step()
+        learner.step(1.0)
     return learner
 
 
@@ -40,12 +40,12 @@ def test_scaler_and_averaged_weights_continue(tmp_path):
     again = small_learner("float16", averaged=True)
     again.load_state_dict(checkpoint.read(tmp_path / "last.pt"))
     assert again.scaler.get_scale() == again.loss_scale == 32.0
-    for before, after in ((learner.network, again.network), (learner.average, again.average)):
+    for before, after in ((learner.network, again.network), (learner.average.module, again.average.module)):
         assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
     for one in (learner, again):
         with torch.no_grad():
             [parameter.add_(1) for parameter in one.network.parameters()]
-        one.average.update_parameters(one.network)
+        one.average.update(one.network)
     assert torch.equal(learner.average.module.weight, again.average.module.weight)
     assert not torch.equal(learner.average.module.weight, learner.network.weight)
 
@@ -58,7 +58,7 @@ def test_momentum_and_learning_rate_continue(tmp_path):
     for one in (learner, again):
         one.optimizer.zero_grad()
         one.backward(one.network(torch.ones(3, 2)).square().mean())
-        one.step()
+        one.step(1.0)
     assert torch.equal(learner.network.weight, again.network.weight)
     assert learner.optimizer.param_groups[0]["lr"] == again.optimizer.param_groups[0]["lr"] < 0.1 * 0.8
 
@@ -84,7 +84,7 @@ def test_before_an_evaluation_the_average_gets_statistics_of_its_own():
     """From the given minibatches; without any, the trained network's statistics stay."""
     network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), InPlaceABN(4))
     minibatches = [{"image": torch.randint(0, 256, (2, 3, 8, 8), dtype=torch.uint8)} for _ in range(3)]
-    learner = learner_of(network, average=AveragedModel(network), statistics_minibatches=minibatches)
+    learner = learner_of(network, average=WeightAverage(network, decay=0.9), statistics_minibatches=minibatches)
     with torch.no_grad():
         learner.average.module[0].weight.mul_(2)
         outputs = [learner.average.module[0](learner.forward.normalised(m["image"])) for m in minibatches]
@@ -160,7 +160,7 @@ def test_an_average_that_is_not_finite_is_not_saved():
     learner = small_learner(averaged=True)
     learner.average.module.weight.data[0, 0] = torch.nan
     with pytest.raises(
-        FloatingPointError, match="after step 2, 1 averaged weights and statistics are not finite, weight"
+        FloatingPointError, match="after step 2, 1 weights and statistics are not finite, averaged weight"
     ):
         learner.state_dict(2)
 

@@ -3,13 +3,16 @@
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import train_step
+from engine.run_directory import RunDirectory
 from engine.segmentation.losses import BootstrappedCrossEntropy
+from engine.weight_average import WeightAverage
+from models.layers import InPlaceABN
 from tests.engine.learners import learner_of
+from tests.host_reads import host_reads
 
 
 def step(learner: Learner) -> tuple[float, float]:
@@ -121,10 +124,33 @@ def test_low_precision_steps_as_float32_does(precision):
 def test_averaged_weights_follow_the_recursion():
     """average <- decay * average + (1 - decay) * weights, starting from the weights after the first step."""
     network = nn.Conv2d(3, 5, 1)
-    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    average = WeightAverage(network, decay=0.75)
     learner, expected = learner_of(network, average=average), None
     for _ in range(4):
         step(learner)
         now = network.weight.detach().clone()
         expected = now if expected is None else 0.75 * expected + 0.25 * now
     torch.testing.assert_close(learner.evaluated.network.weight, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_step_waits_for_the_device_once(precision):
+    """Whatever is switched on: to read the loss and the norm of the gradient."""
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), InPlaceABN(8), nn.Conv2d(8, 5, 1))
+    options = {"accumulation_steps": 2, "max_gradient_norm": 1.0, "average": WeightAverage(network, decay=0.9)}
+    learner = learner_of(network, precision=precision, **options)
+    step(learner)
+    with host_reads() as reads:
+        step(learner)
+    assert len(reads) == 1 and "train_step: Tensor.tolist" in reads[0]
+
+
+def test_a_save_waits_for_the_device_once(tmp_path):
+    """To see that all numbers are finite. The copies are waited for by the thread that writes them."""
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), InPlaceABN(8), nn.Conv2d(8, 5, 1))
+    learner, directory = learner_of(network, average=WeightAverage(network, decay=0.9)), RunDirectory(str(tmp_path))
+    step(learner)
+    with host_reads() as reads:
+        directory.start_saving(learner.state_dict(1))
+    directory.saved()
+    assert len(reads) == 1 and "not_finite: Tensor.tolist" in reads[0]

@@ -177,16 +177,27 @@ def test_images_per_second_do_not_count_pauses(tmp_path, monkeypatch):
     clock = iter([0.0, 0.0, 2.0, 100.0, 102.0])  # made, entered, step, end of the pause, step
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
     with logger(tmp_path) as running:
-        running.step(loss=1.0, gradient_norm=2.0, images=8)
+        running.step(loss=1.0, gradient_norm=2.0, images=8, data_s=0.5, exchange_s=0.25)
         running.pause_ended()
-        running.step(loss=3.0, gradient_norm=5.0, images=8)
+        running.step(loss=3.0, gradient_norm=5.0, images=8, data_s=1.0)
+        assert running.waits() == (0.75, 0.125)
         running.training(step=2, epoch=0.5, lr=0.1, peak_memory_mib=64.0)
-    assert records(tmp_path) == [
-        {
-            **{"kind": "train", "step": 2, "epoch": 0.5, "loss": 2.0, "lr": 0.1},
-            **{"gradient_norm": 3.5, "images_per_second": 4.0, "peak_memory_mib": 64.0},
-        }
-    ]
+        values = {"lr": 0.1, "peak_memory_mib": 64.0, "loss": 2.0, "gradient_norm": 3.5, "images_per_second": 4.0}
+        assert records(tmp_path) == [{"kind": "train", "step": 2, "epoch": 0.5, **values, "data_wait_s": [0.75]}]
+        running.evaluation(2, 0.5, evaluated())
+        assert "4.0 images/s, 38 % of it waiting for data" in running.summary(RunDirectory(str(tmp_path)), str, None)
+
+
+def test_waits_are_recorded_for_each_rank(tmp_path):
+    with logger(tmp_path) as running:
+        running.step(loss=1.0, gradient_norm=2.0, images=8)
+        running.training(1, 0.5, 0.1, 64.0, waits=[(0.5, 0.0), (0.0, 0.375)])
+    (record,) = records(tmp_path)
+    assert record["data_wait_s"] == [0.5, 0.0] and record["exchange_wait_s"] == [0.0, 0.375]
+    scalars = {
+        name: events_of(tmp_path).Scalars(f"train/{name}")[0].value for name in ("data_wait_s", "exchange_wait_s")
+    }
+    assert scalars == {"data_wait_s": 0.5, "exchange_wait_s": 0.375}
 
 
 def write_run(run_dir, start_step, steps, total_steps=10):

@@ -215,7 +215,7 @@ FREE_ON_RESUME = {
     *("run_dir", "resume", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
     *("data.root", "data.workers", "data.verify", "data.on_error", "data.max_skipped", "data.timeout_seconds"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
-    *("trainer.log_every_steps", "trainer.timeout_seconds"),
+    *("trainer.evaluate_batch_size", "trainer.log_every_steps", "trainer.timeout_seconds"),
 }
 
 
@@ -255,6 +255,44 @@ def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config)
         run.save(state_of(1, config))
     with pytest.raises(FileNotFoundError, match="^gone$"), run.in_use(config):
         raise FileNotFoundError("gone")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkeypatch):
+    """The file holds the values of the call, and the next save, or `saved`, waits."""
+    may_write, write = threading.Event(), checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: may_write.wait(20) and write(*args, **kwargs))
+    run, state = run_in(tmp_path), state_of(1, config)
+    weights = next(iter(state["network"].values()))
+    before = weights.clone()
+    run.start_saving(state)
+    run.saved(wait=False)
+    weights += 1
+    assert not run.last.exists()
+    may_write.set()
+    run.start_saving(state_of(2, config))
+    run.saved()
+    assert resumed(run, config) == 2
+    assert torch.equal(next(iter(checkpoint.load(run.previous)["network"].values())), before)
+
+
+def fails(*_, **__) -> None:
+    raise OSError("no room")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save", fails)
+    run = run_in(tmp_path)
+    for notices in (run.saved, lambda: run.start_saving(state_of(2, config))):
+        run.start_saving(state_of(1, config))
+        with pytest.raises(OSError, match="no room"):
+            notices()
+        run.saved()  # it has been raised
+    run.start_saving(state_of(1, config))
+    with pytest.raises(OSError, match="no room"), run.in_use(config):
+        pass
+    run.start_saving(state_of(1, config))
+    with pytest.raises(KeyError, match="first"), run.in_use(config):
+        raise KeyError("first")
 
 
 @pytest.mark.parametrize("name", ["last", "previous", "best"])

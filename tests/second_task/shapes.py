@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from engine.console import tracked
 from engine.evaluated import Evaluated
+from engine.prefetching import prefetched
 from engine.run import Run
 from engine.schema.data import Data
 from engine.schema.keys import group
@@ -68,11 +69,13 @@ def evaluation_of(run: Run[ShapesRun, Shapes], loader: DataLoader) -> Callable[[
     def evaluate() -> Evaluated:
         forward = run.learner.evaluated
         forward.network.eval()
-        counts = torch.zeros(2, dtype=torch.int64)  # right, all
-        for minibatch in tracked(run.metrics.progress, UntilStopped(loader, run.stop, run.world), "evaluating"):
-            right = forward(minibatch["image"]).argmax(dim=1).cpu() == minibatch["label"]
-            counts += torch.tensor([right.sum(), len(right)])
-        right, images = run.world.sum_(counts).tolist()
+        counts = torch.zeros(2, dtype=torch.int64, device=run.world.device)  # right, all
+        loaded = tracked(run.metrics.progress, UntilStopped(loader, run.stop, run.world), "evaluating")
+        for minibatch in prefetched(loaded, run.world.device):
+            right = forward(minibatch["image"]).argmax(dim=1) == minibatch["label"]
+            counts[0] += right.sum()
+            counts[1] += len(right)
+        right, images = run.world.sum_(counts).tolist()  # the only wait for the device
         top1 = right / images
         return Evaluated({"top1": top1}, f"top-1 {top1:.4f}", images, curves={"val/top1": top1})
 

@@ -20,6 +20,7 @@ from engine.schema.segmentation import SegmentationRun
 from engine.stopping import Preempted
 from eval import evaluate
 from tests.faults.runs import steps_of
+from tests.host_reads import host_reads
 from tests.ranks import Ranks
 from tests.runs import REPOSITORY, SHORT, composed
 from tests.second_task.shapes import ShapesRun
@@ -49,6 +50,14 @@ def test_a_run_starts_from_weights_of_its_own_network(whole, tmp_path):
     assert before["ema"].keys() == after["network"].keys()
     weights = [name for name in before["ema"] if "running" not in name and "num_batches" not in name]
     assert all(torch.allclose(before["ema"][name], after["network"][name], atol=1e-6) for name in weights)
+
+
+def test_its_evaluation_waits_once_for_the_device(tmp_path):
+    """Nine images in three minibatches."""
+    with host_reads() as reads:
+        train(shapes_config(f"run_dir={tmp_path}", "trainer.steps=1"))
+    (read,) = [read for read in reads if "second_task/shapes.py" in read and "__getitem__" not in read]
+    assert "evaluate: Tensor.tolist" in read
 
 
 def run(run_dir: Path, stop_at: int | None = None) -> int:

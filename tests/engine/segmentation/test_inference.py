@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from datasets.transforms import scaled
-from engine.schema.evaluation import MEMORY_ADVICE
+from engine.schema.segmentation import evaluation_memory_advice
 from engine.segmentation.inference import Views, predict, resized_region, windows_along
 from models.bodies import ResNeXt
 from models.heads import DeepLabV3
@@ -63,6 +63,8 @@ def test_an_image_that_needs_too_much_memory_is_named(monkeypatch):
     for views in ({}, {"window": 16}):
         with pytest.raises(MemoryError, match="while an image of 32x48 pixels was evaluated.*window.size=1024"):
             predicted(network, pictures(32, 48), **views)
+    with pytest.raises(MemoryError, match="while 3 images of 32x48 pixels were evaluated"):
+        predicted(network, pictures(32, 48, count=3))
 
 
 def pictures(height: int, width: int, count: int = 1) -> torch.Tensor:
@@ -71,7 +73,7 @@ def pictures(height: int, width: int, count: int = 1) -> torch.Tensor:
 
 
 def predicted(network, images, base_size: int | None = None, precision: str = "float32", **views) -> torch.Tensor:
-    return predict(forward_of(network, precision), images, Views(base_size, **views), MEMORY_ADVICE)
+    return predict(forward_of(network, precision), images, Views(base_size, **views), evaluation_memory_advice())
 
 
 def far_from_windows(size: int, stride: int, window: int, overlap: float, reach: int) -> torch.Tensor:

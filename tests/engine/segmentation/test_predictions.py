@@ -14,7 +14,7 @@ def written(tmp_path, name: str) -> list[str]:
     dataset = SegmentationDataset("streets", "val", [(name, tmp_path / "image.png", None)], TABLE)
     writer = PredictionWriter(dataset, tmp_path / "out" / "predictions", tmp_path / "out" / "overlays", None)
     image = torch.zeros(1, 3, 2, 2, dtype=torch.uint8)
-    writer({"name": [name], "index": torch.tensor([0]), "image": image}, torch.zeros(1, 2, 2, dtype=torch.uint8))
+    writer({"name": [name], "image": image}, torch.zeros(1, 2, 2, dtype=torch.uint8))
     return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
 
 

@@ -1,0 +1,69 @@
+"""The counter of host reads finds what makes the host wait, and nothing else."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.host_reads import host_reads
+
+READS = {
+    "item": lambda x: x[0].item(),
+    "truth": lambda x: bool(x[0] > 0),
+    "int": lambda x: int(x[0]),
+    "tolist": lambda x: x.tolist(),
+    "cpu": lambda x: x.cpu(),
+    "to the cpu": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.numpy(),
+    "array": lambda x: np.asarray(x),
+    "mask": lambda x: x[x > 1],
+    "writes by a mask": lambda x: x.index_put_((x > 1,), torch.arange(2.0)),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 1),
+    "where with a number": lambda x: torch.where(x > 1, x, 0),
+    "tensor on the device": lambda x: torch.tensor([1], device=x.device),
+    "masked_select": lambda x: x.masked_select(x > 1),
+    "bincount": lambda x: torch.bincount(x.long()),
+    "unique": lambda x: x.unique(),
+    "equal": lambda x: torch.equal(x, x + 1),
+    "format": lambda x: f"{x[1]:.2f}",
+    "a view of a flag": lambda x: torch.tensor([1, 2])[0].item(),
+}
+NO_READS = {
+    "arithmetic": lambda x: (x + 1).sum(),
+    "fills a mask": lambda x: x.masked_fill_(x > 1, 0),
+    "writes one value by a mask": lambda x: x.__setitem__(x > 1, 0.0),
+    "where with values": lambda x: torch.where(x > 1, x, x + 1),
+    "index": lambda x: x[torch.arange(2)],
+    "index_add_": lambda x: x.index_add_(0, torch.arange(2), torch.ones(2)),
+    "to another dtype": lambda x: x.to(torch.float64),
+    "to the device": lambda x: x.to(torch.device("cpu")),
+    "asynchronous copy": lambda x: x.to("cpu", non_blocking=True),
+    "a flag of the host": lambda x: bool(torch.tensor(1).add_(1)),
+    "flags of the host": lambda x: torch.tensor([1, 2]).tolist(),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", READS)
+def test_a_read_is_counted_once_with_its_line(name, inference):
+    with torch.inference_mode(inference), host_reads() as reads:
+        READS[name](torch.arange(4.0))
+    (read,) = reads
+    assert read.startswith("tests/test_host_reads.py:") and " <lambda>: " in read
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", NO_READS)
+def test_other_operations_are_no_reads(name, inference):
+    with torch.inference_mode(inference), host_reads() as reads:
+        NO_READS[name](torch.arange(4.0))
+    assert reads == []
+
+
+def test_nothing_is_counted_outside():
+    methods = [torch.tensor, *(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "to"))]
+    with host_reads() as reads:
+        pass
+    torch.arange(4.0).tolist()
+    assert reads == []
+    assert methods == [torch.tensor, *(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "cpu", "to"))]
