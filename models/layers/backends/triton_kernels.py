@@ -36,7 +36,10 @@ from .interface import Backend, Kept
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
 
 MAX_PARTS = 256  # per channel; each program of pass 2 combines them
-BYTES_PER_THREAD = 64  # per tensor, in 128-bit loads: enough in flight with a quarter of the threads resident
+
+REGISTERS = 65536  # of a multiprocessor, since compute capability 7.0
+BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
+ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -411,6 +414,7 @@ class Plan(NamedTuple):
     align: int  # elements: the longest vector, up to 128 bits, that divides L
     tile: tuple[int, int, int]
     num_warps: int
+    resident: int  # programs per multiprocessor at the same time, on which `parts` counts; `registers` lets them fit
     fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
     tiles_per_part: int
     parts: int
@@ -420,56 +424,85 @@ class Plan(NamedTuple):
         return float(self.shape[0] * self.shape[2])
 
     @property
+    def registers(self) -> int:
+        """Most registers per thread with which `resident` programs fit a multiprocessor; a thread has at most 255."""
+        return min(255, REGISTERS // (self.resident * self.num_warps * 32) // 8 * 8)
+
+    @property
     def padded_parts(self) -> int:
-        """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two."""
-        exponent = (self.parts - 1).bit_length()
+        """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two.
+
+        Several parts of several channels are at least as many values as threads. Fewer give Triton a layout that it
+        converts to the tile's only after broadcasting: 50 registers more, through 64 KB of shared memory.
+        """
+        block_c = self.tile[1]
+        several = self.parts > 1 and block_c > 1
+        exponent = (max(self.parts, 32 * self.num_warps // block_c if several else 1) - 1).bit_length()
         return 1 << (exponent + exponent % 2)
 
 
 @cache
-def plan(shape: tuple[int, int, int], itemsize: int, processors: int) -> Plan:
-    """Plan for a tensor (N, C, L) of `itemsize` bytes per element, on a device with `processors` multiprocessors.
+def plan(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Plan:
+    """Plan for kernels that read `reads` tensors (N, C, L): one forward, two backward.
 
-    Contiguous (L > 1): small programs of one channel each, about eight resident per multiprocessor. As tensors grow,
-    programs first take more tiles (up to eight), then there are more programs (up to four times as many), then programs
-    take more than eight tiles.
-    channels_last (L = 1): large programs, two per multiprocessor, because each combines the parts of all its channels.
+    The tensors have `itemsize` bytes per element, the device has `processors` multiprocessors. An H100's moves 25 GB/s
+    and waits about 0.7 us for memory: it needs 18 KB of requests in flight at any time, about twice as much with pauses
+    for arithmetic. Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous
+    half-precision maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
+
+    Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
+    eight), then there are more programs (up to four times as many), then programs take more than eight tiles.
+    channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
     """
     n, c, length = shape
     if length >= 2**31:  # kernels count the pixels of a map in 32 bits
         raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
     vector = 16 // itemsize
+    align = math.gcd(length, vector)
     if length > 1:
-        threads, resident = 128, 8 * processors
+        threads, resident = 128, 5 if reads == 1 else 4
         block_c, block_l = 1, _block_l(length)
+        per_thread = min(BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD * align)
     else:
-        threads, resident = 512, 2 * processors
+        threads, resident = 1024 if reads == 1 else 512, 1
         block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
-    block_n = min(_power_of_2(n), max(1, threads * BYTES_PER_THREAD // (itemsize * block_c * block_l)))
+        per_thread = BYTES_PER_THREAD // itemsize
+    block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
     while block_n > 1 and block_n * c * length >= 2**31:  # offsets in `_tile` have 32 bits
         block_n //= 2
     blocks = _ceil_div(c, block_c)
+    programs = resident * processors
     if length == 1:  # four tiles per program, if each thread still gets a vector
-        while block_n * block_c > threads * vector and _ceil_div(n, block_n) * blocks < 4 * resident:
+        while block_n * block_c > threads * vector and _ceil_div(n, block_n) < 4 * _ceil_div(programs, blocks):
             block_n //= 2
     size = block_n * block_c * block_l
     threads = max(32, min(threads, size // vector))
 
     tiles = _ceil_div(n, block_n) * _ceil_div(length, block_l)
     if length > 1:
-        tiles_per_part = max(1, min(8, tiles * blocks // resident), tiles * blocks // (4 * resident))
+        tiles_per_part = max(1, min(8, tiles * blocks // programs), tiles * blocks // (4 * programs))
     else:
-        tiles_per_part = _ceil_div(tiles, max(1, resident // blocks))
+        tiles_per_part = _share(tiles, blocks, programs)
     tiles_per_part = max(tiles_per_part, _ceil_div(tiles, MAX_PARTS))
     return Plan(
         shape=shape,
-        align=math.gcd(length, vector),
+        align=align,
         tile=(block_n, block_c, block_l),
         num_warps=threads // 32,
+        resident=resident,
         fold=max(1, size // (threads * vector)),
         tiles_per_part=tiles_per_part,
         parts=_ceil_div(tiles, tiles_per_part),
     )
+
+
+def _share(tiles: int, blocks: int, programs: int) -> int:
+    """Tiles per part with which all `blocks` are done first, if `programs` are resident and each takes a tile to start.
+
+    One wave of programs is best if `blocks` divide it well. Otherwise up to four waves have smaller parts.
+    """
+    choices = [_ceil_div(tiles, max(1, waves * programs // blocks)) for waves in (1, 2, 3, 4)]
+    return min(choices, key=lambda share: _ceil_div(blocks * _ceil_div(tiles, share), programs) * (share + 1))
 
 
 def _block_l(length: int) -> int:
@@ -494,13 +527,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _plan_for(x: Tensor) -> Plan:
+def _plan_for(x: Tensor, reads: int) -> Plan:
     n, c = x.shape[:2]
     length = x.numel() // (n * c)
     if not x.is_contiguous():
         assert x.movedim(1, -1).is_contiguous(), f"neither contiguous nor channels_last: {x.shape}, {x.stride()}"
         n, length = n * length, 1
-    return plan((n, c, length), x.element_size(), _processors(x.device))
+    return plan((n, c, length), x.element_size(), _processors(x.device), reads)
 
 
 def _launch(kernel: Any, plan: Plan, x: Tensor, *arguments: Any, per_part: bool = True, **constants: Any) -> None:
@@ -512,6 +545,7 @@ def _launch(kernel: Any, plan: Plan, x: Tensor, *arguments: Any, per_part: bool 
         kernel[(programs,)](
             *arguments, n, c, length // plan.align, plan.tiles_per_part, plan.parts, **constants,
             ALIGN=plan.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=plan.num_warps,
+            maxnreg=plan.registers if plan.resident > 1 else None,  # a program alone fits anyway
         )  # fmt: skip
 
 
@@ -530,7 +564,7 @@ class TritonBackend(Backend):
     """float32, bfloat16 and float16 tensors on a CUDA device; vectors float32."""
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        plan = _plan_for(x)
+        plan = _plan_for(x, reads=1)
         partials = _partial_moments(plan, x)
         mean, var = partials.new_empty((2, plan.shape[1]))
         results = (mean, var, plan.channel_elements)
@@ -547,7 +581,8 @@ class TritonBackend(Backend):
         activation: Activation,
         out: Tensor | None = None,
     ) -> Tensor:
-        return _normalise(_plan_for(x), x, out, activation, (mean, invstd, gamma, beta, None, None, None, 0.0, 0.0))
+        vectors = (mean, invstd, gamma, beta, None, None, None, 0.0, 0.0)
+        return _normalise(_plan_for(x, reads=1), x, out, activation, vectors)
 
     def forward(
         self,
@@ -563,7 +598,7 @@ class TritonBackend(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not all(statistics is None or statistics.is_contiguous() for statistics in (running_mean, running_var)):
             return super().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
-        plan = _plan_for(x)
+        plan = _plan_for(x, reads=1)
         partials = _partial_moments(plan, x)
         mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
         running = (running_mean, running_var, float(momentum), float(eps))
@@ -571,16 +606,16 @@ class TritonBackend(Backend):
         return z, mean, invstd
 
     def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
-        partials = _partial_sums(_plan_for(kept.values), kept, _in_order_of(kept.values, dz))
+        partials = _partial_sums(_plan_for(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
         dbeta, dgamma = partials.sum(1)
         return dbeta, dgamma
 
     def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         dz = _in_order_of(kept.values, dz)
-        return _input_gradient(_plan_for(kept.values), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
+        return _input_gradient(_plan_for(kept.values, reads=2), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
 
     def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        plan = _plan_for(kept.values)
+        plan = _plan_for(kept.values, reads=2)
         dz = _in_order_of(kept.values, dz)
         partials = _partial_sums(plan, kept, dz)
         dbeta, dgamma = partials.new_empty((2, plan.shape[1]))
