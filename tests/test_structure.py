@@ -66,7 +66,17 @@ def test_imports_point_down(path):
     assert {name.split(".")[0] for name in ours} <= MAY_IMPORT[room]
     if "models/layers" in path.as_posix():
         assert all(name.startswith("models.layers.") for name in ours)
-        standard_library = {"collections", "copy", "dataclasses", "functools", "logging", "math", "typing", "warnings"}
+        standard_library = {
+            "collections",
+            "copy",
+            "dataclasses",
+            "functools",
+            "logging",
+            "math",
+            "typing",
+            "warnings",
+            "weakref",
+        }
         assert {name.split(".")[0] for name in imported(path)} <= {"torch", "triton", "models", *standard_library}
 
 

@@ -54,6 +54,7 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
         *(("train", 2), ("val", 2), ("train", 4), ("val", 4))
     ]
     assert set(records[0]) == {
+        "data_wait_s",
         "kind",
         "step",
         "epoch",

@@ -1,7 +1,7 @@
 """Standard batch normalisation followed by an activation: strategy (a) of the paper's Figure 2."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,10 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .activations import Activation, activate_, check_activation
-from .backends import backend_for, check_backend
-from .bn_act import BatchNormActivation, Strategy, is_misread
+from .backends import EagerBackend, backend_for, check_backend
+from .bn_act import BatchNormActivation, Call, Strategy, is_misread, statistics_dtype
 from .released import warn_if_released
 from .synchronisation import refuse_jointly, synchronised_group
+
+
+class Own(NamedTuple):
+    """A layer's parameters and running statistics, (C,)."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
 
 
 class ABN(nn.Module):
@@ -89,10 +98,11 @@ class ABN(nn.Module):
 
     def reset_running_stats(self) -> None:
         if self.track_running_stats:
-            mean, var, minibatches = self._running_statistics()
-            mean.zero_()
-            var.fill_(1)
-            minibatches.zero_()
+            assert self.running_mean is not None and self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
 
     def reset_parameters(self) -> None:
         self.reset_running_stats()
@@ -110,29 +120,33 @@ class ABN(nn.Module):
 
         Raises:
             ValueError: x is not (N, num_features, *spatial), its dtype does not fit the parameters, or minibatch
-                statistics are needed and it has a single value per channel. A synchronised layer raises on every rank
-                (except inside `torch.compile`, whose graphs cannot check the other ranks' counts).
+                statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
+                the first time that this rank has so many values (never inside `torch.compile` or a CUDA graph).
         """
-        group = synchronised_group(self.group) if self.sync and self.uses_batch_statistics else None
+        use_batch = self.uses_batch_statistics
+        group = synchronised_group(self.group) if self.sync and use_batch else None
+        # Reading an attribute of a module takes as long as a small operator: each once.
+        own = Own(self.weight, self.bias, self.running_mean, self.running_var)
         try:
-            self.check_input(x, alone=group is None)
+            self._check_input(x, own, alone=group is None)
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:
             if group is not None:
                 refuse_jointly(self.num_features, x.device, group)
             raise
-        if not self.uses_batch_statistics:
-            return self._bn_act(x, self.running_mean, self.running_var, 0.0, None)
+        if not use_batch:
+            return self._bn_act(x, own, False, 0.0, None)
         if not self.track_running_stats or not self.training:
-            return self._bn_act(x, None, None, 0.0, group)
-        running_mean, running_var, minibatches = self._running_statistics()
+            return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
+        running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
+        assert running_mean is not None and running_var is not None and minibatches is not None
         if self.momentum is not None and not _is_recomputation():
-            z = self._bn_act(x, running_mean, running_var, self.momentum, group)
+            z = self._bn_act(x, own, True, self.momentum, group)
             minibatches.add_(1)
             return z
         mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
-        z = self._bn_act(x, mean, var, 1.0, group)
+        z = self._bn_act(x, own._replace(running_mean=mean, running_var=var), True, 1.0, group)
         if not _is_recomputation():
             # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
             minibatches.add_(1)
@@ -141,67 +155,48 @@ class ABN(nn.Module):
             running_var.lerp_(var, weight)
         return z
 
-    def _running_statistics(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean, variance and number of minibatches of a layer that tracks them."""
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
-        return self.running_mean, self.running_var, self.num_batches_tracked
-
-    def _bn_act(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
-        """Compute z; update the running statistics, or use them if the layer does not use the minibatch's."""
+    def _bn_act(self, x: Tensor, own: Own, use_batch: bool, momentum: float, group: dist.ProcessGroup | None) -> Tensor:
+        """Compute z; update the running statistics, or use them if not `use_batch`."""
         strategy = self.strategy()
         activation = Activation(self.activation, self.activation_param)
-        use_batch = self.uses_batch_statistics
-        if strategy is None and group is None:
+        weight, bias, running_mean, running_var = own
+        if group is None and (strategy is None or (not use_batch and _is_inference(strategy, x))):
             x = x.contiguous() if is_misread(x) else x
-            y = F.batch_norm(x, running_mean, running_var, self.weight, self.bias, use_batch, momentum, self.eps)
+            y = F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, momentum, self.eps)
             return activate_(activation, y)
-        return BatchNormActivation.apply(
-            x,
-            self.weight,
-            self.bias,
-            running_mean,
-            running_var,
-            use_batch,
-            momentum,
-            self.eps,
-            activation,
-            strategy or Strategy(keep="x", backend=self.backend),
-            group,
-        )
+        call = Call(use_batch, momentum, self.eps, activation, group)
+        strategy = strategy or Strategy(keep="x", backend=self.backend)
+        return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, call, strategy)
 
     def strategy(self) -> Strategy | None:
         """How to compute z; None means PyTorch's batch normalisation and activation, two autograd nodes."""
         return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
 
-    def check_input(self, x: Tensor, alone: bool = True) -> None:
+    def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
         """Raise the ValueErrors of `forward`. Unless `alone`, all ranks check the number of values together later."""
-        name = type(self).__name__
         if x.dim() < 2 or x.shape[1] != self.num_features:
-            raise ValueError(f"{name} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)")
+            raise ValueError(
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)"
+            )
         if not x.is_floating_point():
-            raise ValueError(f"{name} got a {x.dtype} input: expected float64, float32, bfloat16 or float16")
-        wanted = torch.promote_types(x.dtype, torch.float32)
-        for own in ("weight", "bias", "running_mean", "running_var"):
-            values = getattr(self, own)
-            if values is not None and values.dtype != wanted:
+            raise ValueError(
+                f"{type(self).__name__} got a {x.dtype} input: expected float64, float32, bfloat16 or float16"
+            )
+        wanted = statistics_dtype(x)
+        for values in own:
+            if values is not None and values.dtype is not wanted:
+                name = next(name for name, value in own._asdict().items() if value is values)
                 raise ValueError(
-                    f"{name} got a {x.dtype} input, and its {own} is {values.dtype}: expected float64 parameters and "
-                    f"buffers for float64 inputs and float32 otherwise; convert the network with .double() or "
-                    f".float(), and use torch.autocast for training in half precision (with FSDP2, shard norms by "
-                    f"themselves, without param_dtype)"
+                    f"{type(self).__name__} got a {x.dtype} input, and its {name} is {values.dtype}: expected float64 "
+                    f"parameters and buffers for float64 inputs and float32 otherwise; convert the network with "
+                    f".double() or .float(), and use torch.autocast for training in half precision (with FSDP2, shard "
+                    f"norms by themselves, without param_dtype)"
                 )
         if alone and self.uses_batch_statistics and x.numel() <= self.num_features:
             raise ValueError(
-                f"{name} got an input of shape {tuple(x.shape)}: one value per channel has no variance (a head's "
-                f"pooled branch gets this with one crop per device); train with at least two crops per device, or call "
-                f".eval() on this layer to use its running statistics"
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)}: one value per channel has no variance "
+                f"(a head's pooled branch gets this with one crop per device); train with at least two crops per "
+                f"device, or call .eval() on this layer to use its running statistics"
             )
 
     def _load_from_state_dict(
@@ -240,6 +235,13 @@ class ABN(nn.Module):
         if self.backend != "auto":
             parts.append(f"backend={self.backend}")
         return ", ".join(parts)
+
+
+def _is_inference(strategy: Strategy, x: Tensor) -> bool:
+    """Whether nothing need be kept, and PyTorch's operators are the ones to use: they need no node then."""
+    if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
+        return False
+    return isinstance(backend_for(strategy.backend, x), EagerBackend)
 
 
 def _is_recomputation() -> bool:

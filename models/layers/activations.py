@@ -81,15 +81,15 @@ def activation_backward(activation: Activation, z: Tensor, dz: Tensor) -> Tensor
     name, param = activation
     aten = torch.ops.aten
     if name == "leaky_relu":
-        return aten.leaky_relu_backward(dz, z, param, True)  # True: z is the output
+        return aten.leaky_relu_backward.default(dz, z, param, True)  # True: z is the output
     if name == "elu":
-        return aten.elu_backward(dz, param, 1.0, 1.0, True, z)
+        return aten.elu_backward.default(dz, param, 1.0, 1.0, True, z)
     if name == "relu":
-        return aten.threshold_backward(dz, z, 0)
+        return aten.threshold_backward.default(dz, z, 0)
     if name == "sigmoid":
-        return aten.sigmoid_backward(dz, z)
+        return aten.sigmoid_backward.default(dz, z)
     if name == "tanh":
-        return aten.tanh_backward(dz, z)
+        return aten.tanh_backward.default(dz, z)
     assert name == "identity", name
     return dz
 

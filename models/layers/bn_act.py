@@ -23,16 +23,24 @@ class Strategy(NamedTuple):
     backend: str = "auto"
 
 
+class Call(NamedTuple):
+    """The numbers of one call. A node takes them as one argument, because PyTorch handles each argument in Python."""
+
+    use_batch_statistics: bool
+    momentum: float
+    eps: float
+    activation: Activation
+    group: dist.ProcessGroup | None = None  # ranks that share minibatch statistics
+
+
 class Node(FunctionCtx):
     """The attributes of a `BatchNormActivation` node, for type checkers only: PyTorch creates the actual class."""
 
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
-    use_batch_statistics: bool
-    count: int | Tensor  # values per channel over all ranks; only set with a group
-    activation: Activation
+    call: Call
     strategy: Strategy
-    group: dist.ProcessGroup | None
+    count: Tensor  # (), values per channel over all ranks; only set with a group
     kept: Kept | None  # includes z, from its recomputation until this node's backward pass
     output_version: int  # version of z; only set if z can be recomputed
 
@@ -48,19 +56,15 @@ class BatchNormActivation(torch.autograd.Function):
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        use_batch_statistics: bool,
-        momentum: float,
-        eps: float,
-        activation: Activation,
+        call: Call,
         strategy: Strategy,
-        group: dist.ProcessGroup | None,  # ranks that share minibatch statistics
     ) -> Tensor:
         """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
+        use_batch_statistics, momentum, eps, activation, group = call
         backend = backend_for(strategy.backend, x)
-        statistics_dtype = torch.promote_types(x.dtype, torch.float32)
         # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).
-        gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype)
-        beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype)
+        gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
+        beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype(x))
         if use_batch_statistics and strategy.gamma_floor:
             gamma = floored(gamma, strategy.gamma_floor)
         values = x if is_packed(x) else x.contiguous()
@@ -90,39 +94,42 @@ class BatchNormActivation(torch.autograd.Function):
             z = backend.normalise(x_hat, zeros, ones, gamma, beta, activation)
             ctx.save_for_backward(x_hat, gamma, beta, invstd)
         elif strategy.keep == "x":
-            ctx.save_for_backward(values, gamma, beta, invstd, mean)
+            # The running mean may change.
+            ctx.save_for_backward(values, gamma, beta, invstd, mean if use_batch_statistics else mean.clone())
         else:
             if strategy.overwrite_input:
                 z = z if out is not None else x.copy_(z)
                 ctx.mark_dirty(z)
             ctx.save_for_backward(z, gamma, beta, invstd)
-        ctx.use_batch_statistics = use_batch_statistics
-        ctx.activation = activation
-        ctx.strategy = strategy
-        ctx.group = group
-        ctx.kept = None
+        ctx.call, ctx.strategy, ctx.kept = call, strategy, None
         if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
             ctx.output_version = z._version
         return z
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
-        """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
-        kept, ctx.kept = ctx.kept or kept_by(ctx), None
-        backend = backend_for(ctx.strategy.backend, kept.values)
-        if not ctx.use_batch_statistics:
-            dbeta, dgamma = backend.sums(kept, dz)
-            zeros = torch.zeros_like(dbeta)
-            dx = backend.input_gradient(kept, dz, zeros, zeros)
-        elif ctx.group is None:
-            dx, dgamma, dbeta = backend.backward(kept, dz)
-        else:
-            dbeta, dgamma = backend.sums(kept, dz)
-            sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.group)
-            dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
-        wanted = ctx.needs_input_grad
-        return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, *(None,) * 8
+        # With create_graph=True a second derivative must raise. Otherwise the wrapper would only cost time.
+        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return (_backward_once if differentiable else _backward)(ctx, dz)
+
+
+def _backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
+    """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
+    kept, ctx.kept = ctx.kept or kept_by(ctx), None
+    backend = backend_for(ctx.strategy.backend, kept.values)
+    if not ctx.call.use_batch_statistics:
+        dx, dgamma, dbeta = backend.backward_frozen(kept, dz)
+    elif ctx.call.group is None:
+        dx, dgamma, dbeta = backend.backward(kept, dz)
+    else:
+        dbeta, dgamma = backend.sums(kept, dz)
+        sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.call.group)
+        dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
+    wanted = ctx.needs_input_grad
+    return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
+
+
+_backward_once = once_differentiable(_backward)
 
 
 def is_node(value: object) -> TypeGuard[Node]:
@@ -142,7 +149,7 @@ def kept_by(node: Node) -> Kept:
         offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
     else:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
-        scale = gamma if node.use_batch_statistics else floored(gamma, strategy.gamma_floor)
+        scale = gamma if node.call.use_batch_statistics else floored(gamma, strategy.gamma_floor)
         offset, factor = beta, scale.reciprocal()
     return Kept(
         values,
@@ -152,7 +159,7 @@ def kept_by(node: Node) -> Kept:
         gamma,
         beta,
         invstd,
-        node.activation,
+        node.call.activation,
         strategy.recover_x_hat,
     )
 
@@ -170,7 +177,12 @@ def recompute_output(node: Node) -> Tensor:
 
 def floored(weight: Tensor, gamma_floor: float) -> Tensor:
     """copysign(max(|weight|, gamma_floor), weight), (C,): an invertible scale."""
-    return torch.copysign(weight.abs().clamp(min=gamma_floor), weight)
+    return weight.abs().clamp_(min=gamma_floor).copysign_(weight)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of parameters and statistics for an input."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
 def is_packed(x: Tensor) -> bool:

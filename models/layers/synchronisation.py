@@ -1,8 +1,13 @@
 """Minibatch statistics over all processes of a group (the paper's INPLACE-ABN sync)."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# This process's numbers of values per channel that were checked together with the other ranks', by process group.
+_CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
 def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -22,24 +27,29 @@ def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | N
     return group if dist.get_world_size(group) > 1 else None
 
 
-def joint_moments(
-    mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Mean and biased variance (C,) over all ranks and the number of values per channel, from each rank's own.
+def joint_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance (C,) over all ranks and the number of values per channel (), from each rank's own.
 
     var = sum_r count_r * (var_r + (mean_r - mean)^2) / count, the parallel variance formula, in float64.
 
+    Reading the other ranks' counts waits for the device, so they are checked once for each number of values that this
+    rank has, and never in compiled or captured graphs, which cannot raise. If another rank gets too few values later,
+    that rank raises alone, and this one loses its connection.
+
     Raises:
-        ValueError: a rank has fewer than two values per channel; the same error on every rank of the group.
+        ValueError: a rank has fewer than two values per channel; the same error on every rank of the group that checks.
     """
     ranks = dist.get_world_size(group)
     own = torch.cat([mean.double(), var.double(), mean.new_full((1,), count, dtype=torch.float64)])
     gathered = own.new_empty(ranks * len(own))
     dist.all_gather_into_tensor(gathered, own, group=group)
     means, variances, counts = gathered.view(ranks, -1).split([len(mean), len(var), 1], dim=1)  # (ranks, C or 1)
-    total = counts.sum()
-    if not torch.compiler.is_compiling():  # a compiled graph cannot raise
-        total = _check_counts(counts.flatten().tolist())
+    total = counts.sum()  # stays on the device
+    if not torch.compiler.is_compiling() and not (mean.is_cuda and torch.cuda.is_current_stream_capturing()):
+        checked = _CHECKED.setdefault(group, set())
+        if count not in checked:
+            _check_counts(counts.flatten().tolist())
+            checked.add(count)
     joint_mean = (counts * means).sum(0) / total
     joint_var = (counts * (variances + (means - joint_mean).square())).sum(0) / total
     return joint_mean.to(mean.dtype), joint_var.to(var.dtype), total
@@ -62,7 +72,7 @@ def joint_sums(sums: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> tuple[T
     return first, second
 
 
-def _check_counts(counts: list[float]) -> int:
+def _check_counts(counts: list[float]) -> None:
     short = {rank: int(count) for rank, count in enumerate(counts) if count < 2}
     if short:
         listed = ", ".join(f"rank {rank} has {count}" for rank, count in short.items())
@@ -71,4 +81,3 @@ def _check_counts(counts: list[float]) -> int:
             f"give every device at least two crops (a head's pooled branch has one value per crop), or call "
             f".eval() on this layer to use its running statistics"
         )
-    return int(sum(counts))

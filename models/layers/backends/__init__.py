@@ -15,7 +15,7 @@ from .interface import Backend, Kept, update_running_statistics
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
-__all__ = ["BACKENDS", "Backend", "Kept", "backend_for", "check_backend", "update_running_statistics"]
+__all__ = ["BACKENDS", "Backend", "EagerBackend", "Kept", "backend_for", "check_backend", "update_running_statistics"]
 
 
 class _TritonKernels(Protocol):
@@ -74,7 +74,7 @@ def _fastest(x: Tensor) -> Backend:
         if kernels is not None and kernels.runs_on(x) and _triton_launches(x.device):
             return kernels.TritonBackend()
         return EagerBackend()
-    return CompiledBackend() if prefers_compiled(x) and compiler_available(x.device.type) else EagerBackend()
+    return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
 
 
 @cache

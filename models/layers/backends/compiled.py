@@ -114,8 +114,7 @@ def prefers_compiled(x: Tensor) -> bool:
     better off without it.
     """
     few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
-    enough = x.numel() >= few * torch.get_num_threads()
-    return enough and x.device.type == "cpu"
+    return x.numel() >= few * torch.get_num_threads() and x.is_cpu
 
 
 @functools.cache

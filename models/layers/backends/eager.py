@@ -60,7 +60,7 @@ class EagerBackend(Backend):
         y, _, _ = torch.native_batch_norm(
             x, gamma, beta, running_mean, running_var, False, 0.0, eps, out=_buffers(out, 0, gamma)
         )
-        return activate_(activation, y), running_mean.clone(), torch.rsqrt(running_var + eps)
+        return activate_(activation, y), running_mean, (running_var + eps).rsqrt_()
 
     def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
         x_hat, dy = _x_hat_and_dy(kept, dz)
@@ -83,9 +83,22 @@ class EagerBackend(Backend):
         if kept.recover_x_hat:  # variant I
             u = (u - per_channel(offset, u)).mul_(per_channel(factor, u)).to(dy.dtype)
             offset, factor = torch.zeros_like(offset), torch.ones_like(factor)
-        return torch.ops.aten.native_batch_norm_backward(
-            dy, u, kept.gamma * kept.invstd / factor, None, None, offset, factor, True, 0.0, [True, True, True]
+        weight = kept.gamma if factor is kept.invstd else (kept.gamma * kept.invstd).div_(factor)
+        return torch.ops.aten.native_batch_norm_backward.default(
+            dy, u, weight, None, None, offset, factor, True, 0.0, [True, True, True]
         )
+
+    def backward_frozen(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """PyTorch's, with u as the input, offset as the running mean and a variance of 1: its dL/dgamma lacks factor.
+
+        It scales dL/dx by the weight alone.
+        """
+        u, dy = _u_and_dy(kept, dz)
+        weight, ones = kept.gamma * kept.invstd, torch.ones_like(kept.gamma)
+        dx, dgamma, dbeta = torch.ops.aten.native_batch_norm_backward.default(
+            dy, u, weight, kept.offset, ones, None, None, False, 0.0, [True, True, True]
+        )
+        return dx, dgamma.mul_(kept.factor), dbeta
 
 
 def _buffers(out: Tensor | None, channels: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -91,15 +91,21 @@ class Backend:
         activation: Activation,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, mean and invstd from the running statistics. The mean is a copy, since the running mean may change."""
-        mean, invstd = running_mean.clone(), torch.rsqrt(running_var + eps)
-        return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
+        """z, mean and invstd from the running statistics. The mean is the running mean itself."""
+        invstd = (running_var + eps).rsqrt_()
+        return self.normalise(x, running_mean, invstd, gamma, beta, activation, out), running_mean, invstd
 
     def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dL/dx, dL/dgamma, dL/dbeta for minibatch statistics."""
         count = dz.numel() // dz.shape[1]
         dbeta, dgamma = self.sums(kept, dz)
         return self.input_gradient(kept, dz, dbeta / count, dgamma / count), dgamma, dbeta
+
+    def backward_frozen(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dL/dx, dL/dgamma, dL/dbeta for running statistics, which do not depend on x."""
+        dbeta, dgamma = self.sums(kept, dz)
+        zeros = torch.zeros_like(dbeta)
+        return self.input_gradient(kept, dz, zeros, zeros), dgamma, dbeta
 
 
 def update_running_statistics(

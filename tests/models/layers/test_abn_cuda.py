@@ -1,9 +1,13 @@
 """The layers on a CUDA device against float64 on the CPU; `make test PYTEST="-m gpu"`."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.layers import abn as abn_module
 from tests.cuda import NEEDS_CUDA
 
 pytestmark = NEEDS_CUDA
@@ -45,3 +49,45 @@ def test_equals_the_cpu_in_float64(cls, options, training, memory_format, dtype)
     for result, wanted in zip(results, expected, strict=True):
         assert (result.double().cpu() - wanted).norm() <= tolerance * wanted.norm()
     assert results[0].is_contiguous(memory_format=memory_format)
+
+
+@pytest.fixture
+def shared(monkeypatch) -> Iterator[None]:
+    """Synchronised layers compute as in a larger group, in an NCCL group of this process alone."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    monkeypatch.setattr(abn_module, "synchronised_group", lambda group: dist.group.WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("cls, options", LAYERS)
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_layer_never_waits_for_the_device(cls, options, sync, shared):
+    layer = cls(32, **options, sync=sync).to("cuda")
+    x, dz = torch.randn(2, 4, 32, 16, 16, device="cuda").unbind()
+    gradients(layer, x, dz)  # compiles, and checks the count of values
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(layer, x, dz)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("cls, options", LAYERS)
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_captured_graph_replays_the_layer(cls, options, sync, shared):
+    layer = cls(32, **options, sync=sync).to("cuda")
+    x, dz = torch.randn(2, 4, 32, 16, 16, device="cuda").unbind()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            expected = gradients(layer, x, dz)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = gradients(layer, x, dz)
+    graph.replay()
+    assert layer.num_batches_tracked == 4
+    for result, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-5)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.ops import FrozenBatchNorm2d
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
@@ -112,6 +114,74 @@ def test_a_rank_that_refuses_its_input_does_not_leave_the_others_waiting(ranks):
     assert all(isinstance(error, ValueError) for error in errors), errors
     assert f"expected (N, {CHANNELS}" in str(errors[1])
     assert "rank 1 has 0" in str(errors[0]) and str(errors[0]) == str(errors[2])
+
+
+class Reads(TorchDispatchMode):
+    """Counts values read on the host. Outside an operation, the methods of a tensor are the only way to one."""
+
+    METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __enter__(self):
+        self.patches = [mock.patch.object(torch.Tensor, name, self.counted(name)) for name in self.METHODS]
+        for patch in self.patches:
+            patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for patch in self.patches:
+            patch.stop()
+        return super().__exit__(*error)
+
+    def counted(self, name):
+        method = getattr(torch.Tensor, name)
+
+        def call(*args, **kwargs):
+            self.count += 1
+            return method(*args, **kwargs)
+
+        return call
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator is torch.ops.aten._local_scalar_dense.default
+        return operator(*args, **(kwargs or {}))
+
+
+def reads_of_steps(rank: int, strategy: str, crops: list[list[int]]) -> list[int]:
+    """Host reads of each forward and backward pass, with crops[step][rank] crops."""
+    network = nn.Sequential(*(layer_of(strategy, sync=True, group=dist.new_group([0, 1, 2])) for _ in range(3)))
+    for layer in network[1:]:
+        layer.group = network[0].group
+    counts = []
+    for each in crops:
+        with Reads() as reads:
+            network(minibatch(each[rank])[0].requires_grad_()).sum().backward()
+        counts.append(reads.count)
+    return counts
+
+
+@pytest.mark.parametrize("strategy", LAYERS)
+def test_no_layer_waits_for_the_device_after_the_first_step(ranks, strategy):
+    steps = [[2, 2, 2], [2, 2, 2], [2, 3, 2], [2, 3, 1]]
+    # Once for all layers and each number of values that the rank did not have before.
+    expected = [[1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+    assert ranks.run(reads_of_steps, strategy, steps) == expected
+
+
+def share_of_the_second(rank: int, crops: list[list[int]]) -> list:
+    """As `share`, of a minibatch that follows another one."""
+    share(rank, "inplace", "leaky_relu", crops[0], [])
+    return share(rank, "inplace", "leaky_relu", crops[1], [])
+
+
+def test_statistics_are_right_when_only_another_ranks_count_changes(ranks):
+    crops = [2, 4, 1]
+    results = [torch.from_numpy(r[0]) for r in ranks.run(share_of_the_second, [[2, 1, 3], crops])]
+    expected = forward_and_backward(layer_of("inplace"), *minibatch(sum(crops)))[0]
+    torch.testing.assert_close(torch.cat(results), expected, rtol=0, atol=1e-10)
 
 
 def frozen_on_one_rank(rank: int) -> bool:
