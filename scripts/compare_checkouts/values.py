@@ -24,7 +24,7 @@ PARTS = {
     "config.": "configuration",
 }
 COLUMNS = (*PARTS.values(), "rest of checkpoints", "metrics.jsonl", "results.json", "tensorboard", "files")
-IGNORED_METRICS = ("images_per_second", "peak_memory_mib")
+IGNORED_METRICS = ("images_per_second", "peak_memory_mib", "data_wait_s", "exchange_wait_s", "mfu")
 
 logging.getLogger("tensorboard").setLevel(logging.ERROR)  # otherwise it warns about every resumed run
 

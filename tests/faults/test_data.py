@@ -145,7 +145,7 @@ def test_a_stuck_worker_is_reported(tmp_path, whole, workers, inject):
 
 
 @pytest.mark.faults
-@pytest.mark.injects("stuck data worker", "SIGSTOP to one of two at a random moment")
+@pytest.mark.injects("stuck data worker", "SIGSTOP to one of them at a random moment")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_worker_stopped_at_any_moment_is_reported(tmp_path, whole, seed):
     options = ("data.workers=2", "data.timeout_seconds=2")
@@ -158,7 +158,7 @@ def test_a_worker_stopped_at_any_moment_is_reported(tmp_path, whole, seed):
 
 @pytest.mark.faults
 @pytest.mark.injects(
-    "killed data worker", "SIGKILL to one of two at a random moment, as the kernel does without memory"
+    "killed data worker", "SIGKILL to one of them at a random moment, as the kernel does without memory"
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_worker_is_reported(tmp_path, whole, seed):
@@ -180,8 +180,9 @@ def in_a_quarter_of_a_second() -> None:
 
 
 def workers_of(run: Run) -> list[int]:
+    """Of the training, and of an evaluation if there is one."""
     found = children(run.process.pid)
-    assert len(found) == 2, run.output
+    assert len(found) >= 2, run.output
     return found
 
 
