@@ -11,18 +11,25 @@ from engine.schema.training import Trainer, TrainingRun
 
 
 def forward_of(
-    network: nn.Module, precision: str = "float32", mean: float = 0.5, std: float = 0.25, channels_last: bool = True
+    network: nn.Module,
+    precision: str = "float32",
+    mean: float = 0.5,
+    std: float = 0.25,
+    channels_last: bool = True,
+    device: str = "cpu",
 ) -> Forward:
-    """A forward pass on the CPU; all three colours have `mean` and `std` (0 to 1)."""
+    """A forward pass on `device`; all three colours have `mean` and `std` (0 to 1)."""
     trainer = Trainer(precision=precision, channels_last=channels_last)
     config = TrainingRun(data=Data(mean=[mean] * 3, std=[std] * 3), trainer=trainer)
-    return build.forward(config, network, torch.device("cpu"))
+    return build.forward(config, network, torch.device(device))
 
 
-def learner_of(network: nn.Module, lr: float = 0.1, precision: str = "float32", **options) -> Learner:
+def learner_of(
+    network: nn.Module, lr: float = 0.1, precision: str = "float32", device: str = "cpu", **options
+) -> Learner:
     """`options`: further fields of the Learner."""
-    forward = forward_of(network, precision, channels_last=False)
+    forward = forward_of(network, precision, channels_last=False, device=device)
     optimizer = torch.optim.SGD(network.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "float16")
+    scaler = torch.amp.GradScaler(device, enabled=precision == "float16")
     return Learner(network, forward, optimizer, scheduler, scaler, **options)

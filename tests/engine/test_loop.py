@@ -1,5 +1,7 @@
 """One training step: accumulation, precision, clipping, averaging and non-finite values."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from engine.run_directory import RunDirectory
 from engine.segmentation.losses import BootstrappedCrossEntropy
 from engine.weight_average import WeightAverage
 from models.layers import InPlaceABN
+from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import learner_of
 from tests.host_reads import host_reads
 
@@ -143,6 +146,28 @@ def test_a_step_waits_for_the_device_once(precision):
     with host_reads() as reads:
         step(learner)
     assert len(reads) == 1 and "train_step: Tensor.tolist" in reads[0]
+
+
+@pytest.mark.parametrize(
+    "precision", [pytest.param(name, marks=NEEDS_CUDA) for name in ("float32", "bfloat16", "float16")]
+)
+def test_a_step_on_a_gpu_waits_once(precision):
+    network = nn.Sequential(nn.Conv2d(3, 8, 1), InPlaceABN(8), nn.Conv2d(8, 5, 1)).cuda()
+    options = {"accumulation_steps": 2, "max_gradient_norm": 1.0, "average": WeightAverage(network, decay=0.9)}
+    learner = learner_of(network, precision=precision, device="cuda", **options)
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, device="cuda")
+    minibatch = {"image": images, "label": torch.zeros(4, 8, 8, dtype=torch.uint8, device="cuda")}
+    arguments = (learner, BootstrappedCrossEntropy(), minibatch, 4, World(device=torch.device("cuda")))
+    for _ in range(3):
+        train_step(*arguments)
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            train_step(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
 
 
 def test_a_save_waits_for_the_device_once(tmp_path):
