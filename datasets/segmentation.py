@@ -150,10 +150,13 @@ class SegmentationDataset(Dataset):
         return _height_and_width(entry, size, label_size)
 
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
-        """Image and label of image `index`: reads both files once, and decodes what is sliced from the results.
+        """Read the files of image and label `index` once. Slicing the results decodes no more than the slice needs.
 
-        Slices equal those of `dataset[index]`. ValueError as from `size` and, for what is sliced, from `read_image` and
-        `read_label`; rows far below the slice are not checked.
+        A slice has the same pixels as a slice of `dataset[index]`.
+
+        Raises:
+            ValueError: a file is missing or truncated, or the sizes of image and label differ. Slicing raises it for
+                damaged pixels and unknown ids, but rows far below the slice are not checked.
         """
         with restorable():
             image = read(self._image_path(index))

@@ -91,10 +91,10 @@ class Loader(DataLoader):
                     item = next(items)
                 yield item
         except TimeoutError:
-            for worker in workers:  # PyTorch would wait for those that are stopped
+            for worker in workers:  # a stopped worker never ends by itself, and PyTorch waits for it
                 worker.terminate()
             raise
-        except (ConnectionError, EOFError) as error:  # raised if a worker dies while it hands over an item
+        except (ConnectionError, EOFError) as error:  # a worker may have died while it handed over an item
             for worker in workers:
                 worker.join(1)
             dead = [str(worker.pid) for worker in workers if not worker.is_alive()]
@@ -117,7 +117,7 @@ def _allow_open_files(workers: int) -> None:
     Raises:
         ValueError: the system does not permit that.
     """
-    # Pipes and locks take 7 files per worker, and every tensor under way takes one.
+    # A generous guess: each worker needs some for its pipes and locks, and every tensor on its way takes one.
     needed = len(os.listdir("/dev/fd")) + 32 + 10 * workers
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

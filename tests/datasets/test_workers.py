@@ -264,8 +264,12 @@ os._exit(0)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the children of a process")
 def test_a_stopped_worker_does_not_outlive_its_run():
-    done = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True)
-    deadline = time.monotonic() + 20
-    while os.path.exists(f"/proc/{int(done.stdout)}") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{int(done.stdout)}")
+    with subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True) as run:
+        worker = int(run.stdout.readline())
+        run.wait()
+        deadline = time.monotonic() + 20
+        while (alive := os.path.exists(f"/proc/{worker}")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if alive:
+            os.kill(worker, signal.SIGKILL)
+    assert not alive

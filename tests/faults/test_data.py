@@ -149,9 +149,7 @@ def test_a_stuck_worker_is_reported(tmp_path, whole, workers, inject):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_worker_stopped_at_any_moment_is_reported(tmp_path, whole, seed):
     options = ("data.workers=2", "data.timeout_seconds=2")
-    run = Run(tmp_path / "run", *options, inject=in_a_quarter_of_a_second).until_step(1)
-    time.sleep(random.Random(seed).uniform(0.0, 1.0))
-    os.kill(random.Random(seed).choice(workers_of(run)), signal.SIGSTOP)
+    run = with_a_worker_signalled(Run(tmp_path / "run", *options, inject=slow_crops), signal.SIGSTOP, seed)
     ended_in_time(run, NOTHING_CAME)
     survived(tmp_path / "run", whole, *options)
 
@@ -163,27 +161,28 @@ def test_a_worker_stopped_at_any_moment_is_reported(tmp_path, whole, seed):
 @pytest.mark.parametrize("seed", range(5))
 def test_a_killed_worker_is_reported(tmp_path, whole, seed):
     options = ("data.workers=2", "data.timeout_seconds=20")
-    run = Run(tmp_path / "run", *options, inject=in_a_quarter_of_a_second).until_step(1)
-    time.sleep(random.Random(seed).uniform(0.0, 1.0))
-    os.kill(random.Random(seed).choice(workers_of(run)), signal.SIGKILL)
+    run = with_a_worker_signalled(Run(tmp_path / "run", *options, inject=slow_crops), signal.SIGKILL, seed)
     assert run.ends() == 1, run.output
     assert "error: a process that reads images died: DataLoader worker" in run.output
     survived(tmp_path / "run", whole, *options)
 
 
-def in_a_quarter_of_a_second() -> None:
-    """Read every crop that slowly."""
+def slow_crops() -> None:
+    """Make a minibatch take a quarter of a second: the run must outlast the test's random wait."""
     from datasets import TrainingCrops
 
     read = TrainingCrops.__getitem__
     TrainingCrops.__getitem__ = lambda self, key: (time.sleep(0.25 / 4), read(self, key))[1]
 
 
-def workers_of(run: Run) -> list[int]:
-    """Of the training, and of an evaluation if there is one."""
-    found = children(run.process.pid)
-    assert len(found) >= 2, run.output
-    return found
+def with_a_worker_signalled(run: Run, number: signal.Signals, seed: int) -> Run:
+    """Signal a random worker, of the training or of an evaluation, at a random moment after the first step."""
+    run.until_step(1)
+    time.sleep(random.Random(seed).uniform(0.0, 1.0))
+    workers = children(run.process.pid)
+    assert len(workers) >= 2, run.output
+    os.kill(random.Random(seed).choice(workers), number)
+    return run
 
 
 @pytest.mark.faults
