@@ -25,9 +25,12 @@ from models.layers.backends import check_backend
 
 from .abn_page import page
 from .abn_strategies import (
+    BLOCKS,
     COPY,
     DTYPES,
     GROUPS,
+    HOST,
+    HOST_SIZE,
     LARGE,
     LAYOUTS,
     NETWORK_IMAGES,
@@ -45,6 +48,8 @@ from .measuring import Step, captured, peak_bytes, timer
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
 
+MEMORY = ("saved_bytes", "saved_vector_bytes", "saved_buffers", "peak_bytes")
+
 
 class Settings(NamedTuple):
     """Arguments whose defaults depend on the device."""
@@ -58,8 +63,8 @@ class Settings(NamedTuple):
 
 
 DEFAULTS = {
-    "cpu": Settings(list(GROUPS), ["float32"], batch=4, rounds=15, sample_ms=20.0, minutes=12.0),
-    "cuda": Settings(["bn_act", "bn_act_conv"], ["float32", "bfloat16"], 32, rounds=20, sample_ms=8.0, minutes=4.5),
+    "cpu": Settings([*BLOCKS, "network"], ["float32"], batch=4, rounds=15, sample_ms=20.0, minutes=12.0),
+    "cuda": Settings([*BLOCKS, *HOST], ["float32", "bfloat16"], 32, rounds=20, sample_ms=8.0, minutes=4.5),
 }
 
 
@@ -92,6 +97,9 @@ class AbnArguments(Arguments):
         for group in chosen.groups:
             if group == "network":
                 yield Cell(group, "NETWORK", NETWORK_IMAGES, "contiguous", "float32", self.device)
+                continue
+            if group in HOST:
+                yield Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", self.device)
                 continue
             for dtype, layout in itertools.product(chosen.dtypes, self.layouts):
                 for i, (channels, side) in enumerate(zip(self.channels, self.pixels, strict=True)):
@@ -164,9 +172,8 @@ def measure_cell(cell: Cell, arguments: AbnArguments, settings: Settings) -> tup
             left_out[strategy.name] = reason(error)
     if STANDARD not in timers:
         return [], left_out
-    if cell.group != "network":
-        unknown = ("backend", "saved_bytes", "saved_vector_bytes", "saved_buffers", "peak_bytes")
-        add(COPY, dict.fromkeys(unknown), x.detach().clone)
+    if cell.group in BLOCKS:
+        add(COPY, dict.fromkeys(("backend", *MEMORY)), x.detach().clone)
     times_ms = interleaved(timers, settings.rounds)
     timers.clear()
     gc.collect()
@@ -196,6 +203,8 @@ def prepared(strategy: Strategy, cell: Cell, x: Tensor, dz: Tensor, compiler: st
     work = Work(block, forward, x, dz, strategy.overwrites)
     for _ in range(3):
         work.step()
+    if cell.group in HOST:
+        return {"backend": backend, **dict.fromkeys(MEMORY)}, work.step
     saved, vectors = work.saved_bytes()
     return {
         "backend": backend,

@@ -16,6 +16,8 @@ TITLES = {
     "bn_act": "BN + ACT",
     "bn_act_conv": "BN + ACT + CONV",
     "network": "Small whole network",
+    "host": "Host time of BN + ACT",
+    "host_eval": "Host time of BN + ACT, inference",
 }
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -41,6 +43,9 @@ METHOD = f"""
   activation is not in place, because an in-place one compiles to far slower code. *Budget 0.5* compiles with
   `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one, which exchanges nothing. The
   column *backend* says what computes our layers; by default `backend=auto` chooses.
+- *Host time* is that of a layer on 2x64x4x4 values, where Python and the dispatch of operators take nearly all of it;
+  *standard* is `nn.BatchNorm2d` and `nn.LeakyReLU` there, and *one layer* our `ABN`. *Inference* is a forward pass in
+  eval mode under `no_grad`.
 - On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.malloc`). With
   glibc's defaults, a large buffer may or may not be taken from the system page by page, at several times the cost of
   computing its values.
@@ -56,23 +61,27 @@ METHOD = f"""
 
 
 def page(result: dict, picture: Path) -> str:
-    """Make the page, and draw its chart to `picture`."""
-    chart(result["rows"]).savefig(picture, dpi=110)
+    """Make the page, and draw its chart to `picture` unless only host time was measured."""
+    if _shapes(result["rows"]):
+        chart(result["rows"]).savefig(picture, dpi=110)
     return markdown(result, picture.name)
 
 
 def markdown(result: dict, picture: str) -> str:
     arguments, rows = result["arguments"], result["rows"]
     device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
+    overview = [
+        *["", "## Summary", ""],
+        *["Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:", ""],
+        *summary(rows),
+        *["", f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({picture})"],
+    ]
     graphs = ["", "Times are of replayed CUDA graphs, without the time to launch kernels."]
     sections = [
         *(graphs if arguments["graphs"] else []),
         *target_table(targets(rows, result["left_out"])),
         *["", "A target counts as reached if every shape, layout and dtype that it covers reaches it."],
-        *["", "## Summary", ""],
-        *["Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:", ""],
-        *summary(rows),
-        *["", f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({picture})"],
+        *(overview if _shapes(rows) else []),
         *_tables(by_cell(rows)),
         *_left_out(result["left_out"]),
     ]
@@ -80,13 +89,17 @@ def markdown(result: dict, picture: str) -> str:
     return page_text(result, title, f"Batch {arguments['batch']}, {arguments['rounds']} rounds", sections, METHOD)
 
 
+def _shapes(rows: list[dict]) -> list[Rows]:
+    """The cells CONV1 … CONV4."""
+    return [cell for cell in by_cell(rows) if cell[STANDARD]["shape"].startswith("CONV")]
+
+
 def summary(rows: list[dict]) -> list[str]:
     """Every strategy's time to standard, median over CONV1 … CONV4, and the buffers it keeps."""
     columns: dict[tuple[str, str, str], list[Rows]] = {}
-    for cell in by_cell(rows):
+    for cell in _shapes(rows):
         standard = cell[STANDARD]
-        if standard["shape"].startswith("CONV"):
-            columns.setdefault((standard["group"], standard["layout"], standard["dtype"]), []).append(cell)
+        columns.setdefault((standard["group"], standard["layout"], standard["dtype"]), []).append(cell)
 
     def entry(name: str, cells: list[Rows]) -> str:
         found = [cell for cell in cells if name in cell]

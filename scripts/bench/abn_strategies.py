@@ -14,7 +14,8 @@ from models.layers.backends import BACKENDS, backend_for, check_backend
 
 from .measuring import saved_for_backward
 
-GROUPS = ("bn_act", "bn_act_conv", "network")
+BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
+GROUPS = (*BLOCKS, "network", *HOST)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -23,12 +24,14 @@ LARGE = {"cpu": (8, 64, 112, 112), "cuda": (64, 256, 112, 112)}
 
 NETWORK_IMAGES = (8, 3, 128, 128)
 
+HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes next to nothing, so that the time is the host's
+
 
 class Cell(NamedTuple):
     """One input, on which all strategies are measured in turn."""
 
     group: str  # of GROUPS
-    shape: str  # CONV1 … CONV4, LARGE or NETWORK
+    shape: str  # CONV1 … CONV4, LARGE, NETWORK or TINY
     size: tuple[int, int, int, int]  # (N, C, H, W)
     layout: str  # of LAYOUTS
     dtype: str  # of DTYPES
@@ -55,6 +58,7 @@ class Cell(NamedTuple):
                 layers.append(nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype]))
             block = nn.Sequential(*layers)
             recompute_activations(block)
+        block.train(self.group != "host_eval")
         return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
 
 
@@ -68,7 +72,10 @@ class Work(NamedTuple):
     overwrites: bool = False  # the block writes over its input, so it is given a copy
 
     def step(self) -> tuple[Tensor, ...]:
-        """Run forward and backward; return the gradients of x and of all parameters."""
+        """Run forward and backward; return the gradients of x and of all parameters. In eval mode, run forward only."""
+        if not self.block.training:
+            with torch.no_grad():
+                return (self.forward(self.x),)
         return self._gradients(self.forward(self.x.clone() if self.overwrites else self.x))
 
     def owning_step(self) -> tuple[Tensor, ...]:
@@ -94,6 +101,7 @@ class Work(NamedTuple):
 
 
 STANDARD = "standard"
+ONE_LAYER = "standard, one layer"
 COMPILED = "standard, compiled"
 BUDGET = "standard, compiled, budget 0.5"
 CHECKPOINTING_B = "checkpointing (b)"
@@ -137,6 +145,9 @@ def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tup
         Strategy(INPLACE_2, functools.partial(InPlaceABN, backend=backend), backend),
     ]
     left_out: dict[str, str] = {}
+    if cell.group in HOST:
+        chosen[:1] = [Strategy(STANDARD, batch_norm_leaky_relu, "modules"), Strategy(ONE_LAYER, ABN, backend)]
+        return chosen, left_out
     rivals = [Strategy(COMPILED, batch_norm_leaky_relu, compiled=True)]
     if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
         rivals.append(Strategy(BUDGET, batch_norm_leaky_relu, compiled=True, budget=0.5))

@@ -79,6 +79,8 @@ def _targets(cells: list[Rows]) -> list[Target]:
         judged(f"{eager}, channels_last", "1.8", _ratios(nhwc, EAGER), at_most=1.8),
         judged(f"BN+ACT, CUDA, {against_package}", "0.6", _package_ratios(packages, "cuda"), at_most=0.6, paper="1"),
         judged(f"BN+ACT, CPU, {against_package}", "0.25", _package_ratios(packages, "cpu"), at_most=0.25, paper="1"),
+        judged("host time of BN+ACT, in-place II, forward and backward", "1.5", _ratios(chosen("host")), at_most=1.5),
+        judged("host time of BN+ACT, in-place II, inference", "1.5", _ratios(chosen("host_eval")), at_most=1.5),
         _network([c for c in cells if c[STANDARD]["group"] == "network" and c[STANDARD]["device"] == "cpu"]),
     ]
 

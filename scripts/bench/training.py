@@ -19,7 +19,7 @@ from engine.schema.keys import key
 
 from . import frame
 from .elsewhere import Elsewhere
-from .training_steps import COMPILE, DEFAULT, GROUPS, Overhead, Switch, Training
+from .training_steps import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Overhead, Switch, Training
 
 PARTS = ("overhead", *GROUPS)
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
@@ -160,8 +160,18 @@ def targets(result: dict) -> list[frame.Target]:
             verdict = frame.NOT_MEASURED
         about, to_reach = "time of the training loop to bare steps", "at most 1.03 of a step of about 200 ms"
         found.append(frame.Target(about, to_reach, measured, verdict))
+    rows = {row["switch"]: row for row in result["rows"]}
+    if "norms" in result["arguments"]["parts"]:  # measured in several starts
+        pairs = ((DEFAULT, STANDARD, "float32"), (BFLOAT16, f"{STANDARD} {BFLOAT16}", "bfloat16"))
+        found += [_against_standard(rows[ours], rows[standard], about) for ours, standard, about in pairs]
     limits = {switch.name: switch.graphs for switch in GROUPS["compile"] if COMPILE in switch.overrides}
-    return [*found, *(_graphs(row, limits[row["switch"]]) for row in result["rows"] if row["switch"] in limits)]
+    return [*found, *(_graphs(row, limits[name]) for name, row in rows.items() if name in limits)]
+
+
+def _against_standard(ours: dict, standard: dict, about: str) -> frame.Target:
+    """Target: in-place norms cost a step no time."""
+    verdict = frame.PASS if round(ratio(ours, standard), 2) <= 1 else frame.MISS
+    return frame.Target(f"in-place to standard norms, {about}", "at most 1.00", spread(ours, standard), verdict)
 
 
 def _graphs(row: dict, limit: int) -> frame.Target:

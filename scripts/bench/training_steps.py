@@ -80,6 +80,7 @@ GROUPS = {
         Switch((), data="on the device", title="one minibatch, kept on the device"),
         Switch(("data.workers=2",), data="read"),
     ),
+    "norms": (PLAIN, Switch((STANDARD,)), Switch((BFLOAT16,)), Switch((STANDARD, BFLOAT16))),
     "allocation": (PLAIN, Switch((), freed_memory_kept=False, title="freed memory given back")),
     "compile": (
         PLAIN,

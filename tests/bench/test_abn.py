@@ -13,9 +13,11 @@ from scripts.bench.abn_strategies import (
     CHECKPOINTING_C,
     COMPILED,
     COPY,
+    HOST,
     INPLACE_1,
     INPLACE_2,
     INPLACE_COMPILED,
+    ONE_LAYER,
     PACKAGE,
     STANDARD,
     SYNC,
@@ -98,6 +100,21 @@ def test_the_network_is_measured_whole(monkeypatch):
     reasons = {entry["strategy"]: entry["reason"] for entry in result["left_out"]}
     assert reasons == dict.fromkeys((COMPILED, BUDGET, INPLACE_COMPILED), "compiler=null")
     assert not torch.distributed.is_initialized()
+
+
+def test_host_time_is_of_tiny_inputs_and_without_bytes():
+    result = measure(groups=list(HOST))
+    for group in HOST:
+        rows = rows_of(result, group, "contiguous")
+        assert rows.keys() == {STANDARD, ONE_LAYER, *OURS}
+        assert all(row["input_bytes"] == 8192 and row["saved_bytes"] is None for row in rows.values())
+
+
+def test_inference_has_no_backward_pass():
+    cell = Cell("host_eval", "TINY", (2, 8, 4, 4), "contiguous", "float32", "cpu")
+    block = cell.block(torch.nn.BatchNorm2d)
+    (output,) = Work(block, block, cell.tensor(cell.size).requires_grad_(), cell.tensor(cell.size)).step()
+    assert not output.requires_grad and torch.equal(block[0].running_mean, torch.zeros(8))
 
 
 def test_cells_that_do_not_fit_the_minutes_are_named():
