@@ -116,7 +116,11 @@ def test_the_command_line_says_what_is_not_the_default(arguments, options):
         ("bench_loader", ["rounds=0"], "rounds"),
         ("bench_loader", ["png_size=[8,8]"], "png_size"),
         ("bench_training", ["device=cuda"], "PyTorch sees no CUDA device"),
-        ("bench_training", ["parts=[all]"], "parts=.*expected some of overhead, switches, data, norms, allocation, compile"),
+        (
+            "bench_training",
+            ["parts=[all]"],
+            "parts=.*expected some of overhead, switches, data, norms, allocation, compile",
+        ),
     ],
 )
 def test_impossible_arguments_are_refused(name, options, message, monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from engine import build, checkpoint
 from engine.distributed import World, node_group
@@ -82,6 +83,34 @@ def test_compiled_they_step_as_a_whole_minibatch_that_is_not(ranks, norm):
     order = list(range(8))
     compiled = ranks.run(steps, norm, order, 1, ("trainer.compile=true",), timeout=300)
     assert_equal_to_rounding(compiled, steps(0, norm, order))
+
+
+def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    with torch.profiler.record_function("gradients leave"):
+        return allreduce_hook(process_group, bucket)
+
+
+def backward_events(rank: int, compiled: bool) -> str:
+    """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
+    wide = ("body.structure=[1,1,1,1]", "body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
+    config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
+    learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=this_world())
+    learner.forward.network.register_comm_hook(None, leaving)
+    images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    learner.forward(images).mean().backward()
+    loss = learner.forward(images).mean()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss.backward()
+    letters = {"gradients leave": "g", "CompiledFunctionBackward": "c", "ConvolutionBackward0": "c"}
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return "".join(letters[event.name] for event in events if event.name in letters)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
+    """Compiled too, although DDP wraps the compiled network: PyTorch splits its graph at DDP's buckets."""
+    for events in ranks.run(backward_events, compiled):
+        assert events.count("g") == 3 and "gc" in events, events
 
 
 @pytest.mark.parametrize("norm", NORMS)
