@@ -2,8 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
+
+from models.layers.activations import ACTIVATIONS, Activation, activate_
 
 NormAct = Callable[[int], nn.Module]  # number of channels -> norm followed by an activation, for (N, C, H, W)
 
@@ -47,11 +50,11 @@ class IdentityResidualBlock(nn.Module):
                     f"a bottleneck; two 3x3 convolutions have no groups"
                 )
             first, last = channels
-            layers["conv1"] = _conv3x3(in_channels, first, stride=stride, dilation=dilation)
+            layers["conv1"] = conv3x3(in_channels, first, stride=stride, dilation=dilation)
             layers["bn2"] = norm_act(first)
             if dropout:
                 layers["dropout"] = nn.Dropout2d(dropout)
-            layers["conv2"] = _conv3x3(first, last, dilation=dilation)
+            layers["conv2"] = conv3x3(first, last, dilation=dilation)
         elif len(channels) == 3:
             first, middle, last = channels
             if first % groups or middle % groups:
@@ -61,7 +64,7 @@ class IdentityResidualBlock(nn.Module):
                 )
             layers["conv1"] = nn.Conv2d(in_channels, first, 1, stride=stride, bias=False)
             layers["bn2"] = norm_act(first)
-            layers["conv2"] = _conv3x3(first, middle, dilation=dilation, groups=groups)
+            layers["conv2"] = conv3x3(first, middle, dilation=dilation, groups=groups)
             layers["bn3"] = norm_act(middle)
             if dropout:
                 layers["dropout"] = nn.Dropout2d(dropout)
@@ -92,35 +95,111 @@ class IdentityResidualBlock(nn.Module):
         return self.convs(activated) + x
 
 
-def identity_stage(
-    in_channels: int,
-    channels: Sequence[int],
-    blocks: int,
-    *,
-    norm_act: NormAct,
-    stride: int = 1,
-    dilation: int = 1,
-    groups: int = 1,
-    dropout: float = 0.0,
+class ResidualBlock(nn.Module):
+    """Post-activation residual block: y = phi(F(x) + shortcut) (He et al., Deep Residual Learning, 2016).
+
+    A norm follows every convolution of F. All but the last are activated by phi; phi follows the sum instead. The
+    shortcut is x itself or, if the stride or the number of channels changes, a 1x1 convolution of x and a norm.
+
+    For the backward pass a bottleneck of C, C and 4C channels keeps its three convolution outputs, two activations and
+    y with standard norms (12C values per pixel), but only its three norm outputs and y with in-place norms (10C). The
+    sum keeps neither operand, so a norm without activation keeps one buffer with every strategy.
+
+    Args:
+        in_channels: C of the input.
+        channels: two values make two 3x3 convolutions; three make a 1x1, 3x3, 1x1 bottleneck.
+        norm_act: number of channels -> norm followed by phi, see `without_activation`. It may write over its input.
+        stride: of the first 3x3 convolution and of the projection.
+        dilation: of every 3x3 convolution.
+    """
+
+    def __init__(
+        self, in_channels: int, channels: Sequence[int], *, norm_act: NormAct, stride: int = 1, dilation: int = 1
+    ):
+        super().__init__()
+        if len(channels) == 2:
+            first, last = channels
+            convs = [
+                conv3x3(in_channels, first, stride=stride, dilation=dilation),
+                conv3x3(first, last, dilation=dilation),
+            ]
+        elif len(channels) == 3:
+            first, middle, last = channels
+            convs = [
+                nn.Conv2d(in_channels, first, 1, bias=False),
+                conv3x3(first, middle, stride=stride, dilation=dilation),
+                nn.Conv2d(middle, last, 1, bias=False),
+            ]
+        else:
+            raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        for number, conv in enumerate(convs, start=1):
+            layers[f"conv{number}"] = conv
+            norm = norm_act if number < len(convs) else without_activation(norm_act)
+            layers[f"bn{number}"] = norm(conv.out_channels)
+        self.convs = nn.Sequential(layers)
+        needs_projection = stride != 1 or in_channels != last
+        self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
+        self.proj_bn = without_activation(norm_act)(last) if needs_projection else None
+
+    @property
+    def activation(self) -> Activation:
+        """phi, read from the first norm: whoever changes the activation of the norms changes it here too."""
+        first: Any = self.convs.bn1
+        return Activation(first.activation, first.activation_param)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
+        shortcut = x
+        if self.proj_conv is not None and self.proj_bn is not None:
+            shortcut = self.proj_bn(self.proj_conv(x))
+        return activate_(self.activation, self.convs(x) + shortcut)  # phi overwrites the sum, a new tensor
+
+
+def without_activation(norm_act: NormAct) -> NormAct:
+    """The same norm without its activation.
+
+    It sets the attribute `activation` of the norms that `norm_act` makes to "identity". The layers of `models.layers`
+    and of the released package read it in every forward pass; so must any other norm.
+
+    Raises:
+        ValueError: when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
+    """
+
+    def identity_norm(channels: int) -> nn.Module:
+        norm: Any = norm_act(channels)
+        name = getattr(norm, "activation", None)
+        if name not in ACTIVATIONS or not hasattr(norm, "activation_param"):
+            raise ValueError(
+                f"norm_act made a {type(norm).__name__} with activation={name!r}: a post-activation residual block "
+                f"needs norms with the attributes activation ({', '.join(ACTIVATIONS)}) and activation_param, because "
+                f"its last norm has no activation; use a layer of models.layers, e.g. partial(ABN, activation='relu')"
+            )
+        norm.activation = "identity"
+        return norm
+
+    return identity_norm
+
+
+def residual_stage(
+    block: Callable[..., nn.Module], in_channels: int, channels: Sequence[int], blocks: int, *, stride: int = 1
 ) -> nn.Sequential:
-    """Chain `blocks` identity residual blocks, named block1, block2, …; the first changes stride and channels."""
+    """Chain `blocks` residual blocks, named block1, block2, …; the first changes stride and channels.
+
+    block: called with in_channels, channels and the keyword stride, e.g. a partial of `ResidualBlock`.
+    """
+    check_blocks(blocks)
+    stage = nn.Sequential(OrderedDict(block1=block(in_channels, channels, stride=stride)))
+    for number in range(2, blocks + 1):
+        stage.add_module(f"block{number}", block(channels[-1], channels, stride=1))
+    return stage
+
+
+def check_blocks(blocks: int) -> None:
+    """Raise ValueError if a stage is empty."""
     if blocks < 1:
         raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
-    stage = nn.Sequential()
-    for index in range(blocks):
-        stage.add_module(
-            f"block{index + 1}",
-            IdentityResidualBlock(
-                in_channels if index == 0 else channels[-1],
-                channels,
-                norm_act=norm_act,
-                stride=stride if index == 0 else 1,
-                dilation=dilation,
-                groups=groups,
-                dropout=dropout,
-            ),
-        )
-    return stage
 
 
 def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: int) -> list[tuple[int, int]]:
@@ -130,10 +209,14 @@ def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: i
     their stage. At output stride 8, strides (1, 2, 2, 2) after a stem of stride 4 become dilations (1, 1, 2, 4).
 
     Raises:
-        ValueError: output_stride is not 8, 16 or 32.
+        ValueError: output_stride is not a power of two from twice the stem's stride to 32.
     """
-    if output_stride not in (8, 16, 32):
-        raise ValueError(f"output_stride={output_stride}: expected 8 (segmentation), 16 or 32 (classification)")
+    possible = [stride for stride in (2, 4, 8, 16, 32) if stride >= 2 * stem_stride]
+    if output_stride not in possible:
+        raise ValueError(
+            f"output_stride={output_stride}: expected {', '.join(map(str, possible[:-1]))} or {possible[-1]} after a "
+            f"stem of stride {stem_stride}; 8 is usual for segmentation, 32 for classification"
+        )
     plan = []
     reached, dilation = stem_stride, 1
     for stride in strides:
@@ -157,7 +240,7 @@ def pooled_classifier(in_channels: int, classes: int) -> nn.Sequential:
     )
 
 
-def _conv3x3(in_channels: int, out_channels: int, *, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
+def conv3x3(in_channels: int, out_channels: int, *, stride: int = 1, dilation: int = 1, groups: int = 1) -> nn.Conv2d:
     return nn.Conv2d(
         in_channels, out_channels, 3, stride=stride, padding=dilation, dilation=dilation, groups=groups, bias=False
     )

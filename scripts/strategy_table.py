@@ -2,7 +2,7 @@
 
     python -m scripts.strategy_table
 
-prints the tables of docs/memory.md: the strategies in a block and in the paper's whole networks, and the ranges in
+prints the tables of docs/memory.md: the strategies in a block and in the release's whole networks, and the ranges in
 which activations can be inverted. Buffers are recognised by their values among the tensors that autograd keeps,
 recomputed operations among the operators that the backward pass calls. The whole networks run on fake tensors,
 which needs little time and memory.
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.command_line import configured
-from models.bodies import ResNeXt, WiderResNet, resnext101, wider_resnet38_a2
+from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
@@ -39,9 +39,11 @@ STRATEGIES: dict[str, tuple[str, str, Callable[..., ABN]]] = {
     "inplace_1": ("d", "in-place ABN I", partial(InPlaceABN, variant="I")),
     "inplace": ("e", "in-place ABN II", InPlaceABN),
 }
-BODIES: dict[str, Callable[..., ResNeXt | WiderResNet]] = {
+BODIES: dict[str, Callable[..., Body]] = {
     "ResNeXt-101": resnext101,
     "WideResNet-38": wider_resnet38_a2,
+    "DenseNet-264": densenet264,
+    "ResNet-101": resnet101,
 }
 CHANNELS, SLOPE = 16, 0.01
 

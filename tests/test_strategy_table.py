@@ -36,11 +36,11 @@ def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
     assert table(rows) in PAGE.read_text()
 
 
-def test_whole_networks_keep_about_half():
+def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
     """As measured with the released layers: ResNeXt-101 keeps 1.96 times less, WideResNet-38 1.75 times less."""
     kept = {body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}
     assert network_table(kept) in PAGE.read_text()
-    for of_body, expected in zip(kept.values(), (1.96, 1.75), strict=True):
+    for of_body, expected in zip(kept.values(), (1.96, 1.75, 1.98, 1.21), strict=True):
         for norm in STRATEGIES.keys() - {"std"}:
             assert abs(of_body["std"] / of_body[norm] - expected) < 0.005
 

@@ -11,8 +11,7 @@ from torch import nn
 from engine.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import TrainingRun
-from models.bodies.resnext import ResNeXt
-from models.bodies.wider_resnet import WiderResNet
+from models import bodies
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
@@ -41,17 +40,28 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
     return partial(ABN, **options)
 
 
-def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> ResNeXt | WiderResNet:
+def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    assert isinstance(config, (schema.ResNeXtBody, schema.WiderResNetBody)), config
-    options: dict[str, Any] = dict(
-        classes=classes, output_stride=config.output_stride, stem_channels=config.stem_channels
-    )
+    if isinstance(config, schema.WiderResNetBody):
+        return bodies.WiderResNet(
+            config.structure,
+            config.channels,
+            norm,
+            classes,
+            config.output_stride,
+            downsampling=config.downsampling,
+            dropout=config.dropout,
+            stem_channels=config.stem_channels,
+        )
+    assert isinstance(config, schema.StemmedBody), config
+    first = (config.structure, norm, classes, config.output_stride)
+    stem: dict[str, Any] = dict(stem_channels=config.stem_channels, stem=config.stem)
+    if isinstance(config, schema.ResNetBody):
+        return bodies.ResNet(*first, base_channels=config.base_channels, **stem)
     if isinstance(config, schema.ResNeXtBody):
-        options.update(groups=config.groups, base_channels=config.base_channels, stem=config.stem)
-        return ResNeXt(config.structure, norm, **options)
-    options.update(downsampling=config.downsampling, dropout=config.dropout)
-    return WiderResNet(config.structure, config.channels, norm, **options)
+        return bodies.ResNeXt(*first, base_channels=config.base_channels, groups=config.groups, **stem)
+    assert isinstance(config, schema.DenseNetBody), config
+    return bodies.DenseNet(*first, growth=config.growth, **stem)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:

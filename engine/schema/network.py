@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from engine.schema.keys import key
+from models.bodies.stem import STEM_STRIDES
 from models.layers.backends import BACKENDS
 from models.package import PACKAGE_ACTIVATIONS
 
@@ -77,13 +78,45 @@ class Body:
 
 
 @dataclass
-class ResNeXtBody(Body):
-    name: str = "resnext"
-    structure: list[int] = key([3, 4, 23, 3], above=0)  # blocks per module
-    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first module's bottlenecks
-    groups: int = key(64, above=0)
+class StemmedBody(Body):
+    """A stem (mod1), then four stages (mod2 … mod5), or three with the CIFAR stem."""
+
+    output_stride: int = key(8, one_of=(2, 4, 8, 16, 32))  # at most so many pixels per feature cell
+    structure: list[int] = key(MISSING, above=0)  # blocks or layers per stage
     stem_channels: int = key(64, above=0)
-    stem: str = "3x3"  # three 3x3 convolutions (as released), or one 7x7
+    stem: str = key(MISSING, one_of=tuple(STEM_STRIDES))  # three 3x3 convolutions, one 7x7, or cifar: one of stride 1
+
+    def check(self) -> None:
+        if self.stem != "cifar" and self.output_stride < 8:
+            raise ValueError(
+                f"body.output_stride={self.output_stride}: expected one of 8, 16, 32 with body.stem={self.stem}; 2 and "
+                f"4 need body.stem=cifar"
+            )
+
+
+@dataclass
+class ResNetBody(StemmedBody):
+    name: str = "resnet"
+    structure: list[int] = key([3, 4, 6, 3], above=0)
+    base_channels: list[int] = key([64, 64, 256], above=0)  # of the first stage; two make basic blocks
+    stem: str = key("7x7", one_of=tuple(STEM_STRIDES))
+
+
+@dataclass
+class ResNeXtBody(StemmedBody):
+    name: str = "resnext"
+    structure: list[int] = key([3, 4, 23, 3], above=0)
+    base_channels: list[int] = key([128, 128, 256], above=0)  # of the first stage's bottlenecks
+    groups: int = key(64, above=0)
+    stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
+
+
+@dataclass
+class DenseNetBody(StemmedBody):
+    name: str = "densenet"
+    structure: list[int] = key([6, 12, 64, 48], above=0)
+    growth: int = key(32, above=0)  # channels that each layer adds
+    stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
 
 @dataclass
@@ -119,5 +152,10 @@ NORMS: dict[str, type[Norm]] = {
     "inplace": InPlaceNorm,
     "package": PackageNorm,
 }
-BODIES: dict[str, type[Body]] = {"resnext": ResNeXtBody, "wider_resnet": WiderResNetBody}
+BODIES: dict[str, type[Body]] = {
+    "resnet": ResNetBody,
+    "resnext": ResNeXtBody,
+    "densenet": DenseNetBody,
+    "wider_resnet": WiderResNetBody,
+}
 HEADS = {"deeplabv3": DeepLabV3Head}

@@ -2,10 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
-from models.blocks import NormAct, dilate_strides, identity_stage, pooled_classifier
+from models.blocks import IdentityResidualBlock, NormAct, dilate_strides, pooled_classifier, residual_stage
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
 
@@ -79,15 +80,8 @@ class WiderResNet(nn.Module):
             if number < 7:
                 pool = nn.MaxPool2d(3, stride=2, padding=1) if number in pooled else nn.Identity()
                 self.add_module(f"pool{number}", pool)
-            stage = identity_stage(
-                in_channels,
-                stage_channels,
-                blocks,
-                norm_act=norm_act,
-                stride=stride,
-                dilation=dilation,
-                dropout=probability,
-            )
+            block = partial(IdentityResidualBlock, norm_act=norm_act, dilation=dilation, dropout=probability)
+            stage = residual_stage(block, in_channels, stage_channels, blocks, stride=stride)
             self.add_module(f"mod{number}", stage)
             in_channels = stage_channels[-1]
         self.bn_out = norm_act(in_channels)

@@ -90,6 +90,36 @@ def test_groups_reach_what_they_build():
 
 
 @pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["body=resnet34"], ("ResNet", 21_284_672, 8)),
+        (["body=resnet50", "body.stem=cifar", "body.stem_channels=32"], ("ResNet", 23_489_184, 8)),
+        (["body=resnet101", "body.output_stride=32"], ("ResNet", 42_500_160, 32)),
+        (["body=densenet264"], ("DenseNet", 30_714_880, 8)),
+        (["body=densenet121"], ("DenseNet", 7_020_032, 8)),
+        (["body=densenet169"], ("DenseNet", 12_550_656, 8)),
+        (["body=densenet201"], ("DenseNet", 18_159_104, 8)),
+        (["body=resnet_cifar_small"], ("ResNet", 466_256, 4)),
+        (["body=resnet_cifar_small", "body.output_stride=2"], ("ResNet", 466_256, 2)),
+        (["body=resnext_cifar_small"], ("ResNeXt", 294_816, 4)),
+    ],
+)
+def test_bodies_are_the_named_networks(overrides, expected):
+    config = run_config(*overrides)
+    with torch.device("meta"):
+        body = build.body(config.body, build.norm_act(config.norm))
+    assert (type(body).__name__, sum(p.numel() for p in body.parameters()), body.output_stride) == expected
+
+
+def test_keys_of_a_densenet_reach_it():
+    config = run_config("body=densenet121", "body.growth=16", "body.stem=7x7", "body.stem_channels=32")
+    with torch.device("meta"):
+        body = build.body(config.body, build.norm_act(config.norm), classes=7)
+    assert body.mod1.conv1.weight.shape == (32, 3, 7, 7) and body.classifier.fc.out_features == 7
+    assert body.out_channels == (((32 + 6 * 16) // 2 + 12 * 16) // 2 + 24 * 16) // 2 + 16 * 16
+
+
+@pytest.mark.parametrize(
     "norm, cls, option",
     [
         ("std", ABN, {}),
@@ -110,6 +140,7 @@ def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
 def test_every_norm_fits_every_body(norm):
     for body in choices("body"):
         config = run_config(f"norm={norm}", f"body={body}", "norm.sync=true")
+        config.body.structure = [1] * len(config.body.structure)  # deeper ones only repeat these blocks
         with FakeTensorMode():
             network = build.segmentation_network(config, classes=3)
             network(torch.empty(2, 3, 64, 96)).square().mean().backward()
@@ -215,7 +246,7 @@ def test_an_option_of_another_alternative_is_an_error():
         (["norm=package", "norm.activation=relu"], "norm.activation=relu with norm=package.*leaky_relu, elu, identity"),
         (["norm.backend=cuda"], "norm.backend=cuda: expected one of auto, eager, compiled, triton"),
         (["norm.name=std"], "norm.name=std does not change the norm: give norm=std"),
-        (["body.name=resnet"], f"body.name=resnet: {one_of(BODIES)}$"),
+        (["body.name=vgg"], f"body.name=vgg: {one_of(BODIES)}$"),
         (["body.groups=0"], "body.groups=0: expected a number above 0"),
         (["head.dilations=[1,0]"], "head.dilations=.1, 0.: expected a number above 0"),
         (["norm.eps=-1"], "norm.eps=-1.0: expected a number above 0"),
@@ -235,7 +266,10 @@ def test_an_option_of_another_alternative_is_an_error():
         (["trainer.ema_statistics_minibatches=4"], "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
         (["trainer.precision=fp64"], "trainer.precision=fp64: expected one of float32, bfloat16"),
         (["trainer.device=tpu"], "trainer.device=tpu: expected one of auto, cpu, cuda"),
-        (["body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),
+        (["body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
+        (["body=wider_resnet38_a2", "body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),
+        (["body=resnet_cifar_small", "body.output_stride=1"], "body.output_stride=1: expected one of 2, 4, 8, 16, 32"),
+        (["body=resnet50", "body.stem=5x5"], "body.stem=5x5: expected one of 3x3, 7x7, cifar"),
         (["data.name=kitti"], f"data.name=kitti: {one_of(SEGMENTATION_DATASETS)}$"),
         (["data.mean=[0.5]"], "data.mean=.0.5.: expected 3 numbers: red, green, blue"),
         (["data.scale=[0.5]"], "data.scale=.0.5.: expected 2 numbers: lowest factor, highest factor"),

@@ -1,6 +1,7 @@
-"""Residual blocks: the buffers of the paper's Figure 1, the shortcut's equation, strides replaced by dilation."""
+"""Residual blocks: the buffers that they keep, their equations, strides replaced by dilation."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from models.blocks import IdentityResidualBlock, dilate_strides, identity_stage
-from models.layers import ABN, InPlaceABN
+from models.blocks import IdentityResidualBlock, ResidualBlock, dilate_strides, residual_stage, without_activation
+from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 
 
 def saved_activations(block: nn.Module, x: torch.Tensor) -> dict[int, int]:
@@ -118,8 +119,9 @@ def test_state_dict_names_and_the_place_of_dropout():
     ]
 
 
-def test_a_stage_changes_stride_and_channels_in_its_first_block_only():
-    stage = identity_stage(4, (6, 6, 8), 3, norm_act=InPlaceABN, stride=2)
+@pytest.mark.parametrize("block", [IdentityResidualBlock, ResidualBlock])
+def test_a_stage_changes_stride_and_channels_in_its_first_block_only(block):
+    stage = residual_stage(partial(block, norm_act=InPlaceABN), 4, (6, 6, 8), 3, stride=2)
     assert list(stage._modules) == ["block1", "block2", "block3"]
     assert [block.proj_conv is not None for block in stage] == [True, False, False]
     assert stage(torch.randn(1, 4, 12, 12)).shape == (1, 8, 6, 6)
@@ -140,7 +142,112 @@ def test_wrong_channels_name_the_value_and_the_expectation(options, message):
 
 def test_an_empty_stage_is_refused():
     with pytest.raises(ValueError, match="0 blocks.*at least 1"):
-        identity_stage(4, (4, 4), 0, norm_act=ABN)
+        residual_stage(partial(IdentityResidualBlock, norm_act=ABN), 4, (4, 4), 0)
+
+
+POST_BUFFERS = [  # with 4, 4 and 16 channels: the bytes of norms' inputs or outputs, activations, and y
+    (ABN, (4, 4, 16), [4, 4, 4, 4, 16, 16]),
+    (InPlaceABN, (4, 4, 16), [4, 4, 16, 16]),
+    (CheckpointedABN, (4, 4, 16), [4, 4, 16, 16]),
+    (ABN, (16, 16), [16, 16, 16, 16]),
+    (InPlaceABN, (16, 16), [16, 16, 16]),
+]
+
+
+@pytest.mark.parametrize("norm_act, channels, expected", POST_BUFFERS)
+def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
+    """Besides its input, which the first convolution keeps: 12C values with standard norms, 10C with in-place ones."""
+    block = recompute_activations(ResidualBlock(16, channels, norm_act=norm_act))
+    x = torch.randn(2, 16, 8, 8, requires_grad=True)
+    storages = saved_activations(block, x)
+    assert storages.pop(x.untyped_storage().data_ptr()) == x.nbytes
+    assert sorted(size * 16 // x.nbytes for size in storages.values()) == expected
+
+
+PHI = {
+    "leaky_relu": lambda y, param: torch.where(y > 0, y, param * y),
+    "elu": lambda y, param: torch.where(y > 0, y, param * (y.exp() - 1)),
+    "identity": lambda y, param: y,
+    "sigmoid": lambda y, param: 1 / (1 + torch.exp(-y)),
+    "tanh": lambda y, param: torch.tanh(y),
+    "relu": lambda y, param: torch.where(y > 0, y, 0.0),
+}
+
+
+def by_hand(block, x, phi, stride, dilation):
+    """A bottleneck whose norms have minibatch statistics, step by step."""
+
+    def normalised(conv, norm, x, **options):
+        x = torch.nn.functional.conv2d(x, conv.weight, **options)
+        mean, var = x.mean((0, 2, 3), keepdim=True), x.var((0, 2, 3), keepdim=True, correction=0)
+        gamma, beta = (values.view(1, -1, 1, 1) for values in (norm.weight, norm.bias))
+        return gamma * (x - mean) / (var + norm.eps).sqrt() + beta
+
+    convs = block.convs
+    z = phi(normalised(convs.conv1, convs.bn1, x))
+    z = phi(normalised(convs.conv2, convs.bn2, z, stride=stride, padding=dilation, dilation=dilation))
+    shortcut = normalised(block.proj_conv, block.proj_bn, x, stride=stride) if block.proj_conv is not None else x
+    return phi(normalised(convs.conv3, convs.bn3, z) + shortcut)
+
+
+@pytest.mark.parametrize("stride, dilation, in_channels", [(1, 1, 8), (2, 1, 8), (1, 2, 6)])
+@pytest.mark.parametrize(
+    "norm_act, activation",
+    [pair for pair in product((ABN, CheckpointedABN, InPlaceABN), PHI) if pair != (InPlaceABN, "relu")],
+)
+def test_a_post_activation_block_is_its_equation(norm_act, activation, stride, dilation, in_channels):
+    torch.manual_seed(0)
+    norm = partial(norm_act, activation=activation, activation_param=0.3)
+    block = ResidualBlock(in_channels, (4, 4, 8), norm_act=norm, stride=stride, dilation=dilation).double()
+    for parameter in block.parameters():
+        nn.init.uniform_(parameter, -1, 1)
+    block = recompute_activations(block)
+    x = torch.randn(3, in_channels, 7, 6, dtype=torch.float64, requires_grad=True)
+    y, expected = block(x), by_hand(block, x, lambda y: PHI[activation](y, 0.3), stride, dilation)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    dy, sources = torch.randn_like(y), [x, *block.parameters()]
+    ours, theirs = torch.autograd.grad(y, sources, dy), torch.autograd.grad(expected, sources, dy)
+    for gradient, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-8, atol=1e-8)
+
+
+def test_names_of_a_post_activation_block():
+    """As released. The last norms have no activation, and the one after the sum follows the first norm's."""
+    block = ResidualBlock(4, (4, 4, 8), norm_act=partial(InPlaceABN, activation="elu", activation_param=0.5))
+    assert list(block.convs._modules) == ["conv1", "bn1", "conv2", "bn2", "conv3", "bn3"]
+    assert [name for name, _ in block.named_children()] == ["convs", "proj_conv", "proj_bn"]
+    assert list(ResidualBlock(4, (4, 4), norm_act=ABN).convs._modules) == ["conv1", "bn1", "conv2", "bn2"]
+    norms = [block.convs.bn1, block.convs.bn2, block.convs.bn3, block.proj_bn]
+    assert [norm.activation for norm in norms] == ["elu", "elu", "identity", "identity"]
+    assert block.activation == ("elu", 0.5)
+
+
+def test_norms_may_write_over_their_inputs_in_a_post_activation_block():
+    x, outputs = torch.randn(2, 4, 5, 5), []
+    for overwrite_input in (False, True):
+        torch.manual_seed(0)
+        norm = partial(InPlaceABN, overwrite_input=overwrite_input)
+        block = nn.Sequential(ResidualBlock(4, (4, 4, 8), norm_act=norm), ResidualBlock(8, (4, 8), norm_act=norm))
+        outputs.append(block(x))
+        outputs[-1].sum().backward()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    "norm_act, message",
+    [
+        (
+            lambda c: nn.Sequential(nn.BatchNorm2d(c), nn.ReLU()),
+            "made a Sequential with activation=None: .*partial.ABN",
+        ),
+        (nn.BatchNorm2d, "made a BatchNorm2d with activation=None"),
+    ],
+)
+def test_norms_whose_activation_cannot_be_left_out_are_refused(norm_act, message):
+    with pytest.raises(ValueError, match=message):
+        ResidualBlock(4, (4, 4), norm_act=norm_act)
+    custom = without_activation(lambda channels: ABN(channels, activation="tanh"))
+    assert custom(3).activation == "identity"
 
 
 @pytest.mark.parametrize(
@@ -169,5 +276,6 @@ def test_stride_times_dilation_is_what_the_strides_ask_for(strides, output_strid
 
 
 def test_other_output_strides_are_refused():
-    with pytest.raises(ValueError, match="output_stride=4: expected 8"):
+    with pytest.raises(ValueError, match="output_stride=4: expected 8, 16 or 32 after a stem of stride 4"):
         dilate_strides((1, 2, 2, 2), stem_stride=4, output_stride=4)
+    assert dilate_strides((1, 2, 2, 2), stem_stride=1, output_stride=4) == [(1, 1), (2, 1), (2, 1), (1, 2)]

@@ -1,57 +1,46 @@
-"""ResNeXt and WideResNet: the published parameter counts and names, output strides, and what dilation preserves."""
+"""All bodies: the published parameter counts and names, output strides, what dilation preserves, every norm."""
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models.bodies import resnext101, resnext152, wider_resnet38, wider_resnet38_a2
-from models.layers import ABN, InPlaceABN
-
-SMALL_RESNEXT = dict(structure=(1, 2, 2, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4)
-SMALL_WIDER = dict(
-    structure=(1, 1, 2, 1, 1, 1),
-    channels=((4, 4), (6, 6), (8, 8), (8, 10), (6, 8, 12), (6, 8, 16)),
-    stem_channels=4,
+from models.bodies import (
+    DenseNet,
+    ResNet,
+    densenet264,
+    resnet34,
+    resnet50,
+    resnet101,
+    resnext101,
+    resnext152,
+    wider_resnet38,
+    wider_resnet38_a2,
 )
-small_resnext = partial(resnext101, **SMALL_RESNEXT)
-small_wider = partial(wider_resnet38, **SMALL_WIDER)
-small_wider_a2 = partial(wider_resnet38_a2, **SMALL_WIDER)
-SMALL_BODIES = [
-    small_resnext,
-    partial(small_resnext, stem="7x7"),
-    small_wider,
-    small_wider_a2,
-]
-SMALL_IDS = ["resnext", "resnext-7x7", "wider", "wider-a2"]
+from models.layers import ABN
+from scripts.bench.measuring import saved_for_backward
+from scripts.strategy_table import STRATEGIES
+from tests.bodies import SMALL_BODIES, small_resnext, small_wider, small_wider_a2, trained
+
+CIFAR_RESNET_32 = partial(ResNet, (5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
+CIFAR_DENSENET_100 = partial(DenseNet, (16, 16, 16), growth=12, stem_channels=24, stem="cifar")
+every_body = pytest.mark.parametrize("name", SMALL_BODIES)
 
 
 def parameters(network: nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
 
 
-def trained(network: nn.Module, seed: int = 0) -> nn.Module:
-    """Random statistics, scales and shifts, as if trained, in float64 and eval mode."""
-    generator = torch.Generator().manual_seed(seed)
-    network = network.double().eval()
-    for module in network.modules():
-        if isinstance(module, ABN):
-            for values, low, high in (
-                (module.weight.data, 0.5, 1.5),
-                (module.bias.data, -0.5, 0.5),
-                (module.running_mean, -0.5, 0.5),
-                (module.running_var, 0.5, 2.0),
-            ):
-                values.uniform_(low, high, generator=generator)
-    return network
-
-
 @pytest.mark.parametrize(
     "build, with_classifier, without, out_channels",
     [
+        (resnet34, 21_797_672, 21_284_672, 512),
+        (resnet50, 25_557_032, 23_508_032, 2048),
+        (resnet101, 44_549_160, 42_500_160, 2048),
+        (densenet264, 33_403_880, 30_714_880, 2688),
         (resnext101, 42_902_312, 40_853_312, 2048),
         (partial(resnext101, stem="7x7"), 42_836_008, 40_787_008, 2048),
         (resnext152, 58_159_912, 56_110_912, 2048),
@@ -67,9 +56,20 @@ def test_parameter_counts_and_output_channels_are_the_published_ones(build, with
     assert body.out_channels == out_channels
 
 
+@pytest.mark.parametrize("build, with_10_classes", [(CIFAR_RESNET_32, 466_906), (CIFAR_DENSENET_100, 769_162)])
+def test_parameter_counts_of_published_cifar_networks(build, with_10_classes):
+    """ResNet-32 with projections (MemCNN), and DenseNet-BC of 100 layers and growth 12 (0.8 million in its paper)."""
+    with torch.device("meta"):
+        assert parameters(build(classes=10)) == with_10_classes
+
+
 @pytest.mark.parametrize(
     "build, output_stride, features",
     [
+        (resnet34, 32, (2, 512, 2, 3)),
+        (resnet101, 8, (2, 2048, 8, 12)),
+        (densenet264, 32, (2, 2688, 2, 3)),
+        (densenet264, 8, (2, 2688, 8, 12)),
         (resnext101, 32, (2, 2048, 2, 3)),
         (resnext101, 8, (2, 2048, 8, 12)),
         (resnext152, 16, (2, 2048, 4, 6)),
@@ -86,9 +86,42 @@ def test_features_of_the_full_networks_have_the_output_stride(build, output_stri
         assert body(torch.empty(2, 3, 64, 96)).shape == features
 
 
+@every_body
+def test_sizes_that_do_not_divide_are_rounded_up(name):
+    """The number of cells that prediction in windows expects."""
+    body = SMALL_BODIES[name]().eval()
+    cells = [math.ceil(side / body.output_stride) for side in (67, 45)]
+    assert body(torch.zeros(1, 3, 67, 45)).shape == (1, body.out_channels, *cells)
+
+
+@pytest.mark.parametrize("build", [ResNet, resnext101, DenseNet])
+@pytest.mark.parametrize(
+    "stages, asked, reached, dilations",
+    [
+        (3, 32, 4, [1, 1, 1]),
+        (3, 8, 4, [1, 1, 1]),
+        (3, 2, 2, [1, 1, 2]),
+        (4, 32, 8, [1, 1, 1, 1]),
+        (4, 4, 4, [1, 1, 1, 2]),
+        (4, 2, 2, [1, 1, 2, 4]),
+    ],
+)
+def test_the_cifar_stem_keeps_the_resolution(build, stages, asked, reached, dilations):
+    with torch.device("meta"):
+        body = build(structure=(1,) * stages, output_stride=asked, stem="cifar")
+        assert body.mod1(torch.empty(2, 3, 32, 32)).shape == (2, 64, 32, 32)
+        assert body(torch.empty(2, 3, 32, 32)).shape == (2, body.out_channels, 32 // reached, 32 // reached)
+    assert body.output_stride == reached
+    found = [
+        max(m.dilation[0] for m in getattr(body, f"mod{number}").modules() if isinstance(m, nn.Conv2d))
+        for number in range(2, stages + 2)
+    ]
+    assert found == dilations
+
+
 def test_classes_add_a_classifier_that_returns_logits():
     with torch.device("meta"):
-        for build in (resnext101, wider_resnet38):
+        for build in (resnet34, densenet264, resnext101, wider_resnet38):
             network = build(classes=1000)
             assert network(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
             assert network.classifier.fc.weight.shape == (1000, network.out_channels)
@@ -215,6 +248,18 @@ def test_resnext_features_at_stride_8_contain_those_at_stride_32(size):
     torch.testing.assert_close(fine[:, :, ::4, ::4], coarse, rtol=1e-11, atol=1e-11)
 
 
+def test_cifar_resnext_features_at_stride_2_contain_those_at_stride_4():
+    torch.manual_seed(0)
+    build = SMALL_BODIES["resnext-cifar"]
+    strided, dilated = trained(build()), build(output_stride=2).double().eval()
+    dilated.load_state_dict(strided.state_dict())
+    images = torch.randn(1, 3, 33, 30, dtype=torch.float64)
+    with torch.no_grad():
+        coarse, fine = strided(images), dilated(images)
+    assert coarse.shape[2:] == (9, 8) and fine.shape[2:] == (17, 15)
+    torch.testing.assert_close(fine[:, :, ::2, ::2], coarse, rtol=1e-11, atol=1e-11)
+
+
 def test_a2_at_stride_8_differs_from_stride_32_by_one_convolution_only():
     """The release dilates mod5's first convolution, a 3x3 that is strided at stride 32; they share the centre tap."""
     torch.manual_seed(0)
@@ -235,35 +280,62 @@ def test_a2_at_stride_8_differs_from_stride_32_by_one_convolution_only():
     torch.testing.assert_close(*features(), rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("norm_act", [ABN, InPlaceABN])
-@pytest.mark.parametrize("build", SMALL_BODIES, ids=SMALL_IDS)
-def test_every_parameter_gets_a_gradient(build, norm_act):
+def a_step(name: str, norm: str) -> tuple[nn.Module, torch.Tensor]:
+    """A network after one forward and backward pass in float64, and its logits."""
     torch.manual_seed(0)
-    network = build(norm_act=norm_act, classes=5).double()
+    network = SMALL_BODIES[name](STRATEGIES[norm][2], classes=5).double()
+    for module in network.modules():
+        if isinstance(module, ABN):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
     logits = network(torch.randn(3, 3, 64, 64, dtype=torch.float64))
     (logits * torch.randn_like(logits)).sum().backward()
-    for name, parameter in network.named_parameters():
-        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-6, name
+    return network, logits.detach()
 
 
-@pytest.mark.parametrize("build", SMALL_BODIES, ids=SMALL_IDS)
-def test_in_place_and_standard_norms_train_the_same_network(build):
-    images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    results = []
-    for norm_act in (ABN, InPlaceABN):
-        torch.manual_seed(0)
-        network = build(norm_act=norm_act).double()
-        features = network(images)
-        features.square().sum().backward()
-        results.append((features, next(network.parameters()).grad))
-    for standard, in_place in zip(*results, strict=True):
-        torch.testing.assert_close(in_place, standard, rtol=1e-8, atol=1e-8)
+standard_step = cache(partial(a_step, norm="std"))
 
 
-@pytest.mark.parametrize("build", SMALL_BODIES, ids=SMALL_IDS)
-def test_channels_last_flows_through_every_layer(build):
+@every_body
+@pytest.mark.parametrize("norm", STRATEGIES)
+def test_every_parameter_gets_a_gradient_and_every_norm_the_same_one(name, norm):
+    network, logits = a_step(name, norm)
+    standard, expected = standard_step(name)
+    torch.testing.assert_close(logits, expected, rtol=1e-8, atol=1e-8)
+    for (key, parameter), reference in zip(network.named_parameters(), standard.parameters(), strict=True):
+        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-6, key
+        scale = reference.grad.abs().max().item()
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=1e-8 * max(1, scale), msg=key)
+    for (key, buffer), reference in zip(network.named_buffers(), standard.buffers(), strict=True):
+        torch.testing.assert_close(buffer, reference, rtol=1e-8, atol=1e-8, msg=key)
+
+
+def kept_maps(name: str, norm: str) -> tuple[int, int]:
+    """Bytes of all (N, C, H, W) tensors that a network keeps, and bytes of the inputs of its norms with activation."""
+    network = SMALL_BODIES[name](STRATEGIES[norm][2])
+    inputs = []
+    for module in network.modules():
+        if isinstance(module, ABN) and module.activation != "identity":
+            module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
+    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
+    _, saved = saved_for_backward(lambda: network(torch.randn(2, 3, 64, 64)))
+    maps = [t for t in saved if t.dim() == 4 and t.untyped_storage()._cdata not in parameters]
+    return sum(t.untyped_storage().nbytes() for t in maps), sum(inputs)
+
+
+@every_body
+@pytest.mark.parametrize("norm", [norm for norm in STRATEGIES if norm != "std"])
+def test_a_saving_norm_saves_exactly_the_inputs_of_the_norms_with_activation(name, norm):
+    """Whatever else the body keeps: shortcuts, pooling indices, sums, concatenations, dropped channels."""
+    standard, inputs = kept_maps(name, "std")
+    saving, _ = kept_maps(name, norm)
+    assert standard - saving == inputs > 0.15 * standard
+
+
+@every_body
+def test_channels_last_flows_through_every_layer(name):
     torch.manual_seed(0)
-    network = trained(build())
+    network = trained(SMALL_BODIES[name]())
     images = torch.randn(2, 3, 65, 97, dtype=torch.float64)
     expected = network(images)
     layouts = {}
@@ -277,10 +349,10 @@ def test_channels_last_flows_through_every_layer(build):
     torch.testing.assert_close(features, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("build", SMALL_BODIES, ids=SMALL_IDS)
-def test_a_step_under_fake_tensors_and_bfloat16_autocast(build):
+@every_body
+def test_a_step_under_fake_tensors_and_bfloat16_autocast(name):
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
-        network = build(classes=5)
+        network = SMALL_BODIES[name](classes=5)
         logits = network(torch.randn(2, 3, 64, 64))
         logits.sum().backward()
     assert logits.shape == (2, 5) and logits.dtype == torch.bfloat16
@@ -309,8 +381,14 @@ def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
 @pytest.mark.parametrize(
     "build, options, message",
     [
-        (resnext101, dict(stem="5x5"), "stem='5x5': expected '3x3' or '7x7'"),
+        (resnext101, dict(stem="5x5"), "stem='5x5': expected '3x3' or '7x7', or 'cifar'"),
         (resnext101, dict(structure=(1, 1, 1)), r"structure=\(1, 1, 1\): expected four"),
+        (densenet264, dict(structure=(1, 1, 1)), "with stem='cifar' three or four.*but stem='3x3'"),
+        (resnet50, dict(structure=(1, 1), stem="cifar"), r"structure=\(1, 1\): expected four.*three or four"),
+        (resnet50, dict(base_channels=(8,)), r"channels=\(8,\): expected two values .* or three"),
+        (densenet264, dict(structure=(1, 1, 0, 1)), "0 blocks.*at least 1"),
+        (resnet34, dict(output_stride=4), "output_stride=4: expected 8, 16 or 32 after a stem of stride 4"),
+        (resnet34, dict(output_stride=1, stem="cifar"), "output_stride=1: expected 2, 4, 8, 16 or 32 after"),
         (resnext101, dict(structure=(1, 0, 1, 1)), "0 blocks.*at least 1"),
         (resnext101, dict(base_channels=(8, 8)), r"base_channels=\(8, 8\): expected three"),
         (resnext101, dict(groups=48), "groups=48 does not divide"),

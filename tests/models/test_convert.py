@@ -18,6 +18,7 @@ from models.convert import Report, to_inplace, to_standard
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from models.segmentation import SegmentationNetwork
+from tests.bodies import small_resnet
 
 C = 4
 
@@ -39,7 +40,7 @@ def small_segmentation(norm_act) -> nn.Module:
     return SegmentationNetwork(body, head, 3)
 
 
-NETWORKS = [small_resnext, small_wider, small_segmentation]
+NETWORKS = [small_resnext, partial(small_resnet, classes=5), small_wider, small_segmentation]
 NORMS = {
     "std": ABN,
     "std-elu": partial(ABN, activation="elu", activation_param=1.0),

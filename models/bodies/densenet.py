@@ -1,0 +1,157 @@
+"""DenseNet with bottlenecks and compression (Huang et al., 2017), with the names of the in-place ABN release."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from models.blocks import NormAct, check_blocks, conv3x3, pooled_classifier
+from models.bodies.stem import build_stem, downsampling
+from models.initialisation import initialise
+from models.layers import InPlaceABN, recompute_activations
+
+BOTTLENECK = 4  # output channels of a 1x1 convolution, in units of the growth
+
+
+class DenseModule(nn.Module):
+    """Layers that each see the outputs of all layers before them: x_j = F_j([x_0, …, x_j-1]).
+
+    F is a norm and activation, a 1x1 convolution to 4 growth channels, a norm and activation, and a 3x3 convolution to
+    `growth` channels. For the backward pass a layer keeps its concatenated input, the first convolution's output and
+    the activations of both with a standard norm, but only the activations with an in-place norm.
+
+    Args:
+        in_channels: C of the input.
+        layers: number of layers; each adds `growth` channels.
+        growth: output channels of each layer.
+        norm_act: number of channels -> norm followed by an activation. It may write over its input: every
+            concatenation is a tensor of its own.
+        dilation: of the 3x3 convolutions.
+    """
+
+    def __init__(self, in_channels: int, layers: int, *, growth: int, norm_act: NormAct, dilation: int = 1):
+        super().__init__()
+        check_blocks(layers)
+        self.convs1, self.convs3 = nn.ModuleList(), nn.ModuleList()
+        middle = BOTTLENECK * growth
+        for channels in range(in_channels, in_channels + layers * growth, growth):
+            conv1 = nn.Conv2d(channels, middle, 1, bias=False)
+            self.convs1.append(nn.Sequential(OrderedDict(bn=norm_act(channels), conv=conv1)))
+            conv3 = conv3x3(middle, growth, dilation=dilation)
+            self.convs3.append(nn.Sequential(OrderedDict(bn=norm_act(middle), conv=conv3)))
+        self.out_channels = in_channels + layers * growth
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, out_channels, H, W): the input and the outputs of all layers."""
+        parts = [x]
+        for convs1, convs3 in zip(self.convs1, self.convs3, strict=True):
+            parts.append(convs3(convs1(torch.cat(parts, dim=1))))
+        return torch.cat(parts, dim=1)
+
+
+class DenseNet(nn.Module):
+    """A stem (mod1), dense modules (mod2, mod3, …) with transitions between them (tra2, …), a final norm (bn_out).
+
+    A transition halves the channels and, unless its stage is dilated, the resolution.
+
+    Args:
+        structure: layers in each of the four dense modules; with the CIFAR stem, three or four. DenseNet-121 has
+            (6, 12, 24, 16), -169 (6, 12, 32, 32), -201 (6, 12, 48, 32) and -264 (6, 12, 64, 48).
+        norm_act: number of channels -> norm followed by an activation. It may write over its input.
+        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
+        output_stride: 32, or 16 or 8 to dilate the last one or two modules and leave out the pooling before them. The
+            parameters stay the same. With the CIFAR stem also 4 or 2.
+        growth: channels that each layer adds.
+        stem_channels: channels of mod1.
+        stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
+
+    Attributes:
+        out_channels: C of the features.
+        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three modules.
+        classes: as given.
+
+    Raises:
+        ValueError: an option has a value not listed above.
+    """
+
+    mod2: DenseModule
+    mod3: DenseModule
+    mod4: DenseModule
+    mod5: DenseModule
+    tra2: nn.Sequential
+    tra3: nn.Sequential
+    tra4: nn.Sequential
+
+    def __init__(
+        self,
+        structure: Sequence[int],
+        norm_act: NormAct = InPlaceABN,
+        classes: int = 0,
+        output_stride: int = 32,
+        *,
+        growth: int = 32,
+        stem_channels: int = 64,
+        stem: str = "3x3",
+    ):
+        super().__init__()
+        plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=False)
+        in_channels = stem_channels
+        for number, (layers, (stride, dilation)) in enumerate(zip(structure, plan, strict=True), start=2):
+            if number > 2:
+                self.add_module(f"tra{number - 1}", _transition(in_channels, stride, norm_act))
+                in_channels //= 2
+            module = DenseModule(in_channels, layers, growth=growth, norm_act=norm_act, dilation=dilation)
+            self.add_module(f"mod{number}", module)
+            in_channels = module.out_channels
+        self.bn_out = norm_act(in_channels)
+        self.classifier = pooled_classifier(in_channels, classes) if classes else None
+
+        self.stages = len(structure)
+        self.out_channels = in_channels
+        self.classes = classes
+        initialise(self)
+        recompute_activations(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        x = self.mod2(self.mod1(images))  # stride 4, or 1 with the CIFAR stem
+        for number in range(3, self.stages + 2):
+            x = getattr(self, f"tra{number - 1}")(x)
+            x = getattr(self, f"mod{number}")(x)
+        x = self.bn_out(x)
+        return x if self.classifier is None else self.classifier(x)
+
+
+def _transition(in_channels: int, stride: int, norm_act: NormAct) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict(bn=norm_act(in_channels))
+    if stride == 2:
+        # The release pools after the convolution. Averaging before it gives the same function for a quarter of the
+        # work, and the pooling keeps the activation, which an in-place norm keeps anyway. It drops the last row and
+        # column of odd sizes; ours round up, like every other body.
+        layers["pool"] = nn.AvgPool2d(2, ceil_mode=True)
+    layers["conv"] = nn.Conv2d(in_channels, in_channels // 2, 1, bias=False)
+    return nn.Sequential(layers)
+
+
+def densenet264(
+    norm_act: NormAct = InPlaceABN,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    structure: Sequence[int] = (6, 12, 64, 48),
+    growth: int = 32,
+    stem_channels: int = 64,
+    stem: str = "3x3",
+) -> DenseNet:
+    """DenseNet-264: 30,714,880 parameters without the classifier; see `DenseNet`."""
+    return DenseNet(
+        structure,
+        norm_act,
+        classes,
+        output_stride,
+        growth=growth,
+        stem_channels=stem_channels,
+        stem=stem,
+    )

@@ -1,0 +1,145 @@
+"""ResNet with post-activation blocks (He et al., 2016), with the names of the in-place ABN release."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from models.blocks import NormAct, ResidualBlock, pooled_classifier, residual_stage
+from models.bodies.stem import build_stem, downsampling
+from models.initialisation import initialise
+from models.layers import InPlaceABN, recompute_activations
+
+
+class ResNet(nn.Module):
+    """A stem (mod1) and stages of post-activation residual blocks (mod2, mod3, …).
+
+    The function of torchvision's ResNets, whose stride is also on the 3x3 convolution; ABN with relu has their norms.
+
+    Args:
+        structure: blocks in each of the four stages; with the CIFAR stem, three or four.
+        norm_act: number of channels -> norm followed by an activation, which must be an attribute `activation` of the
+            norm, see `models.blocks.without_activation`.
+        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
+        output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding, from their first block
+            on as in the release. The parameters stay the same. Features differ a little, because the strided 3x3
+            convolution of a stage is not dilated. With the CIFAR stem also 4 or 2.
+        base_channels: channels of the convolutions in mod2's blocks, doubled in each later stage: two values (3x3, 3x3)
+            or three (1x1, 3x3, 1x1).
+        stem_channels: channels of mod1.
+        stem: "7x7" (released), "3x3" or "cifar", see `build_stem`. A norm follows each of its convolutions.
+
+    Attributes:
+        out_channels: C of the features.
+        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
+        classes: as given.
+
+    Raises:
+        ValueError: an option has a value not listed above, or the norm has no `activation`.
+    """
+
+    mod2: nn.Sequential
+    mod3: nn.Sequential
+    mod4: nn.Sequential
+    mod5: nn.Sequential
+
+    def __init__(
+        self,
+        structure: Sequence[int],
+        norm_act: NormAct = InPlaceABN,
+        classes: int = 0,
+        output_stride: int = 32,
+        *,
+        base_channels: Sequence[int] = (64, 64, 256),
+        stem_channels: int = 64,
+        stem: str = "7x7",
+    ):
+        super().__init__()
+        plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
+        in_channels = stem_channels
+        for index, (blocks, (stride, dilation)) in enumerate(zip(structure, plan, strict=True)):
+            block = partial(ResidualBlock, norm_act=norm_act, dilation=dilation)
+            channels = [c * 2**index for c in base_channels]
+            self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))
+            in_channels = channels[-1]
+        self.classifier = pooled_classifier(in_channels, classes) if classes else None
+
+        self.stages = len(structure)
+        self.out_channels = in_channels
+        self.classes = classes
+        initialise(self)
+        recompute_activations(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
+        for number in range(2, self.stages + 2):
+            x = getattr(self, f"mod{number}")(x)
+        return x if self.classifier is None else self.classifier(x)
+
+
+def resnet34(
+    norm_act: NormAct = InPlaceABN,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    structure: Sequence[int] = (3, 4, 6, 3),
+    base_channels: Sequence[int] = (64, 64),
+    stem_channels: int = 64,
+    stem: str = "7x7",
+) -> ResNet:
+    """ResNet-34: 21,284,672 parameters without the classifier; see `ResNet`."""
+    return ResNet(
+        structure,
+        norm_act,
+        classes,
+        output_stride,
+        base_channels=base_channels,
+        stem_channels=stem_channels,
+        stem=stem,
+    )
+
+
+def resnet50(
+    norm_act: NormAct = InPlaceABN,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    structure: Sequence[int] = (3, 4, 6, 3),
+    base_channels: Sequence[int] = (64, 64, 256),
+    stem_channels: int = 64,
+    stem: str = "7x7",
+) -> ResNet:
+    """ResNet-50: 23,508,032 parameters without the classifier; see `ResNet`."""
+    return ResNet(
+        structure,
+        norm_act,
+        classes,
+        output_stride,
+        base_channels=base_channels,
+        stem_channels=stem_channels,
+        stem=stem,
+    )
+
+
+def resnet101(
+    norm_act: NormAct = InPlaceABN,
+    classes: int = 0,
+    output_stride: int = 32,
+    *,
+    structure: Sequence[int] = (3, 4, 23, 3),
+    base_channels: Sequence[int] = (64, 64, 256),
+    stem_channels: int = 64,
+    stem: str = "7x7",
+) -> ResNet:
+    """ResNet-101: 42,500,160 parameters without the classifier; see `ResNet`."""
+    return ResNet(
+        structure,
+        norm_act,
+        classes,
+        output_stride,
+        base_channels=base_channels,
+        stem_channels=stem_channels,
+        stem=stem,
+    )

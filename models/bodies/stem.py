@@ -1,0 +1,57 @@
+"""What ResNet, ResNeXt and DenseNet share: the stem (mod1), and where the stages after it downsample."""
+
+import math
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from torch import nn
+
+from models.blocks import NormAct, conv3x3, dilate_strides
+
+STEM_STRIDES = {"3x3": 4, "7x7": 4, "cifar": 1}
+
+
+def build_stem(kind: str, channels: int, norm_act: NormAct, *, last_norm: bool) -> nn.Sequential:
+    """Build mod1: (N, 3, H, W) -> (N, channels, ceil(H / stride), …), with the stride in STEM_STRIDES.
+
+    Args:
+        kind: "3x3" (three 3x3 convolutions and max-pooling), "7x7" (one convolution and max-pooling) or "cifar" (one
+            3x3 convolution, for images of 32 pixels).
+        last_norm: add a norm and activation after the last convolution too. Pre-activation stages start with their own.
+    """
+    if kind == "3x3":
+        convs = [conv3x3(3, channels, stride=2), conv3x3(channels, channels), conv3x3(channels, channels)]
+    elif kind == "7x7":
+        convs = [nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False)]
+    else:
+        assert kind == "cifar", kind  # `downsampling` has checked it
+        convs = [conv3x3(3, channels)]
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for number, conv in enumerate(convs, start=1):
+        layers[f"conv{number}"] = conv
+        if number < len(convs) or last_norm:
+            layers[f"bn{number}"] = norm_act(channels)
+    if STEM_STRIDES[kind] == 4:
+        layers["pool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    return nn.Sequential(layers)
+
+
+def downsampling(structure: Sequence[int], kind: str, output_stride: int) -> tuple[list[tuple[int, int]], int]:
+    """The (stride, dilation) of each stage behind a stem, and the output stride that the network has.
+
+    The stages have strides 1, 2, 2, 2 and stop downsampling at `output_stride`. After the CIFAR stem, four stages reach
+    8 and three reach 4, so a larger `output_stride` changes nothing there.
+
+    Raises:
+        ValueError: the stem is not known, the number of stages does not fit it, or see `dilate_strides`.
+    """
+    if kind not in STEM_STRIDES:
+        raise ValueError(f"stem={kind!r}: expected '3x3' or '7x7', or 'cifar' for images of 32 pixels")
+    if len(structure) != 4 and not (len(structure) == 3 and kind == "cifar"):
+        raise ValueError(
+            f"structure={tuple(structure)}: expected four numbers of blocks, one per stage (with stem='cifar' three or "
+            f"four), but stem={kind!r}"
+        )
+    stem_stride = STEM_STRIDES[kind]
+    plan = dilate_strides((1, 2, 2, 2)[: len(structure)], stem_stride=stem_stride, output_stride=output_stride)
+    return plan, stem_stride * math.prod(stride for stride, _ in plan)

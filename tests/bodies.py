@@ -1,0 +1,49 @@
+"""Narrow bodies for tests, and weights as after a training."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from models.bodies import densenet264, resnet34, resnet50, resnext101, wider_resnet38, wider_resnet38_a2
+from models.layers import ABN
+
+small_resnet = partial(resnet50, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), stem_channels=4)
+small_resnet_basic = partial(resnet34, structure=(1, 2, 1, 1), base_channels=(4, 4), stem_channels=4)
+small_resnext = partial(resnext101, structure=(1, 2, 2, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4)
+small_densenet = partial(densenet264, structure=(2, 1, 3, 2), growth=4, stem_channels=8)
+_WIDER = dict(
+    structure=(1, 1, 2, 1, 1, 1),
+    channels=((4, 4), (6, 6), (8, 8), (8, 10), (6, 8, 12), (6, 8, 16)),
+    stem_channels=4,
+)
+small_wider = partial(wider_resnet38, **_WIDER)
+small_wider_a2 = partial(wider_resnet38_a2, **_WIDER)
+
+SMALL_BODIES = {
+    "resnet": small_resnet,
+    "resnet-basic": small_resnet_basic,
+    "resnet-cifar": partial(small_resnet_basic, stem="cifar", structure=(1, 2, 1)),
+    "resnext": small_resnext,
+    "resnext-7x7": partial(small_resnext, stem="7x7"),
+    "resnext-cifar": partial(small_resnext, stem="cifar", structure=(1, 2, 1)),
+    "densenet": small_densenet,
+    "wider": small_wider,
+    "wider-a2": small_wider_a2,
+}
+
+
+def trained(network: nn.Module, seed: int = 0) -> nn.Module:
+    """Random statistics, scales and shifts, as if trained, in float64 and eval mode."""
+    generator = torch.Generator().manual_seed(seed)
+    network = network.double().eval()
+    for module in network.modules():
+        if isinstance(module, (ABN, nn.BatchNorm2d)):
+            for values, low, high in (
+                (module.weight.data, 0.5, 1.5),
+                (module.bias.data, -0.5, 0.5),
+                (module.running_mean, -0.5, 0.5),
+                (module.running_var, 0.5, 2.0),
+            ):
+                values.uniform_(low, high, generator=generator)
+    return network
