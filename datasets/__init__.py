@@ -1,20 +1,26 @@
-"""Datasets, one file each; every sample is (image, label, name).
+"""Datasets, one file each. Segmentation samples are (image, label, name); classification has an image and its class.
 
 Without this file, Python would import an installed package called `datasets` instead.
 """
 
 from datasets.camvid import camvid
+from datasets.cifar import cifar10, cifar100
 from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
+from datasets.classification import ClassificationDataset
+from datasets.classification_items import ClassificationCrops, EvaluatedImages, collated
 from datasets.coco_stuff import coco_stuff
-from datasets.colour_jitter import ColourJitter
+from datasets.colour_jitter import ColourJitter, Lighting
+from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
+from datasets.imagenet import imagenet
+from datasets.inspection import Inspection, inspect
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
-from datasets.verify import Inspection, inspect, verify
+from datasets.verify import verify, verify_images
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init
 
@@ -43,6 +49,20 @@ __all__ = [
     "synthetic",
     "verify",
     "vistas",
+    "CentreCrop",
+    "ClassificationCrops",
+    "ClassificationDataset",
+    "EvaluatedImages",
+    "Lighting",
+    "PaddedCrop",
+    "RandomResizedCrop",
+    "ResizedRandomCrop",
+    "TenCrops",
+    "cifar10",
+    "cifar100",
+    "collated",
+    "imagenet",
+    "verify_images",
     "reading_errors",
     "worker_init",
 ]

@@ -5,8 +5,6 @@ Class-uniform sampling draws from it. Building it takes one pass over the labels
 
 import fcntl
 import os
-import uuid
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +14,7 @@ import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
-from datasets.cache import cache_folder
+from datasets.cache import cache_folder, read_arrays, write_arrays
 from datasets.fingerprint import fingerprint
 from datasets.segmentation import SegmentationDataset
 from datasets.workers import in_order
@@ -26,6 +24,7 @@ _VERSION = 1  # increment when counts or samples change
 _SEED = 0
 _PART = 128  # images; an interrupted pass loses at most this many
 _BAND = 8192  # pixels counted and searched at a time
+_ARRAYS = ("counts", "places")  # in a file
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,15 @@ def index_classes(
     key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes), *skips])
     kept = (Path(folder).expanduser() if folder else cache_folder() / "class-index") / key
     file = kept / "index.npz"
-    found = _read(file)
+    found = read_arrays(file, _ARRAYS)
     if found is None:
         try:
             with _lock(kept):
-                found = _read(file)  # another process may have made it in the meantime
+                found = read_arrays(file, _ARRAYS)  # another process may have made it in the meantime
                 if found is None:
                     labels = _IndexedLabels(dataset, positions, skip_unreadable)
                     found = _make(labels, kept / "parts", workers, progress)
-                    _write(file, *found)
+                    write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
                     _remove(kept / "parts")
         except TimeoutError:  # of a label
             raise
@@ -105,7 +104,8 @@ def index_classes(
                 f"the class index of {dataset.name}, split {dataset.split!r}, cannot be written to {kept} ({error}); "
                 f"expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
-    return ClassIndex(dataset.classes, *found, positions=positions)
+    counts, places = found
+    return ClassIndex(dataset.classes, counts, places, positions)
 
 
 def index_label(
@@ -159,10 +159,10 @@ class _IndexedLabels(Dataset):
 
 def _make(
     labels: _IndexedLabels, folder: Path, workers: int | None, progress: Callable[[int, int], None] | None
-) -> tuple[np.ndarray, np.ndarray]:
+) -> list[np.ndarray]:
     """Counts and places of all images, built in parts. Parts already in `folder` are reused."""
     parts = {start: range(start, min(start + _PART, len(labels))) for start in range(0, len(labels), _PART)}
-    done = {start: kept for start in parts if (kept := _read(folder / f"{start:08d}.npz")) is not None}
+    done = {start: kept for start in parts if (kept := read_arrays(folder / f"{start:08d}.npz", _ARRAYS)) is not None}
     todo = [image for start, images in parts.items() if start not in done for image in images]
     finished = len(labels) - len(todo)
     source = in_order(labels, todo, workers)
@@ -171,35 +171,16 @@ def _make(
         pending.append(result)
         start = image - image % _PART
         if image == parts[start][-1]:
-            done[start] = np.stack([counts for counts, _ in pending]), np.concatenate([places for _, places in pending])
-            _write(folder / f"{start:08d}.npz", *done[start])
+            done[start] = [
+                np.stack([counts for counts, _ in pending]),
+                np.concatenate([places for _, places in pending]),
+            ]
+            write_arrays(folder / f"{start:08d}.npz", dict(zip(_ARRAYS, done[start], strict=True)))
             pending = []
         finished += 1
         if progress is not None:
             progress(finished, len(labels))
-    counts, places = (np.concatenate([done[start][i] for start in parts]) for i in range(2))
-    return counts, places
-
-
-def _read(file: Path) -> tuple[np.ndarray, np.ndarray] | None:
-    """Load what `_write` wrote; None if the file is missing or damaged."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            return arrays["counts"], arrays["places"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-
-
-def _write(file: Path, counts: np.ndarray, places: np.ndarray) -> None:
-    """Write a temporary file and rename it: readers never see half an index, and two writers write the same content."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.stem}-{uuid.uuid4().hex}.npz")
-    try:
-        np.savez_compressed(partial, counts=counts, places=places)
-        os.replace(partial, file)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    return [np.concatenate([done[start][i] for start in parts]) for i in range(len(_ARRAYS))]
 
 
 def _remove(folder: Path) -> None:

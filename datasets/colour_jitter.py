@@ -3,8 +3,15 @@
 import math
 from dataclasses import dataclass
 
+import cv2
 import numpy as np
 import torch
+
+# Eigenvalues and eigenvectors (columns) of the covariance of ImageNet's RGB values in 0-1. Source: fb.resnet.torch.
+_EIGENVALUES = np.array([0.2175, 0.0188, 0.0045])
+_EIGENVECTORS = np.array(
+    [[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]],
+)
 
 
 @dataclass(frozen=True)
@@ -45,3 +52,25 @@ class ColourJitter:
             adjust, amount = changes[place]
             pixels = adjust(pixels, amount)
         return pixels.permute(1, 2, 0).numpy()
+
+
+@dataclass(frozen=True)
+class Lighting:
+    """AlexNet's change of the light's colour (Krizhevsky et al. 2012): adds the same random RGB shift to all pixels.
+
+    The shift is a sum of ImageNet's colour components, each times its eigenvalue and a normal number of standard
+    deviation `strength`. Sums are rounded to whole levels and cut off at 0 and 255. ValueError for a negative strength.
+    """
+
+    strength: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.strength < 0:
+            raise ValueError(f"strength={self.strength} must be at least 0")
+
+    def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """image uint8 (H, W, 3) RGB -> a new image of the same shape and dtype."""
+        shift = 255 * _EIGENVECTORS @ (_EIGENVALUES * rng.normal(0, self.strength, 3))  # RGB
+        tables = np.clip(np.arange(256) + shift[:, None], 0, 255).round().astype(np.uint8)  # (3, 256)
+        planes = [cv2.LUT(plane, table) for plane, table in zip(image.transpose(2, 0, 1), tables, strict=True)]
+        return np.stack(planes).transpose(1, 2, 0)

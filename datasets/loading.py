@@ -1,5 +1,6 @@
 """The items that a DataLoader reads: random crops for training, whole images for evaluation. Pixels stay uint8."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cv2
@@ -50,21 +51,7 @@ class TrainingCrops(Dataset):
 
         "skipped" has one line for each unreadable image that this crop replaces.
         """
-        draw = Draw(*key)
-        skipped: list[str] = []
-        while True:
-            try:
-                return {**self._crop(draw), "skipped": "\n".join(skipped)}
-            except ValueError as error:
-                if not self.skip_unreadable:
-                    raise
-                if len(skipped) == MAX_SKIPPED:
-                    raise ValueError(
-                        f"{MAX_SKIPPED + 1} images in a row cannot be read: too many to skip, so check that the folder "
-                        f"and its disk are there; the last one: {error}"
-                    ) from error
-                skipped.append(" ".join(str(error).split()))
-                draw = draw._replace(image=(draw.image + 1) % len(self), class_id=None, pixel=None)
+        return readable(self._crop, Draw(*key), len(self), self.skip_unreadable)
 
     def _crop(self, draw: Draw) -> dict:
         image, label = self.transform(*self.dataset.undecoded(draw.image), self._rng(draw), draw.pixel)
@@ -83,6 +70,30 @@ class TrainingCrops(Dataset):
         # (epoch, index) keys have no place: they draw an image at most once per epoch.
         place = [] if draw.place is None else [draw.place]
         return np.random.default_rng([self.seed, draw.epoch, draw.image, *place])
+
+
+def readable(crop: Callable[[Draw], dict], draw: Draw, images: int, skip_unreadable: bool) -> dict:
+    """`crop(draw)` with "skipped", a line for each unreadable image that it replaces.
+
+    With `skip_unreadable`, the next readable one of all `images` replaces an image that cannot be read.
+
+    Raises:
+        ValueError: the image cannot be read, or more than `MAX_SKIPPED` in a row cannot.
+    """
+    skipped: list[str] = []
+    while True:
+        try:
+            return {**crop(draw), "skipped": "\n".join(skipped)}
+        except ValueError as error:
+            if not skip_unreadable:
+                raise
+            if len(skipped) == MAX_SKIPPED:
+                raise ValueError(
+                    f"{MAX_SKIPPED + 1} images in a row cannot be read: too many to skip, so check that the folder "
+                    f"and its disk are there; the last one: {error}"
+                ) from error
+            skipped.append(" ".join(str(error).split()))
+            draw = draw._replace(image=(draw.image + 1) % images, class_id=None, pixel=None)
 
 
 class WholeImages(Dataset):

@@ -41,6 +41,11 @@ def read(path: Path) -> Stored:
         data = path.read_bytes()
     except OSError as error:
         raise _missing(path, error) from None
+    return complete(path, data)
+
+
+def complete(path: Path, data: bytes) -> Stored:
+    """A file whose bytes have been read. Unreadable if it is truncated or neither PNG nor JPEG."""
     _check_complete(path, data[:8], data[-len(formats.PNG_END) :], lambda: data)
     return Stored(path, data)
 

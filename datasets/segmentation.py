@@ -108,6 +108,12 @@ class SegmentationDataset(Dataset):
         """Hashes of the files' names below the dataset's folder, and of their sizes."""
         return names_and_sizes(self)
 
+    def path(self, index: int) -> Path:
+        """The file of image `index`, or of its label if it has no image."""
+        path = self.files[index].image or self.files[index].label
+        assert path is not None
+        return path
+
     def __len__(self) -> int:
         return len(self.files)
 

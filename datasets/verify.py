@@ -1,29 +1,24 @@
-"""Checks a whole split: `verify` runs before every training, `inspect` decodes every file and is run by hand."""
+"""Checks a whole split before a training. Success is remembered."""
 
-import os
-import re
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import cv2
 import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
+from datasets.classification import ClassificationDataset
 from datasets.fingerprint import fingerprint
-from datasets.reading import decode_image, read_size
-from datasets.segmentation import RESTORE, SegmentationDataset, restorable, size_mismatch
+from datasets.reading import read_size
+from datasets.segmentation import SegmentationDataset, restorable, size_mismatch
 from datasets.workers import in_order
 
 _CHECKS = 3  # increment when the checks change: all data is then checked again
 _SHOWN = 5
-# Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
-_DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
+
+_Split = TypeVar("_Split", bound=SegmentationDataset | ClassificationDataset)
 
 
 class Problem(NamedTuple):
@@ -31,21 +26,6 @@ class Problem(NamedTuple):
 
     kind: str
     message: str
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What `inspect` found.
-
-    `problems`: unpaired files first, then in the order of the files. The counts cover all readable labels: `pixels`,
-    int64 (classes,), pixels of each class; `images`, int64 (classes,), images that contain the class; `ignored`, pixels
-    of no class.
-    """
-
-    problems: tuple[Problem, ...]
-    pixels: np.ndarray
-    images: np.ndarray
-    ignored: int
 
 
 def verify(
@@ -60,13 +40,31 @@ def verify(
     per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder remembers
     success until a path, size or modification time changes. If it cannot be written, the check runs every time.
     """
-    remembered = cache_folder() / "verified" / fingerprint(dataset, version=_CHECKS)
+    _check_once(_Checked(dataset), fingerprint(dataset, version=_CHECKS), workers, progress)
+
+
+def verify_images(
+    dataset: ClassificationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Decode every image of a split. ValueError lists the first problems and counts all.
+
+    The problems are the ones that would stop a training: files that are missing, truncated or no image. Images in
+    memory have been checked. Arguments, memory of success and TimeoutError are as in `verify`.
+    """
+    if dataset.pixels is None:
+        _check_once(_Decoded(dataset), dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
+
+
+def _check_once(source: "Source", key: str, workers: int | None, progress: Callable[[int, int], None] | None) -> None:
+    """ValueError for the problems that `source` finds. Success is remembered as `key`, and nothing is checked again."""
+    remembered = cache_folder() / "verified" / key
     if remembered.is_file():
         return
     problems = []
-    for found in _every(_Checked(dataset), workers, progress):
+    for found in every(source, workers, progress):
         problems += found
     if problems:
+        dataset = source.dataset
         listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
         more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
@@ -80,71 +78,46 @@ def verify(
         pass  # a read-only cache folder only costs the time of the next check
 
 
-def inspect(
-    dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> Inspection:
-    """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
+class Source(Dataset, Generic[_Split]):
+    """index -> what a check finds in an image of `dataset`."""
 
-    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
-    images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
-    only if the decoder meets an invalid code, or the data ends too early or too late.
-
-    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
-    after each image.
-    """
-    classes = len(dataset.classes)
-    problems = _unpaired(dataset)
-    pixels, images = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for found, counts in _every(_Inspected(dataset), workers, progress):
-        problems += found
-        pixels += counts
-        images += counts > 0
-    return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
-
-
-class _Checked(Dataset):
-    """image -> its problems; image pixels are not decoded."""
-
-    def __init__(self, dataset: SegmentationDataset):
+    def __init__(self, dataset: _Split):
         self.dataset = dataset
 
+
+class _Checked(Source[SegmentationDataset]):
+    """image -> its problems; image pixels are not decoded."""
+
     def __getitem__(self, index: int) -> list[Problem]:
-        problems, _ = _check(self.dataset, index, restorable()(read_size), self.dataset.read_label)
+        problems, _ = check(self.dataset, index, restorable()(read_size), self.dataset.read_label)
         return problems
 
 
-class _Inspected(Dataset):
-    """image -> its problems and the number of pixels of each train id, int64 (256,)."""
+class _Decoded(Source[ClassificationDataset]):
+    """image -> its problems, after decoding it."""
 
-    def __init__(self, dataset: SegmentationDataset):
-        self.dataset = dataset
-
-    def __getitem__(self, index: int) -> tuple[list[Problem], np.ndarray]:
+    def __getitem__(self, index: int) -> list[Problem]:
         try:
-            with _printed_by_decoders():  # hidden: a bad label also raises an error
-                problems, label = _check(self.dataset, index, _decoded_size, self.dataset.read_label)
-        except Exception as error:  # an unforeseen failure must not stop the check of the other files
-            problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
-            problems, label = [problem], None
-        return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
+            self.dataset.image(index)
+        except ValueError as error:
+            return [Problem("unreadable image", str(error))]
+        return []
 
 
-def _every(
-    source: _Checked | _Inspected, workers: int | None, progress: Callable[[int, int], None] | None
-) -> Iterator[Any]:
+def every(source: Source, workers: int | None, progress: Callable[[int, int], None] | None) -> Iterator[Any]:
     """The items of `source`. TimeoutError names the image that, with its label, was not read in time."""
-    files, done = source.dataset.files, 0
+    dataset, done = source.dataset, 0
     try:
-        for item in in_order(source, range(len(files)), workers):
+        for item in in_order(source, range(len(dataset)), workers):
             yield item
             done += 1
             if progress is not None:
-                progress(done, len(files))
+                progress(done, len(dataset))
     except TimeoutError as error:
-        raise TimeoutError(f"{files[done].image or files[done].label}: {error}") from error
+        raise TimeoutError(f"{dataset.path(done)}: {error}") from error
 
 
-def _check(
+def check(
     dataset: SegmentationDataset,
     index: int,
     size_of: Callable[[Path], tuple[int, int]],
@@ -180,55 +153,3 @@ def _check(
         except ValueError as error:
             problems.append(Problem("unreadable instances", str(error)))
     return problems, label
-
-
-def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
-    """Images without a label (only in a split with labels) and labels without an image."""
-    labelled = any(entry.label is not None for entry in dataset.files)
-    without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
-    without_image = [entry.label for entry in dataset.files if entry.image is None]
-    return [
-        *(Problem("image without label", f"{path}: has no label; expected one. {RESTORE}") for path in without_label),
-        *(Problem("label without image", f"{path}: has no image; expected one. {RESTORE}") for path in without_image),
-    ]
-
-
-@restorable()
-def _decoded_size(path: Path) -> tuple[int, int]:
-    """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
-    with _printed_by_decoders() as lines:
-        size = decode_image(path).shape[1::-1]
-    complaint = next(filter(_DAMAGE.search, lines), None)
-    if complaint is not None:
-        raise ValueError(f"{path}: damaged pixels, the decoder says {complaint!r}. {RESTORE}")
-    return size
-
-
-@contextmanager
-def _printed_by_decoders() -> Iterator[list[str]]:
-    """Capture what this process prints to standard error: libjpeg reports damage nowhere else.
-
-    The list is filled when the context ends. Use it only in single-threaded processes.
-    """
-    lines: list[str] = []
-    standard_error = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as file:
-            os.dup2(file.fileno(), 2)
-            try:
-                yield lines
-            finally:
-                os.dup2(standard_error, 2)
-            file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()
-    finally:
-        os.close(standard_error)
-
-
-def _histogram(label: np.ndarray) -> np.ndarray:
-    """uint8 (H, W) -> pixels of each value, int64 (256,). OpenCV counts in float32: exact to 2^24 pixels per call."""
-    bands = np.array_split(label, 1 + label.size // 2**23)
-    counts = np.zeros(256, np.int64)
-    for band in bands:
-        counts += cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64)
-    return counts

@@ -20,8 +20,9 @@ from datasets.class_index import POSITIONS, index_label
 from engine.schema.keys import key
 
 from . import frame
+from . import loader_classification as classification
 from .loader_pictures import write_camvid, write_cityscapes, write_vistas
-from .loader_pipelines import DECODES, OPENCV, OURS, RIVALS, Key, pipelines
+from .loader_pipelines import DECODES, METHOD, OPENCV, OURS, RIVALS, Key, pipelines
 from .loader_processes import like_a_worker, start_s, worker_mib
 
 SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
@@ -33,33 +34,6 @@ _REQUIRED = {
 }
 
 Times = dict[str, list[float]]  # of one source, by pipeline
-
-METHOD = """
-- A sample is one pair of files, in the page cache, made into a crop of uint8 tensors by one thread: image (3, h, w) and
-  label (h, w) of train ids. In a round all pipelines make the crop of the same key (scale 0.7 to 2.0, place, flip).
-  Ratios therefore compare equal crops; quotients of two medians in the table do not. Samples per second are computed
-  from the median time. Targets compare with the fastest decoder and the fastest rival.
-- The files are drawn streets, enlarged, with grain like a photograph's: PNGs as in Cityscapes; small PNGs of CamVid's
-  size, with the crops of `configs/data/camvid.yaml`; JPEGs (quality 90, 4:2:0) with palette PNGs as labels, as in
-  Vistas. JPEGs are measured at their own size, for which the targets hold, and with the `base_size` of
-  `configs/data/vistas.yaml`, where a rival resizes to fewer pixels.
-- Ours smooths images that shrink to about half or less (`data.antialias`), which happens with `base_size` alone. The
-  rival to compare with there is `transforms.v2` with `antialias=True`; the other two skip that work, and alias.
-- *Ours* is `datasets.TrainingCrops`. It knows its crop before it decodes, and decodes files only down to the crop's
-  last row, unless that is one of a PNG's last: PNG and JPEG are stored from the top. So it can take less time than the
-  bare decode.
-- *Bare decode* returns the pixels of both whole files. Only Pillow returns the indices of a palette PNG, so all use it
-  for those labels.
-- The rivals resize whole images (bilinear) and labels (nearest), then crop, pad and flip; they map train ids in the
-  crop alone. `transforms.v2` decodes with torchvision; antialiasing, its default, smooths images that shrink. Its
-  labels are plain tensors: a `Mask` is resized without the half-pixel offset, which shifts it against its image.
-- The class index reads a whole label, counts its classes and samples pixels of each; it is made once.
-- Memory counts the pages that only the DataLoader's worker has (`Private_*` in `/proc/PID/smaps_rollup`), sampled every
-  2 ms while it makes minibatches of four crops.
-- A start is a new process after its imports: list and pair the files of a Vistas tree, check that they were verified,
-  load the class index, draw the first keys. The first start verifies the files and makes the index, on pictures of
-  32x24 pixels; on real ones it takes as long as decoding all labels twice.
-"""
 
 
 @dataclass
@@ -75,6 +49,10 @@ class LoaderArguments(frame.Arguments):
     minibatches: int = key(8, above=0)  # of four crops, for a worker's memory
     files: int = key(18000, above=0)  # images, for the start
     starts: int = key(5, above=0)
+    photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
+    photograph_crop_size: int = key(224, above=0)
+    photographs: int = key(24, above=0)  # different files
+    minibatch: int = key(128, above=0)  # of CIFAR images
 
 
 def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
@@ -111,6 +89,8 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             index_ms |= frame.interleaved({source: index}, arguments.rounds)
         minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
         memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
+        images = classification.measure(arguments, Path(folder) / "photographs")
+        clock.report("classification")
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
             "environment": {"threads": 1},
@@ -119,6 +99,7 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             "memory_mib": memory,
             "first_start_s": first_start,
             "cached_starts_s": cached_starts,
+            "classification": images,
             "rows": rows,
         }
 
@@ -155,8 +136,11 @@ def page(result: dict, _: Path) -> str:
     arguments = result["arguments"]
     of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
     about = f"Crops of {arguments['crop_size']} pixels ({SMALL}: {arguments['small_crop_size']}), {of_each}"
-    sections = [*frame.target_table(targets(result)), *_pipelines(result), *_others(result)]
-    return frame.page_text(result, "Speed of the training crops", about, sections, METHOD)
+    found = frame.target_table([*targets(result), *classification.targets(result)])
+    sections = [*found, *_pipelines(result), *classification.sections(result), *_others(result)]
+    return frame.page_text(
+        result, "Speed of the training crops", about, sections, METHOD + classification.METHOD.lstrip()
+    )
 
 
 def _pipelines(result: dict) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Files to read: street scenes with grain like a photograph's, in the layouts of CamVid, Cityscapes and Vistas."""
+"""Files to read: street scenes with grain like a photograph's, in the layouts of the datasets."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,16 @@ from datasets.streets import draw_street
 
 # Standard deviation of the grain, by the size of its grains in pixels: mostly coarse, like a photograph's noise.
 _GRAIN = {32: 8.0, 16: 6.0, 8: 4.5, 4: 3.5, 2: 3.0, 1: 0.6}
+_FINE_GRAIN = {**_GRAIN, 2: 6.0, 1: 6.0}  # files of 500x375 pixels have about 100 KiB, as ImageNet's
 _WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
 _CAMVID_LABELS, _VISTAS_LABELS = 12, 66
 
 
-def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """A drawn street, enlarged: image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids."""
+def scene(height: int, width: int, seed: int, grain: dict[int, float] = _GRAIN) -> tuple[np.ndarray, np.ndarray]:
+    """A drawn street, enlarged: image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids.
+
+    `grain`: as `_GRAIN`.
+    """
     rng = np.random.default_rng(seed)
     image, label = draw_street(rng)
     rows, columns = np.mgrid[:height, :width].astype(np.float32)
@@ -26,8 +30,8 @@ def scene(height: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     )
     image = cv2.remap(image, x, y, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
     label = cv2.remap(label, x, y, cv2.INTER_NEAREST, borderMode=cv2.BORDER_REPLICATE)
-    grain = np.sum([_smooth(rng, height, width, size, deviation) for size, deviation in _GRAIN.items()], axis=0)
-    return np.clip(image + grain[..., None], 0, 255).round().astype(np.uint8), label
+    noise = np.sum([_smooth(rng, height, width, size, deviation) for size, deviation in grain.items()], axis=0)
+    return np.clip(image + noise[..., None], 0, 255).round().astype(np.uint8), label
 
 
 def write_camvid(root: Path, images: int, size: tuple[int, int]) -> None:
@@ -69,6 +73,15 @@ def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | No
             for file in (image_file, label_file):
                 file.write_bytes(file.with_stem(f"{index % images:022d}").read_bytes())
     (root / "config.json").write_text(json.dumps({"labels": labels, "version": 1.1}))
+
+
+def write_imagenet(root: Path, images: int, size: tuple[int, int]) -> None:
+    """Write `images` JPEGs (quality 95, 4:2:0) of 0.8, 1 and 1.2 times `size` (H, W), half of them upright."""
+    for index in range(images):
+        height, width = (round((0.8 + 0.2 * (index % 3)) * length) for length in size[:: -1 if index % 2 else 1])
+        image, _ = scene(height, width, seed=index, grain=_FINE_GRAIN)
+        path = root / "train" / f"n{index % 2:08d}" / f"{index:06d}.JPEG"
+        _write(path, image[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 95])
 
 
 def _smooth(rng: np.random.Generator, height: int, width: int, size: int, deviation: float) -> np.ndarray:

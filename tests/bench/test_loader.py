@@ -24,6 +24,7 @@ TINY = [
     "crop_size=72",
 ]
 TINY += ["pictures=2", "rounds=3", "minibatches=1", "files=12", "starts=1"]
+TINY += ["photograph_size=[64,96]", "photograph_crop_size=48", "photographs=3", "minibatch=4"]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_a_tiny_run_measures_everything(record):
     assert all(len(row["times_ms"]) == 3 and row["median_ms"] > 0 for row in result["rows"])
     assert {source: len(times) for source, times in result["index_ms"].items()} == {PNG: 3, JPEG: 3}
     assert len(result["cached_starts_s"]) == 1 and result["first_start_s"].keys() == result["cached_starts_s"][0].keys()
-    assert text.count(f"| {OURS} |") == 4 and f"python -m scripts.bench_loader {TINY[0]}" in text
+    assert text.count(f"| {OURS} |") == 6 and f"python -m scripts.bench_loader {TINY[0]}" in text
 
 
 def with_times(result: dict, times_ms: dict[str, list[float]]) -> dict:

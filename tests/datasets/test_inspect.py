@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, inspect, vistas
-from datasets.verify import Inspection
+from datasets.inspection import Inspection
 from tests import trees
 
 DATASETS = {

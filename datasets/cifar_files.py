@@ -1,0 +1,127 @@
+"""Reads the official files of CIFAR-10 and CIFAR-100. Python pickles are read without executing what they contain."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from datasets.reading import Unreadable
+from datasets.time_limit import limited
+
+SHAPE = (3, 32, 32)  # of an image: channels (RGB), height, width
+_BYTES = 3 * 32 * 32
+
+
+class Batch(NamedTuple):
+    """What one file holds: uint8 (n, 3, 32, 32) RGB, int64 (n,), names (n,)."""
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    names: np.ndarray
+
+
+class _Foreign(Exception):
+    """A pickle asks for an object that CIFAR's files do not contain."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds numbers, strings, containers and numpy arrays, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _CONSTRUCTORS.get((module, name))
+        if found is None:
+            raise _Foreign(f"{module}.{name}")
+        return found
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How Python 3 writes bytes for Python 2."""
+    if encoding != "latin1":
+        raise _Foreign(f"the encoding {encoding!r}")
+    return text.encode(encoding)
+
+
+_reconstruct: Callable = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
+_CONSTRUCTORS: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,  # since numpy 2
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+    ("_codecs", "encode"): _encode,
+}
+
+
+def read_pickle(path: Path, label_key: str, classes: int) -> Batch:
+    """Read a batch of the "python version". ValueError if the file is missing, damaged, or holds anything else."""
+    with limited(path):
+        content = _unpickled(path)
+    if not isinstance(content, dict):
+        raise Unreadable(f"{path}: holds a {type(content).__name__}; expected a dictionary with data and {label_key}.")
+    # Files of Python 2 have strings as keys, some copies have bytes.
+    entries = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in content.items()}
+    data, labels = entries.get("data"), entries.get(label_key)
+    if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != _BYTES:
+        found = f"{data.dtype} {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
+        raise Unreadable(f'{path}: "data" is {found}; expected uint8 (images, {_BYTES}).')
+    if not isinstance(labels, list) or len(labels) != len(data) or not all(isinstance(label, int) for label in labels):
+        raise Unreadable(f'{path}: "{label_key}" does not hold one integer for each of {len(data)} images.')
+    names = entries.get("filenames")
+    if not isinstance(names, list) or len(names) != len(data):
+        names = [f"{path.name}/{number:05d}" for number in range(len(data))]
+    _check_labels(path, np.array(labels), classes)
+    texts = [name.decode("latin1") if isinstance(name, bytes) else str(name) for name in names]
+    return Batch(data.reshape(-1, *SHAPE), np.array(labels, np.int64), np.array(texts))
+
+
+def read_records(path: Path, label_bytes: int, classes: int) -> Batch:
+    """Read a file of the "binary version": records of `label_bytes` bytes, the last of which is the label, and pixels.
+
+    ValueError if the file is missing, truncated, or holds other labels.
+    """
+    try:
+        with limited(path):
+            content = np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise _missing(path, error) from None
+    record = label_bytes + _BYTES
+    if not len(content) or len(content) % record:
+        raise Unreadable(
+            f"{path}: has {len(content)} bytes, so it is empty or truncated; expected records of {record} bytes."
+        )
+    records = content.reshape(-1, record)
+    labels = records[:, label_bytes - 1].astype(np.int64)
+    _check_labels(path, labels, classes)
+    names = np.array([f"{path.name}/{number:05d}" for number in range(len(records))])
+    return Batch(records[:, label_bytes:].reshape(-1, *SHAPE), labels, names)
+
+
+def _unpickled(path: Path) -> object:
+    try:
+        with open(path, "rb") as file:
+            return _PlainUnpickler(file, encoding="latin1").load()  # what numpy arrays of Python 2 need
+    except _Foreign as error:
+        raise Unreadable(
+            f"{path}: the pickle asks for {error}, which could execute code and does not belong to CIFAR; nothing was "
+            "executed."
+        ) from None
+    except OSError as error:
+        raise _missing(path, error) from None
+    except Exception as error:  # a damaged pickle raises whatever Python does for damaged bytes
+        raise Unreadable(
+            f"{path}: cannot be read as a pickle, so it is damaged or truncated ({type(error).__name__}: {error})."
+        ) from None
+
+
+def _missing(path: Path, error: OSError) -> Unreadable:
+    return Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.")
+
+
+def _check_labels(path: Path, labels: np.ndarray, classes: int) -> None:
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise Unreadable(
+            f"{path}: image {wrong[0]} has the label {labels[wrong[0]]}; expected 0 to {classes - 1}. {len(wrong)} of "
+            f"{len(labels)} labels are out of range."
+        )

@@ -1,0 +1,72 @@
+"""A classification dataset: a list of images in files or in memory, a class for each, and checked reading."""
+
+from pathlib import Path
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from datasets.file_list import FileList
+from datasets.reading import decode_image
+from datasets.segmentation import restorable
+
+
+class ClassificationDataset(Dataset):
+    """Images of one split with a class each.
+
+    `name`: the dataset's, e.g. "imagenet". `classes`: their names, by label. `labels`: the class of every image, int64
+    (images,). `files`: what the dataset is read from, one image each, unless `pixels` holds all images: uint8 (images,
+    3, H, W) RGB, which are called `names`.
+    """
+
+    palette = None  # classes have no colours
+
+    def __init__(
+        self,
+        name: str,
+        split: str,
+        classes: tuple[str, ...],
+        labels: np.ndarray,
+        files: FileList,
+        pixels: np.ndarray | None = None,
+        names: np.ndarray | None = None,
+    ):
+        count = len(files) if pixels is None else len(pixels)
+        assert (
+            labels.shape == (count,) and (pixels is None) == (names is None) and (names is None or len(names) == count)
+        )
+        self.name = name
+        self.split = split
+        self.classes = classes
+        self.labels = labels.astype(np.int64, copy=False)
+        self.files = files
+        self.pixels = pixels
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def names_and_sizes(self) -> tuple[str, str]:
+        """Hashes of the files' names below the dataset's folder, and of their sizes."""
+        return self.files.names_and_sizes()
+
+    def label(self, number: int) -> int:
+        return int(self.labels[number])
+
+    def image_name(self, number: int) -> str:
+        """Unique in the split: an image file's path below the split's folder, or the image's name in memory."""
+        return self.files.name(number) if self.names is None else str(self.names[number])
+
+    def path(self, number: int) -> Path:
+        """The file of an image that is not in memory."""
+        assert self.pixels is None, f"{self.name} is in memory"
+        return self.files.path(number)
+
+    def image(self, number: int) -> np.ndarray:
+        """uint8 (H, W, 3) RGB. EXIF orientation is ignored, as in published ImageNet results.
+
+        ValueError if the file is missing, truncated or neither PNG nor JPEG, whatever its suffix.
+        """
+        if self.pixels is not None:
+            return np.ascontiguousarray(self.pixels[number].transpose(1, 2, 0))
+        with restorable():
+            return decode_image(self.path(number))

@@ -1,0 +1,126 @@
+"""Which files a dataset has: names, sizes and times, kept compactly, and the cached listing of class folders."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from datasets.cache import cache_folder, read_arrays, write_arrays
+from datasets.time_limit import limited
+
+_VERSION = 1  # increment when the content of cached lists changes
+_SETTLED_SECONDS = 60  # since the last change of a folder, before its list is kept; see `list_classes`
+_ARRAYS = ("names", "sizes", "times", "images")  # in a cached list
+
+
+@dataclass(frozen=True)
+class FileList:
+    """Files below `root` in a fixed order, as they were when they were listed.
+
+    `names`: paths below `root`, encoded by `os.fsencode`, numpy's S type (n,). `sizes`: bytes, int64 (n,). `times`: of
+    the last modification, in ns since 1970, int64 (n,). They are arrays because a million Python strings would take
+    more memory, and every worker would soon have a copy of its own.
+    """
+
+    root: Path
+    names: np.ndarray
+    sizes: np.ndarray
+    times: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def name(self, number: int) -> str:
+        return os.fsdecode(self.names[number])
+
+    def path(self, number: int) -> Path:
+        return self.root / self.name(number)
+
+    def names_and_sizes(self) -> tuple[str, str]:
+        """Hexadecimal hashes of the names, and of the sizes."""
+        return hashlib.sha256(b"\n".join(self.names.tolist())).hexdigest(), _hash(self.sizes)
+
+    def fingerprint(self, version: list) -> str:
+        """Hexadecimal hash of names, sizes, times and `version`; it does not change if the whole folder is moved."""
+        parts = [version, *self.names_and_sizes(), _hash(self.times)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def listed(root: Path, paths: Sequence[Path]) -> FileList:
+    """The list of `paths`, which lie below `root`. A file that cannot be read has size and time 0."""
+    return _file_list(root, [(os.path.relpath(path, root), _size_and_time(path)) for path in paths])
+
+
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Names of the folders in `folder`, sorted; hidden ones are left out."""
+    with os.scandir(folder) as entries:
+        return tuple(sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")))
+
+
+def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]) -> tuple[FileList, np.ndarray]:
+    """The files in `folder`/CLASS for each of `classes`, sorted by class and name, and their classes, int64 (n,).
+
+    Only files whose names end with one of `suffixes`, in lower or upper case, count. Hidden files do not.
+
+    The list is kept in the cache folder, and used again while path and times (of modification and of status change) of
+    all class folders stay the same. File systems update these times when a file is added, removed or renamed. A list is
+    kept only if no class folder has changed within a minute, because a later change might get the same time. Two
+    things go unnoticed: a file that is overwritten in place, and any change on file systems that do not keep the times
+    of folders (some mounts of object stores). After such a change, remove `file-lists` from the cache folder.
+    """
+    started = time.time()
+    states = [_state(folder / name) for name in classes]
+    key = hashlib.sha256(json.dumps([_VERSION, os.path.abspath(folder), suffixes, classes, states]).encode())
+    file = cache_folder() / "file-lists" / f"{key.hexdigest()}.npz"
+    found = read_arrays(file, _ARRAYS)
+    if found is None:
+        listed = [_files(folder, name, suffixes) for name in classes]
+        files = _file_list(folder, [entry for entries in listed for entry in entries])
+        found = [files.names, files.sizes, files.times, np.array([len(entries) for entries in listed], np.int64)]
+        if max((modified for modified, _ in states), default=0) < 1e9 * (started - _SETTLED_SECONDS):
+            try:
+                write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
+            except OSError:
+                pass  # a read-only cache folder only costs the time of the next listing
+    names, sizes, times, images = found
+    return FileList(folder, names, sizes, times), np.repeat(np.arange(len(classes)), images)
+
+
+def _file_list(root: Path, found: Sequence[tuple[str, tuple[int, int]]]) -> FileList:
+    """From each file's path below `root`, size and time."""
+    names = np.array([os.fsencode(name) for name, _ in found], np.bytes_)
+    states = np.array([state for _, state in found], np.int64).reshape(-1, 2)
+    return FileList(root, names, sizes=states[:, 0].copy(), times=states[:, 1].copy())
+
+
+def _files(folder: Path, name: str, suffixes: tuple[str, ...]) -> list[tuple[str, tuple[int, int]]]:
+    """Of each file in the class folder `name`, sorted: path below `folder`, and size and time."""
+    with limited(folder / name), os.scandir(folder / name) as entries:
+        found = [
+            (f"{name}/{entry.name}", _size_and_time(entry))
+            for entry in entries
+            if entry.name.lower().endswith(suffixes) and not entry.name.startswith(".")
+        ]
+    return sorted(found)
+
+
+def _size_and_time(file: Path | os.DirEntry) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError:  # e.g. a link to nowhere; reading it will say so
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _state(folder: Path) -> tuple[int, int]:
+    stat = os.stat(folder)
+    return stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _hash(numbers: np.ndarray) -> str:
+    return hashlib.sha256(numbers.astype("<i8").tobytes()).hexdigest()

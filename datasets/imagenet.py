@@ -1,0 +1,89 @@
+"""ImageNet (ILSVRC 2012): 1000 classes in class folders. Any other tree of class folders works too."""
+
+import os
+from pathlib import Path
+
+from datasets.classification import ClassificationDataset
+from datasets.file_list import class_folders, list_classes
+from datasets.layout import Layout
+from datasets.time_limit import limited
+
+IMAGES = {"train": 1_281_167, "val": 50_000}  # in the official splits
+
+_SUFFIXES = (".jpeg", ".jpg", ".png")
+_OTHER = {"train": "val", "val": "train"}
+_SHOWN = 5
+_SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
+    tail -n +2 LOC_val_solution.csv | tr , ' ' | while read name wnid rest; do
+      mkdir -p val/$wnid && mv val/$name.JPEG val/$wnid/; done
+With the original archives, put ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz into DIR, remove val, and run
+    python -c 'import torchvision; torchvision.datasets.ImageNet("DIR", "val")'"""
+
+_LAYOUT = Layout(
+    name="imagenet",
+    splits=tuple(IMAGES),
+    tree="""
+DIR/train/CLASS/*.JPEG    CLASS: n01440764 … in ImageNet, any names in your own data
+DIR/val/CLASS/*.JPEG      the same classes; .jpg, .jpeg and .png files, in lower or upper case
+""",
+    source="unpack ILSVRC2012_img_train.tar, the archive of each class in it into a folder of its own, and the "
+    "validation images into folders of the same names",
+)
+
+
+def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
+    """The class folders in `root`/`split`: split "train" (1,281,167 images) or "val" (50,000).
+
+    A label is the position of the folder's name among the sorted names. If both splits are there, they must have the
+    same classes; a folder may be empty. The list of files is cached: `list_classes` says which changes go unnoticed.
+
+    Raises:
+        ValueError: the split is unknown, a folder or all images are missing, the splits have different classes, or
+            images lie outside the class folders.
+    """
+    with limited():
+        root = _LAYOUT.check(root, split)
+        folder = root / split
+        if not folder.is_dir():
+            raise _LAYOUT.error(f"imagenet: the folder {folder} is missing", root, missing=[folder])
+        classes = class_folders(folder)
+        _check_flat(root, folder, bool(classes))
+        _check_classes(root, split, classes)
+    files, labels = list_classes(folder, classes, _SUFFIXES)
+    if not len(files):
+        looked_for = f"{folder}/*/*{{{','.join(_SUFFIXES)}}}"
+        raise _LAYOUT.error(f"imagenet: no images in split {split!r}, looked for {looked_for}", root)
+    return ClassificationDataset("imagenet", split, classes, labels, files)
+
+
+def _check_flat(root: Path, folder: Path, has_classes: bool) -> None:
+    """ValueError if images lie in the split's folder itself."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if entry.name.lower().endswith(_SUFFIXES) and entry.is_file()]
+    if names:
+        beside = "beside" if has_classes else "without"
+        raise _LAYOUT.error(
+            f"imagenet: {folder} holds {len(names)} images {beside} class folders, such as {min(names)}; expected "
+            "images in class folders alone",
+            root,
+            fix=_SORT_FLAT,
+        )
+
+
+def _check_classes(root: Path, split: str, classes: tuple[str, ...]) -> None:
+    """ValueError if the other split is there and has other classes."""
+    other = _OTHER[split]
+    if not (root / other).is_dir():
+        return
+    others = class_folders(root / other)
+    differences = [
+        f"{len(alone)} only in {where} ({', '.join(alone[:_SHOWN])}{', …' if len(alone) > _SHOWN else ''})"
+        for where, alone in ((split, sorted({*classes} - {*others})), (other, sorted({*others} - {*classes})))
+        if alone
+    ]
+    if others and differences:
+        raise _LAYOUT.error(
+            f"imagenet: the splits have different classes: {' and '.join(differences)}; expected the same",
+            root,
+            fix="complete the splits; a class without images needs an empty folder",
+        )

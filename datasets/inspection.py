@@ -1,0 +1,121 @@
+"""Checks a whole split, run by hand: decodes every file, and counts the label pixels."""
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from datasets.reading import decode_image
+from datasets.segmentation import RESTORE, SegmentationDataset, restorable
+from datasets.verify import Problem, Source, check, every
+
+# Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
+_DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What `inspect` found.
+
+    `problems`: unpaired files first, then in the order of the files. The counts cover all readable labels: `pixels`,
+    int64 (classes,), pixels of each class; `images`, int64 (classes,), images that contain the class; `ignored`, pixels
+    of no class.
+    """
+
+    problems: tuple[Problem, ...]
+    pixels: np.ndarray
+    images: np.ndarray
+    ignored: int
+
+
+def inspect(
+    dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Inspection:
+    """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
+
+    Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
+    images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
+    only if the decoder meets an invalid code, or the data ends too early or too late.
+
+    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
+    after each image.
+    """
+    classes = len(dataset.classes)
+    problems = _unpaired(dataset)
+    pixels, images = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    for found, counts in every(_Inspected(dataset), workers, progress):
+        problems += found
+        pixels += counts
+        images += counts > 0
+    return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
+
+
+class _Inspected(Source[SegmentationDataset]):
+    """image -> its problems and the number of pixels of each train id, int64 (256,)."""
+
+    def __getitem__(self, index: int) -> tuple[list[Problem], np.ndarray]:
+        try:
+            with _printed_by_decoders():  # hidden: a bad label also raises an error
+                problems, label = check(self.dataset, index, _decoded_size, self.dataset.read_label)
+        except Exception as error:  # an unforeseen failure must not stop the check of the other files
+            problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
+            problems, label = [problem], None
+        return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
+
+
+def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
+    """Images without a label (only in a split with labels) and labels without an image."""
+    labelled = any(entry.label is not None for entry in dataset.files)
+    without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
+    without_image = [entry.label for entry in dataset.files if entry.image is None]
+    return [
+        *(Problem("image without label", f"{path}: has no label; expected one. {RESTORE}") for path in without_label),
+        *(Problem("label without image", f"{path}: has no image; expected one. {RESTORE}") for path in without_image),
+    ]
+
+
+@restorable()
+def _decoded_size(path: Path) -> tuple[int, int]:
+    """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
+    with _printed_by_decoders() as lines:
+        size = decode_image(path).shape[1::-1]
+    complaint = next(filter(_DAMAGE.search, lines), None)
+    if complaint is not None:
+        raise ValueError(f"{path}: damaged pixels, the decoder says {complaint!r}. {RESTORE}")
+    return size
+
+
+@contextmanager
+def _printed_by_decoders() -> Iterator[list[str]]:
+    """Capture what this process prints to standard error: libjpeg reports damage nowhere else.
+
+    The list is filled when the context ends. Use it only in single-threaded processes.
+    """
+    lines: list[str] = []
+    standard_error = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as file:
+            os.dup2(file.fileno(), 2)
+            try:
+                yield lines
+            finally:
+                os.dup2(standard_error, 2)
+            file.seek(0)
+            lines += file.read().decode(errors="replace").splitlines()
+    finally:
+        os.close(standard_error)
+
+
+def _histogram(label: np.ndarray) -> np.ndarray:
+    """uint8 (H, W) -> pixels of each value, int64 (256,). OpenCV counts in float32: exact to 2^24 pixels per call."""
+    bands = np.array_split(label, 1 + label.size // 2**23)
+    counts = np.zeros(256, np.int64)
+    for band in bands:
+        counts += cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64)
+    return counts

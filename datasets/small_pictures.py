@@ -1,0 +1,139 @@
+"""Small pictures of one size in class folders or in a zip file, decoded once into one array, which is cached."""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from datasets.cache import cache_folder, read_arrays, write_arrays
+from datasets.file_list import FileList, class_folders, list_classes, listed
+from datasets.layout import Layout
+from datasets.reading import Stored, Unreadable, complete, decode_image, read
+from datasets.segmentation import restorable
+from datasets.time_limit import limited
+
+SIZE = (32, 32)  # height, width
+_SUFFIXES = (".jpg", ".jpeg", ".png")
+_VERSION = 1  # increment when decoded pixels change
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The pictures of one split. `files`: what they are read from. `labels`: int64 (n,). `names`: (n,).
+
+    `read()` yields the files in order, not yet decoded.
+    """
+
+    files: FileList
+    labels: np.ndarray
+    names: np.ndarray
+    read: Callable[[], Iterable[Stored]]
+
+    def pixels(self, about: str) -> np.ndarray:
+        """All pictures, uint8 (n, 3, 32, 32) RGB, from the cache folder, or decoded and kept there.
+
+        `about`: the dataset and its split. ValueError names a file that is damaged or of another size.
+        """
+        file = cache_folder() / "decoded" / f"{self.files.fingerprint([_VERSION, about])}.npz"
+        shape = (len(self.labels), 3, *SIZE)
+        found = read_arrays(file, ["pixels"])
+        if found is not None and found[0].shape == shape and found[0].dtype == np.uint8:
+            return found[0]
+        pixels = np.empty(shape, np.uint8)
+        with restorable():
+            for number, stored in enumerate(self.read()):
+                image = decode_image(stored)
+                if image.shape[:2] != SIZE:
+                    raise Unreadable(
+                        f"{stored.path}: has {image.shape[1]}x{image.shape[0]} pixels; expected {SIZE[1]}x{SIZE[0]}."
+                    )
+                pixels[number] = image.transpose(2, 0, 1)
+        try:
+            write_arrays(file, {"pixels": pixels}, compressed=False)
+        except OSError:
+            pass  # a cache folder that is read-only or full only costs the time of decoding again
+        return pixels
+
+
+def in_folders(root: Path, split: str, classes: Sequence[str], layout: Layout) -> Pictures:
+    """The pictures in `root`/`split`/CLASS. ValueError if the folders are not the `classes`, or empty."""
+    folder = root / split
+    with limited():
+        _check_classes(class_folders(folder), classes, folder, root, layout)
+    files, labels = list_classes(folder, classes, _SUFFIXES)
+    _check_counts(labels, classes, folder, root, layout)
+    names = np.array([files.name(number) for number in range(len(files))])
+    return Pictures(files, labels, names, partial(_read_files, files))
+
+
+def in_zip(archive: Path, split: str, classes: Sequence[str], layout: Layout) -> Pictures:
+    """The pictures that the zip file calls …/`split`/CLASS/NAME. ValueError as from `in_folders`, or if damaged."""
+    with restorable(), limited(archive), _opened(archive) as content:
+        members = sorted(name for name in content.namelist() if _is_picture(name, split))
+    found = [PurePosixPath(name).parts[-2] for name in members]
+    _check_classes(sorted({*found}), classes, archive, archive.parent, layout)
+    label_of = {name: label for label, name in enumerate(classes)}
+    labels = np.array([label_of[name] for name in found], np.int64)
+    order = np.argsort(labels, kind="stable")  # as in folders, whatever lies above them
+    members = [members[number] for number in order]
+    names = np.array(["/".join(PurePosixPath(name).parts[-2:]) for name in members])
+    return Pictures(listed(archive.parent, [archive]), labels[order], names, partial(_read_members, archive, members))
+
+
+def _is_picture(name: str, split: str) -> bool:
+    *folders, file = PurePosixPath(name).parts
+    return len(folders) >= 2 and folders[-2] == split and file.lower().endswith(_SUFFIXES) and not file.startswith(".")
+
+
+def _check_classes(found: Sequence[str], classes: Sequence[str], where: Path, root: Path, layout: Layout) -> None:
+    differences = [
+        f"{problem} {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
+        for problem, names in (
+            ("no", [name for name in classes if name not in found]),
+            ("unknown", [name for name in found if name not in classes]),
+        )
+        if names
+    ]
+    if differences:
+        raise layout.error(f"{layout.name}: wrong class folders in {where}: {'; '.join(differences)}", root)
+
+
+def _check_counts(labels: np.ndarray, classes: Sequence[str], where: Path, root: Path, layout: Layout) -> None:
+    empty = [
+        name for name, count in zip(classes, np.bincount(labels, minlength=len(classes)), strict=True) if not count
+    ]
+    if empty:
+        raise layout.error(f"{layout.name}: no pictures in {where} of {', '.join(empty[:_SHOWN])}", root)
+
+
+def _read_files(files: FileList) -> Iterator[Stored]:
+    for number in range(len(files)):
+        path = files.path(number)
+        with limited(path):
+            stored = read(path)
+        yield stored
+
+
+def _read_members(archive: Path, members: Sequence[str]) -> Iterator[Stored]:
+    with _opened(archive) as content:
+        for member in members:
+            path = archive / member
+            with limited(path):
+                try:
+                    data = content.read(member)
+                except (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+                    raise Unreadable(f"{path}: cannot be unpacked ({error}); expected an intact zip file.") from None
+            yield complete(path, data)
+
+
+def _opened(archive: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(os.fspath(archive))
+    except (zipfile.BadZipFile, OSError) as error:
+        raise Unreadable(f"{archive}: cannot be read as a zip file ({error}); expected an intact one.") from None

@@ -1,0 +1,280 @@
+import os
+import pickle
+import shutil
+import zipfile
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import cifar10, cifar100, verify_images
+from tests.datasets import classification_trees as trees
+from tests.datasets.classification_trees import CIFAR10, as_python2, encoded, photograph, write
+
+
+def decoded(cache) -> list:
+    return sorted((cache / "inplace-abn-segmentation" / "decoded").glob("*.npz"))
+
+
+@pytest.mark.parametrize("tree", [trees.cifar10_python, trees.cifar10_binary], ids=["python", "binary"])
+@pytest.mark.parametrize("inside", [False, True], ids=["above", "inside"])
+def test_cifar10_official_files(tmp_path, tree, inside):
+    """`root` may also be the unpacked folder itself."""
+    root = tree(tmp_path / "data")
+    if inside:
+        (root,) = root.iterdir()
+    train, test = cifar10(root, "train"), cifar10(root, "test")
+    assert train.classes == tuple(CIFAR10) and CIFAR10[0] == "airplane" and CIFAR10[9] == "truck"
+    assert (train.name, train.split, len(train), len(test)) == ("cifar10", "train", 10, 2)
+    pixels, labels = (np.concatenate(parts) for parts in zip(*(trees.batch(n, 2, 10) for n in range(5)), strict=True))
+    assert train.pixels.dtype == np.uint8 and np.array_equal(train.pixels.reshape(-1, 3072), pixels)
+    assert train.labels.tolist() == labels.tolist() and train.label(7) == 7
+    assert np.array_equal(train.image(7), pixels[7].reshape(3, 32, 32).transpose(1, 2, 0))  # red, green, blue planes
+    names = [train.image_name(number) for number in range(10)]
+    assert len({*names}) == 10 and names[1] in ("picture_s_000001.png", "data_batch_1.bin/00001")
+    verify_images(train)  # images in memory have been read
+
+
+@pytest.mark.parametrize("form", ["cifar-100-python", "cifar-100-binary"])
+def test_cifar100_has_fine_labels(tmp_path, form):
+    trees.cifar100(tmp_path / "all")
+    shutil.move(tmp_path / "all" / form, tmp_path / "data" / form)
+    train = cifar100(tmp_path / "data", "train")
+    assert len(train.classes) == 100 and list(train.classes) == sorted({*train.classes})
+    assert train.labels.tolist() == [30, 31, 32, 33, 34, 35] and train.classes[30] == "dolphin"
+    assert np.array_equal(train.pixels.reshape(-1, 3072), trees.batch(0, 6, 20)[0])
+    assert len({train.image_name(number) for number in range(6)}) in (1, 6)  # the fake pickle repeats a name
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize("form", ["folders", "zip", "folder of zip", "zip with a folder"])
+def test_class_folders_and_zip_files(tmp_path, cache, form, kind):
+    if form == "folders":
+        root = trees.cifar_folders(tmp_path / "data", kind=kind)
+    else:
+        above = "cifar/" if form == "zip with a folder" else ""
+        archive = trees.cifar_zip(tmp_path / "data" / "pictures.zip", kind=kind, above=above)
+        root = archive.parent if form == "folder of zip" else archive
+    for _ in range(2):
+        train, test = cifar10(root, "train"), cifar10(root, "test")
+        assert train.labels.tolist() == [label for label in range(10) for _ in range(2)] and len(test) == 10
+        stored = trees.pictures(CIFAR10, kind)
+        for number in range(20):
+            name = train.image_name(number)
+            expected = np.asarray(Image.open(BytesIO(stored[f"train/{name}"])))
+            assert name.startswith(CIFAR10[number // 2]) and np.array_equal(train.image(number), expected)
+        assert len(decoded(cache)) == 2  # one for each split
+
+
+def test_cifar100_class_folders(tmp_path):
+    train = cifar100(trees.cifar_folders(tmp_path, trees.CIFAR100), "train")
+    assert train.labels.tolist() == [label for label in range(100) for _ in range(2)]
+
+
+def test_decoded_pictures_are_cached_until_the_file_changes_and_rebuilt_when_damaged(tmp_path, cache, monkeypatch):
+    archive = trees.cifar_zip(tmp_path / "pictures.zip")
+    expected = cifar10(archive, "train").pixels
+    (kept,) = decoded(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.small_pictures.decode_image", None)  # decoding again would fail
+        assert np.array_equal(cifar10(archive, "train").pixels, expected)
+    data = kept.read_bytes()
+    middle = len(data) // 2
+    for damaged in (data[:middle], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :], b""):
+        kept.write_bytes(damaged)
+        assert np.array_equal(cifar10(archive, "train").pixels, expected) and kept.read_bytes() == data
+    os.utime(archive, ns=(0, archive.stat().st_mtime_ns + 1))
+    assert np.array_equal(cifar10(archive, "train").pixels, expected) and len(decoded(cache)) == 2
+
+
+def test_it_goes_on_without_a_cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(write(tmp_path / "occupied", b"")))
+    assert len(cifar10(trees.cifar_zip(tmp_path / "pictures.zip"), "train")) == 20
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("content", [{"data": Evil()}, Evil(), {"labels": [1], "data": np.array([Evil()])}])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_that_would_execute_code_is_refused_and_not_executed(tmp_path, monkeypatch, content, protocol):
+    root = trees.cifar10_python(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    path = write(root / "cifar-10-batches-py" / "test_batch", pickle.dumps(content, protocol))
+    with pytest.raises(ValueError, match=f"{path}: the pickle asks for posix.system, which could execute code"):
+        cifar10(root, "test")
+    assert not (tmp_path / "executed").exists()
+    pickle.loads(path.read_bytes())
+    assert (tmp_path / "executed").exists()  # so it would have been
+
+
+@pytest.mark.parametrize("name", ["eval", "getattr", "__import__"])
+def test_builtins_and_attributes_of_numpy_are_refused_too(tmp_path, name):
+    root = trees.cifar10_python(tmp_path)
+    for module, wanted in (("builtins", name), ("numpy", "load"), ("numpy", f"ndarray.{name}")):
+        text = f"\x8c{chr(len(module))}{module}\x8c{chr(len(wanted))}{wanted}\x93."  # two short strings, their object
+        path = write(root / "cifar-10-batches-py" / "test_batch", b"\x80\x04" + text.encode("latin1"))
+        with pytest.raises(ValueError, match=f"{path}: the pickle asks for {module}.{wanted}"):
+            cifar10(root, "test")
+
+
+def test_pickles_of_python_3_and_keys_of_bytes_are_read(tmp_path):
+    """Some copies were written again."""
+    root = trees.cifar10_python(tmp_path)
+    expected = cifar10(root, "test")
+    pixels, labels = trees.batch(5, 2, 10)
+    for content in ({"data": pixels, "labels": labels}, {b"data": pixels, b"labels": labels}):
+        for protocol in (2, 4):
+            write(root / "cifar-10-batches-py" / "test_batch", pickle.dumps(content, protocol))
+            test = cifar10(root, "test")
+            assert np.array_equal(test.pixels, expected.pixels) and test.labels.tolist() == expected.labels.tolist()
+
+
+def pickled(**changes) -> bytes:
+    pixels, labels = trees.batch(5, 2, 10)
+    return as_python2({"labels": labels, "data": pixels, **changes})
+
+
+PICKLES = {
+    "truncated": (pickled()[:-900], "cannot be read as a pickle, so it is damaged or truncated"),
+    "empty": (b"", "cannot be read as a pickle"),
+    "no pickle": (b"GIF89a", "cannot be read as a pickle"),
+    "list": (as_python2([1, 2]), "holds a list; expected a dictionary with data and labels"),
+    "no data": (pickled(data=None), '"data" is NoneType; expected uint8'),
+    "floats": (pickled(data=np.zeros((2, 3072))), r'"data" is float64 \(2, 3072\); expected uint8 \(images, 3072\)'),
+    "too short": (pickled(data=np.zeros((2, 3071), np.uint8)), r'"data" is uint8 \(2, 3071\)'),
+    "a label missing": (pickled(labels=[1]), '"labels" does not hold one integer for each of 2 images'),
+    "label 10": (pickled(labels=[3, 10]), "image 1 has the label 10; expected 0 to 9. 1 of 2 labels are out of range"),
+    "label -1": (pickled(labels=[-1, 3]), "image 0 has the label -1; expected 0 to 9"),
+}
+
+
+@pytest.mark.parametrize("damage", PICKLES)
+def test_damaged_pickles_are_named(tmp_path, damage):
+    data, message = PICKLES[damage]
+    root = trees.cifar10_python(tmp_path)
+    path = write(root / "cifar-10-batches-py" / "test_batch", data)
+    with pytest.raises(ValueError, match=f"{path}: {message}.*Restore the file from the dataset's archive"):
+        cifar10(root, "test")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda data: data[:-1], "has 6145 bytes, so it is empty or truncated; expected records of 3073 bytes"),
+        (lambda data: b"", "has 0 bytes, so it is empty or truncated"),
+        (lambda data: b"\x0a" + data[1:], "image 0 has the label 10; expected 0 to 9"),
+    ],
+)
+def test_damaged_records_are_named(tmp_path, change, message):
+    root = trees.cifar10_binary(tmp_path)
+    path = root / "cifar-10-batches-bin" / "data_batch_3.bin"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"{path}: {message}"):
+        cifar10(root, "train")
+
+
+def test_records_cut_off_between_two_images_are_noticed(tmp_path):
+    root = trees.cifar10_binary(tmp_path)
+    path = root / "cifar-10-batches-bin" / "data_batch_3.bin"
+    path.write_bytes(path.read_bytes()[:3073])
+    with pytest.raises(ValueError, match=r"different numbers of images \(data_batch_1.bin 2, .* data_batch_3.bin 1,"):
+        cifar10(root, "train")
+
+
+@pytest.mark.parametrize("tree, suffix", [(trees.cifar10_python, ""), (trees.cifar10_binary, ".bin")])
+def test_a_missing_batch_is_named(tmp_path, tree, suffix):
+    root = tree(tmp_path)
+    next(root.rglob(f"data_batch_1{suffix}")).unlink()
+    with pytest.raises(ValueError, match=f"cifar10: data_batch_1{suffix} of split 'train' is missing in"):
+        cifar10(root, "train")
+    assert len(cifar10(root, "test")) == 2
+
+
+@pytest.mark.parametrize(
+    "name, data, message",
+    [
+        ("train/cat/0000.png", encoded(photograph(0, (32, 33)), "PNG"), "has 33x32 pixels; expected 32x32"),
+        ("train/cat/0000.png", encoded(photograph(0, (32, 32)), "PNG")[:-9], "the PNG file is truncated"),
+        ("train/cat/0000.png", b"GIF89a", "is neither PNG nor JPEG"),
+    ],
+)
+@pytest.mark.parametrize("packed", [True, False], ids=["zip", "folders"])
+def test_damaged_pictures_are_named(tmp_path, cache, name, data, message, packed):
+    root = trees.cifar_folders(tmp_path / "data")
+    write(root / name, data)
+    where = root
+    if packed:
+        where = tmp_path / "pictures.zip"
+        with zipfile.ZipFile(where, "w") as archive:
+            for path in sorted(root.rglob("*.png")):
+                archive.write(path, path.relative_to(root))
+    with pytest.raises(ValueError, match=f"^{where}/{name}: {message}.* Restore the file"):
+        cifar10(where, "train")
+    assert decoded(cache) == []
+
+
+def test_damaged_zip_files_are_named(tmp_path):
+    archive = trees.cifar_zip(tmp_path / "pictures.zip")
+    data = archive.read_bytes()
+    with zipfile.ZipFile(archive) as content:
+        start = content.getinfo("train/cat/0001.png").header_offset + 1000
+    archive.write_bytes(data[:start] + bytes([data[start] ^ 255]) + data[start + 1 :])
+    with pytest.raises(ValueError, match=f"^{archive}/train/cat/0001.png: cannot be unpacked .*CRC-32"):
+        cifar10(archive, "train")
+    archive.write_bytes(data[:-100])
+    with pytest.raises(ValueError, match="none.zip: cannot be read as a zip file .*No such file"):
+        cifar10(tmp_path / "none.zip", "train")
+    with pytest.raises(ValueError, match=f"^{archive}: cannot be read as a zip file"):
+        cifar10(archive, "train")
+
+
+def test_foreign_and_missing_classes_are_named(tmp_path):
+    root = trees.cifar_folders(tmp_path / "data")
+    (root / "train" / "cat").rename(root / "train" / "kitten")
+    with pytest.raises(ValueError, match="wrong class folders in .*/train: no cat; unknown kitten"):
+        cifar10(root, "train")
+    with pytest.raises(ValueError, match="wrong class folders in .*hundred.zip: no airplane, automobile, .*; unknown"):
+        cifar10(trees.cifar_zip(tmp_path / "hundred.zip", trees.CIFAR100[:3]), "train")
+    for path in (root / "test" / "dog").iterdir():
+        path.unlink()
+    with pytest.raises(ValueError, match="no pictures in .*/test of dog"):
+        cifar10(root, "test")
+
+
+def test_a_folder_without_the_dataset_shows_all_forms(tmp_path):
+    with pytest.raises(ValueError, match=r"does not hold the dataset") as error:
+        cifar10(tmp_path, "train")
+    for form in (
+        "cifar-10-batches-py/data_batch_1",
+        "cifar-10-batches-bin/data_batch_1.bin",
+        "DIR/train/CLASS",
+        "*.zip",
+    ):
+        assert form in str(error.value)
+    write(tmp_path / "cifar-10-python.tar.gz", b"")
+    with pytest.raises(ValueError, match="Still packed: .*cifar-10-python.tar.gz"):
+        cifar10(tmp_path, "train")
+    with pytest.raises(ValueError, match="split 'val' is unknown to cifar100; expected one of train, test"):
+        cifar100(tmp_path, "val")
+    for name in ("one.zip", "two.zip"):
+        trees.cifar_zip(tmp_path / name)
+    with pytest.raises(ValueError, match="holds several zip files: one.zip, two.zip"):
+        cifar10(tmp_path, "train")
+    (tmp_path / "above").mkdir()
+    trees.cifar10_python(tmp_path / "above" / "data")
+    with pytest.raises(ValueError, match="Fix: give .*/above/data, which holds cifar-10-batches-py"):
+        cifar10(tmp_path / "above", "train")
+
+
+def test_names_and_sizes_are_the_files(tmp_path):
+    root = trees.cifar10_binary(tmp_path / "data")
+    before = cifar10(root, "train").names_and_sizes()
+    root.rename(tmp_path / "moved")
+    assert cifar10(tmp_path / "moved", "train").names_and_sizes() == before
+    trees.cifar10_binary(tmp_path / "moved", images=4)
+    after = cifar10(tmp_path / "moved", "train").names_and_sizes()
+    assert after[0] == before[0] and after[1] != before[1]

@@ -1,0 +1,284 @@
+import os
+import time
+from io import BytesIO
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import imagenet, verify_images
+from datasets.time_limit import reading_limit
+from tests.datasets import classification_trees as trees
+from tests.datasets.classification_trees import WNIDS, encoded, photograph, write
+
+
+@pytest.fixture
+def root(tmp_path):
+    return trees.imagenet(tmp_path / "imagenet")
+
+
+def settle(root) -> None:
+    """Make all class folders look unchanged for a day: only then is their list kept."""
+    for split in ("train", "val"):
+        for folder in (root / split).iterdir():
+            os.utime(folder, (time.time() - 86400,) * 2)
+
+
+def lists(cache) -> list:
+    return sorted((cache / "inplace-abn-segmentation" / "file-lists").glob("*.npz"))
+
+
+def names(dataset) -> list[str]:
+    return [dataset.image_name(number) for number in range(len(dataset))]
+
+
+def test_classes_are_the_sorted_folders(root):
+    train, val = imagenet(root, "train"), imagenet(root, "val")
+    assert train.classes == val.classes == WNIDS
+    assert [train.label(number) for number in range(len(train))] == [0, 0, 1, 1, 2, 2]
+    assert names(train) == [f"{wnid}/{wnid}_{number}.JPEG" for wnid in WNIDS for number in range(2)]
+    assert [val.label(number) for number in range(len(val))] == [0, 1, 2]
+    assert (train.name, train.split, train.palette) == ("imagenet", "train", None)
+    image = train.image(3)
+    assert image.shape == (47, 46, 3) and image.dtype == np.uint8
+
+
+def test_other_trees_with_other_suffixes_in_any_case(tmp_path):
+    for number, suffix in enumerate(("jpg", "JPG", "jpeg", "JPEG", "png", "PNG")):
+        kind = "PNG" if suffix.lower() == "png" else "JPEG"
+        write(tmp_path / "train" / "cats" / f"{number}.{suffix}", encoded(photograph(number, (20, 30)), kind))
+    write(tmp_path / "train" / "dogs" / "1.png", encoded(photograph(9, (20, 30)), "PNG"))
+    for ignored in ("cats/.hidden.jpg", "cats/notes.txt", ".folder/1.jpg"):
+        write(tmp_path / "train" / ignored, b"x")
+    (tmp_path / "val" / "cats").mkdir(parents=True)
+    (tmp_path / "val" / "dogs").mkdir()
+    train = imagenet(tmp_path, "train")
+    assert train.classes == ("cats", "dogs") and [train.label(number) for number in range(7)] == [0] * 6 + [1]
+    assert np.array_equal(train.image(6), photograph(9, (20, 30)))
+    verify_images(train, workers=0)
+
+
+@pytest.mark.parametrize("beside", ["without", "beside"])
+def test_a_flat_split_is_refused_with_the_way_to_sort_it(root, beside):
+    for path in list((root / "val").glob("*/*")):
+        path.rename(root / "val" / path.name)
+        if beside == "without":
+            path.parent.rmdir()
+    with pytest.raises(
+        ValueError, match=f"holds 3 images {beside} class folders, such as ILSVRC2012_val_00000001.JPEG"
+    ):
+        imagenet(root, "val")
+    with pytest.raises(ValueError, match=r"Fix: move each image into .* val/WNID/NAME.JPEG[^$]*LOC_val_solution.csv"):
+        imagenet(root, "val")
+
+
+def test_splits_with_different_classes_are_refused_by_name(root):
+    (root / "val" / WNIDS[1]).rename(root / "val" / "n00000000")
+    message = rf"different classes: 1 only in train \({WNIDS[1]}\) and 1 only in val \(n00000000\); expected the same"
+    for split, pattern in (("train", message), ("val", "1 only in val .* and 1 only in train")):
+        with pytest.raises(ValueError, match=pattern):
+            imagenet(root, split)
+
+
+def test_one_split_alone_can_be_evaluated(root):
+    for path in sorted((root / "train").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (root / "train").rmdir()
+    assert imagenet(root, "val").classes == WNIDS
+
+
+@pytest.mark.parametrize(
+    "given, split, message",
+    [
+        (lambda root: root, "test", "split 'test' is unknown to imagenet; expected one of train, val"),
+        (lambda root: None, "train", "no folder is given"),
+        (lambda root: root / "nowhere", "train", "is not an existing folder"),
+        (lambda root: root / "train", "train", "the folder .* is missing[^$]*Fix: give .*imagenet, which holds train"),
+    ],
+)
+def test_wrong_arguments(root, given, split, message):
+    with pytest.raises(ValueError, match=message):
+        imagenet(given(root), split)
+
+
+def test_a_split_without_images_is_refused(root):
+    for path in (root / "train").rglob("*.JPEG"):
+        path.unlink()
+    with pytest.raises(ValueError, match="no images in split 'train', looked for .*/train/"):
+        imagenet(root, "train")
+
+
+def adobe_cmyk(black: int, inverted: bool = True) -> bytes:
+    """A CMYK JPEG; Pillow writes what Adobe's programs do: inverted values and their marker."""
+    pixels = np.asarray(Image.fromarray(photograph(3, (40, 48))).convert("CMYK")).copy()
+    pixels[..., 3] = black
+    file = BytesIO()
+    Image.fromarray(pixels, "CMYK").save(file, "JPEG", quality=95)
+    return file.getvalue()
+
+
+def without_adobe_marker(data: bytes) -> bytes:
+    start = data.index(b"\xff\xee")
+    return data[:start] + data[start + 2 + int.from_bytes(data[start + 2 : start + 4], "big") :]
+
+
+def as_ycck(data: bytes) -> bytes:
+    """The Adobe marker then says that cyan, magenta and yellow were transformed as RGB is to YCbCr."""
+    start = data.index(b"Adobe") + 11
+    return data[:start] + b"\x02" + data[start + 1 :]
+
+
+ODD = {
+    "a PNG": (encoded(photograph(1, (40, 48)), "PNG"), 0),
+    "a PNG with transparency": (
+        encoded(np.dstack([photograph(1, (40, 48)), np.full((40, 48), 99, np.uint8)]), "PNG"),
+        0,
+    ),
+    "a grey JPEG": (encoded(photograph(1, (40, 48))[..., 0]), 0),
+    "a progressive JPEG": (encoded(photograph(1, (40, 48)), progressive=True), 0),
+    "CMYK": (adobe_cmyk(black=60), 2),
+    "CMYK without Adobe's marker": (without_adobe_marker(adobe_cmyk(black=60)), 2),
+    "YCCK": (as_ycck(adobe_cmyk(black=60)), 2),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_files_named_jpeg_that_are_something_else_decode_as_by_pillow(root, kind):
+    """ImageNet has a PNG and 22 CMYK files named .JPEG. OpenCV rounds CMYK differently, by at most 2 levels."""
+    data, most = ODD[kind]
+    write(root / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG", data)
+    dataset = imagenet(root, "train")
+    expected = np.asarray(Image.open(BytesIO(data)).convert("RGB")).astype(int)
+    assert np.abs(dataset.image(0) - expected).max() <= most
+    assert expected.std() > 20
+    verify_images(dataset, workers=0)
+
+
+def test_exif_orientation_is_ignored(root):
+    pixels, exif = photograph(5, (20, 44)), Image.Exif()
+    exif[0x0112] = 6  # viewers turn it by 90 degrees
+    write(root / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG", encoded(pixels, quality=95, exif=exif.tobytes()))
+    write(root / "train" / WNIDS[0] / f"{WNIDS[0]}_1.JPEG", encoded(pixels, quality=95))
+    dataset = imagenet(root, "train")
+    assert dataset.image(0).shape == (20, 44, 3) and np.array_equal(dataset.image(0), dataset.image(1))
+
+
+def test_the_list_is_kept_while_no_class_folder_changes(root, cache, monkeypatch):
+    settle(root)
+    first = imagenet(root, "train")
+    assert len(lists(cache)) == 1
+    monkeypatch.setattr("datasets.file_list._files", None)  # listing again would fail
+    again = imagenet(root, "train")
+    assert names(again) == names(first) and np.array_equal(again.labels, first.labels)
+    assert again.names_and_sizes() == first.names_and_sizes()
+    assert again.files.fingerprint([1]) == first.files.fingerprint([1]) != first.files.fingerprint([2])
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "rename", "class"])
+def test_a_changed_class_folder_is_listed_again(root, change):
+    settle(root)
+    before = imagenet(root, "train")
+    folder = root / "train" / WNIDS[1]
+    then = folder.stat().st_mtime_ns
+    if change == "add":
+        write(folder / "new.JPEG", encoded(photograph(0, (30, 30))))
+    elif change == "remove":
+        (folder / f"{WNIDS[1]}_0.JPEG").unlink()
+    elif change == "rename":
+        (folder / f"{WNIDS[1]}_0.JPEG").rename(folder / "z.JPEG")
+    else:
+        (root / "train" / "n99").mkdir()
+        (root / "val" / "n99").mkdir()
+        write(root / "train" / "n99" / "1.JPEG", b"")
+    os.utime(folder, ns=(then, then))  # a tool that restores times does not hide the change
+    after = imagenet(root, "train")
+    assert (
+        names(after) == sorted(f"{p.parent.name}/{p.name}" for p in (root / "train").rglob("*.JPEG")) != names(before)
+    )
+    assert after.names_and_sizes()[0] != before.names_and_sizes()[0]
+
+
+def test_a_list_of_folders_that_have_just_changed_is_not_kept(root, cache):
+    """A file added within the clock's resolution would not change the folder's time."""
+    imagenet(root, "train")
+    assert lists(cache) == []
+
+
+def test_a_damaged_list_is_made_again(root, cache):
+    settle(root)
+    expected = names(imagenet(root, "train"))
+    (kept,) = lists(cache)
+    data = kept.read_bytes()
+    for damaged in (data[: len(data) // 2], b"", data[:100] + b"\0\0\0\0" + data[104:]):
+        kept.write_bytes(damaged)
+        assert names(imagenet(root, "train")) == expected
+
+
+def test_two_trees_with_equal_folders_have_lists_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.file_list._state", lambda folder: (0, 0))  # a file system without times
+    for name in ("one", "two"):
+        write(tmp_path / name / "train" / "cats" / f"{name}.jpg", encoded(photograph(0, (30, 30))))
+        os.utime(tmp_path / name / "train" / "cats", (time.time() - 86400,) * 2)
+    assert [names(imagenet(tmp_path / name, "train")) for name in ("one", "two")] == [
+        ["cats/one.jpg"],
+        ["cats/two.jpg"],
+    ]
+
+
+def test_names_and_sizes_do_not_depend_on_the_place(root, tmp_path):
+    before = imagenet(root, "train").names_and_sizes()
+    root.rename(tmp_path / "moved")
+    assert imagenet(tmp_path / "moved", "train").names_and_sizes() == before
+    file = tmp_path / "moved" / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG"
+    file.write_bytes(file.read_bytes() + b"0")
+    after = imagenet(tmp_path / "moved", "train").names_and_sizes()
+    assert after[0] == before[0] and after[1] != before[1]
+
+
+def checked(dataset, workers: int = 0) -> list[tuple[int, int]]:
+    seen = []
+    verify_images(dataset, workers, progress=lambda done, total: seen.append((done, total)))
+    return seen
+
+
+def test_success_of_the_check_is_remembered_until_a_file_changes(root):
+    assert checked(imagenet(root, "train")) == [(done, 6) for done in range(1, 7)]
+    assert checked(imagenet(root, "train")) == [] and len(checked(imagenet(root, "val"))) == 3
+    os.utime(root / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG")
+    assert len(checked(imagenet(root, "train"), workers=2)) == 6
+
+
+@pytest.mark.parametrize(
+    "damage, complaint",
+    [
+        (lambda data: b"", "the file is empty"),
+        (lambda data: data[:-20], "the JPEG file is truncated"),
+        (lambda data: data[:2] + data[-2:], "cannot be decoded as an image"),
+        (lambda data: b"GIF89a" + data, "is neither PNG nor JPEG"),
+    ],
+)
+def test_damaged_files_are_found_before_and_while_training(root, damage, complaint):
+    path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
+    path.write_bytes(damage(path.read_bytes()))
+    for _ in range(2):  # failure is not remembered
+        with pytest.raises(ValueError, match=r"imagenet, split 'train': 1 problem\(s\) in 6 images") as error:
+            verify_images(imagenet(root, "train"), workers=0)
+        assert f"{path}: {complaint}" in str(error.value) and "Restore the file" in str(error.value)
+    with pytest.raises(ValueError, match=f"^{path}: {complaint}"):
+        imagenet(root, "train").image(2)
+
+
+def test_an_image_that_blocks_its_reader_is_named(root):
+    path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(TimeoutError, match=f"^{path}: too late$"), reading_limit(0.5, "too late"):
+        verify_images(imagenet(root, "train"), workers=0)
+
+
+def test_a_link_to_nowhere_is_a_missing_file(root):
+    path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
+        verify_images(imagenet(root, "train"), workers=0)
