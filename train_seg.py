@@ -43,7 +43,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
     with opened(config, command, build.labelled_splits, verify) as run:
         train_set, total_steps, world = run.train_set, run.schedule.total_steps, run.world
         make = partial(build.segmentation_network, config, len(train_set.classes))
-        run.start(build.learner(config, make, total_steps, world))
+        run.start(build.learner(config, make, run.schedule, world))
         if run.start_step == 0 and trainer.pictures and world.first:
             run.metrics.figure("image_label_prediction/legend", class_legend(run.val_set), step=0)
 

@@ -18,7 +18,7 @@ def migrated(state: object) -> object:
         state = _with_task(state)
     if state.get("task") == "segmentation":
         state = _with_antialias(state)
-    return state
+    return _with_lr_schedule(state)
 
 
 def _with_task(state: dict) -> dict:
@@ -31,6 +31,16 @@ def _with_task(state: dict) -> dict:
         cuda = random.get("cuda")
         state["random"] = {"cpu": [random["cpu"]], "cuda": cuda[:1] if isinstance(cuda, list) else []}
     return state
+
+
+def _with_lr_schedule(state: dict) -> dict:
+    """SGD with the poly schedule was the only choice, and its power a key of the optimiser."""
+    config = state.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("optim"), dict) or "lr_schedule" in config:
+        return state
+    power = config["optim"].get("power", 0.9)
+    optim = {"name": "sgd", **{key: value for key, value in config["optim"].items() if key != "power"}}
+    return {**state, "config": {**config, "optim": optim, "lr_schedule": {"name": "poly", "power": power}}}
 
 
 def _with_antialias(state: dict) -> dict:

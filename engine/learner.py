@@ -18,6 +18,7 @@ from engine.waits import GradientExchange
 from engine.weight_average import WeightAverage
 from models.layers import renew_statistics
 
+ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large
 
 
@@ -180,19 +181,25 @@ class Learner:
 
     def _check_momentum(self, given: dict) -> None:
         """torch loads momentum by position, unchecked: another shape would read beyond its memory."""
-        parameters = dict(self.network.named_parameters())
-        names = list(parameters)
-        groups, buffers = given.get("param_groups"), given.get("state")
-        if not isinstance(groups, list) or len(groups) != 1 or not isinstance(buffers, dict):
+        own, groups, buffers = (
+            self.optimizer.state_dict()["param_groups"],
+            given.get("param_groups"),
+            given.get("state"),
+        )
+        if not isinstance(groups, list) or len(groups) != len(own) or not isinstance(buffers, dict):
             raise ValueError("its part optimizer has other groups of parameters than this run")
-        if groups[0].get("params") != list(range(len(names))) or groups[0].get("param_names", names) != names:
-            raise ValueError("its part optimizer belongs to other parameters than this run's")
+        for group, wanted in zip(groups, own, strict=True):
+            members = wanted["param_names"]
+            if group.get("params") != wanted["params"] or group.get("param_names", members) != members:
+                raise ValueError("its part optimizer belongs to other parameters than this run's")
+        parameters = dict(self.network.named_parameters())
+        names = [name for group in own for name in group["param_names"]]
         for number, buffer in buffers.items():
             if number not in range(len(names)) or not isinstance(buffer, dict):
                 raise ValueError(f"its part optimizer has momentum for parameter {number} of {len(names)}")
             momentum = {key: value for key, value in buffer.items() if value is not None}
-            name = names[number]
-            check_tensors(f"optimizer ({name})", momentum, {key: parameters[name] for key in momentum})
+            wanted = {key: ONE_NUMBER if key == "step" else parameters[names[number]] for key in momentum}
+            check_tensors(f"optimizer ({names[number]})", momentum, wanted)
 
     def _largest_weight(self) -> str:
         name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})

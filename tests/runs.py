@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from engine import command_line, config
+from engine.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -19,6 +20,12 @@ SHORT = (
     *("data.crop_size=64", "data.crops_per_minibatch=2", "data.workers=0"),
     *("trainer.evaluate_images=2", "trainer.device=cpu"),
 )
+
+
+def one_epoch(steps: int) -> Schedule:
+    """The schedule of a run of one epoch that saves and evaluates at its end only."""
+    return Schedule(steps, steps_per_epoch=steps, evaluate_every=None, checkpoint_every=steps, log_every=steps)
+
 
 for entry in ("train_seg", "eval", "scripts.predict"):
     importlib.import_module(entry)  # declares the command

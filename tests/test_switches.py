@@ -13,11 +13,11 @@ from engine.distributed import World
 from engine.forward import Forward
 from engine.learner import Learner
 from engine.prefetching import prefetched
-from engine.schema.training import Optim
+from engine.schema.optim import SGD, Poly
 from eval import evaluate
 from models.layers.backends.compiled import compiler_available
 from tests.cuda import NEEDS_CUDA
-from tests.runs import SHORT, composed, run_config
+from tests.runs import SHORT, composed, one_epoch, run_config
 from train_seg import train
 
 STEPS = 3
@@ -42,7 +42,7 @@ def plain(tmp_path_factory) -> Weights:
 def initial_weights() -> Weights:
     config = run_config(*SHORT)
     make = functools.partial(build.segmentation_network, config, 19)
-    return build.learner(config, make, 1, World()).network.state_dict()
+    return build.learner(config, make, one_epoch(4), World()).network.state_dict()
 
 
 def moved(weights: Weights) -> torch.Tensor:
@@ -70,10 +70,11 @@ def test_float16_scales_the_loss_and_keeps_the_scale(tmp_path, plain):
 def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
     """Not even the first step, before there is any momentum: 1, then 1 - 1, then 0 - (1 + 0.5)."""
     weight = torch.nn.Parameter(torch.ones(100))
-    optim = Optim(lr=1.0, momentum=0.5, weight_decay=0.0, power=0.0, fused=fused)
-    sgd = build.optimizer(optim, [("weight", weight)])
+    optim = SGD(lr=1.0, momentum=0.5, weight_decay=0.0, fused=fused)
+    network = torch.nn.ParameterList([weight])
+    sgd = build.optimizer(optim, network, ())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    learner = Learner(torch.nn.ParameterList([weight]), None, sgd, build.lr_schedule(optim, sgd, 4), scaler)
+    learner = Learner(network, None, sgd, build.lr_schedule(Poly(power=0.0), sgd, one_epoch(4)), scaler)
     values = []
     for slope in (math.inf, 1.0, 1.0):
         sgd.zero_grad()

@@ -12,5 +12,6 @@ from engine.build.data import (
     training_loader,
 )
 from engine.build.network import body, forward, norm_act
+from engine.build.optimization import lr_schedule, optimizer
 from engine.build.segmentation import loss, segmentation_network, trained_forward, views
-from engine.build.training import arithmetic, learner, lr_schedule, optimizer, schedule_of
+from engine.build.training import arithmetic, learner, schedule_of

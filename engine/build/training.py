@@ -1,22 +1,22 @@
-"""Configuration keys -> learner, optimiser, schedules, precision."""
+"""Configuration keys -> learner, schedule, precision."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LRScheduler, PolynomialLR
 
 from datasets import minibatches_per_epoch
+from engine.build import optimization
 from engine.build.network import forward
 from engine.distributed import World, node_group
 from engine.learner import Learner
 from engine.schedule import Schedule, in_steps
 from engine.schema.network import OurNorm
-from engine.schema.training import Optim, Trainer, TrainingRun
+from engine.schema.training import Trainer, TrainingRun
 from engine.waits import GradientExchange
 from engine.weight_average import WeightAverage
 from models.layers.backends.compiled import check_compiler
@@ -45,7 +45,7 @@ def varying_sizes() -> Iterator[None]:
 
 
 def learner(
-    config: TrainingRun, make: Callable[[dist.ProcessGroup | None], nn.Module], total_steps: int, world: World
+    config: TrainingRun, make: Callable[[dist.ProcessGroup | None], nn.Module], schedule: Schedule, world: World
 ) -> Learner:
     """Build the network on its device, initialised from `config.seed`, with everything that trains it.
 
@@ -55,7 +55,7 @@ def learner(
         make: builds the network on the CPU, given the process group of synchronised norms (None: all processes).
 
     Raises:
-        ValueError: the network is to be compiled but there is no compiler; or from `make`.
+        ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
     """
     trainer = config.trainer
     torch.manual_seed(config.seed)
@@ -78,12 +78,12 @@ def learner(
             # or more ranks: a resumed run would round differently.
             find_unused_parameters=trainer.deterministic or not on_cuda,
         )
-    sgd = optimizer(config.optim, plain.network.named_parameters())
+    optimizer = optimization.optimizer(config.optim, plain.network, config.head_modules)
     return Learner(
         network=plain.network,
         forward=plain.through(trained),
-        optimizer=sgd,
-        scheduler=lr_schedule(config.optim, sgd, total_steps),
+        optimizer=optimizer,
+        scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, schedule),
         scaler=torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "float16"),
         accumulation_steps=trainer.accumulation_steps,
         average=average,
@@ -98,27 +98,6 @@ def _sync_group(config: TrainingRun, world: World) -> dist.ProcessGroup | None:
     if isinstance(norm, OurNorm) and norm.sync and norm.sync_group == "node":
         return node_group(world, config.trainer.timeout_seconds)
     return None
-
-
-def optimizer(config: Optim, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
-    """SGD with weight decay on every parameter, norms included, as in the paper. Checkpoints hold the names."""
-    sgd = torch.optim.SGD(
-        parameters,
-        lr=config.lr,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.nesterov,
-        fused=config.fused,
-    )
-    # Otherwise GradScaler also calls it for infinite gradients: weights would not change, but the momentum could start
-    # from uninitialised memory.
-    sgd._step_supports_amp_scaling = False
-    return sgd
-
-
-def lr_schedule(config: Optim, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler:
-    """lr * (1 - step / total_steps)^power (paper, section 4.2), advanced after every optimiser step."""
-    return PolynomialLR(optimizer, total_iters=total_steps, power=config.power)
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:

@@ -5,27 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from omegaconf import MISSING
-
 from engine.schema.data import Data
 from engine.schema.keys import group, key, override
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
+from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16", "float16")
-
-
-@dataclass
-class Optim:
-    """SGD with the poly schedule."""
-
-    lr: float = key(MISSING, above=0)  # at the first step
-    momentum: float = key(0.9, least=0, most=1)
-    weight_decay: float = key(1e-4, least=0)
-    nesterov: bool = False
-    power: float = key(0.9, least=0)  # of the poly schedule (1 - step / steps)^power
-    max_gradient_norm: float | None = key(None, above=0)  # clip gradients to it; null: never
-    fused: bool = True  # one pass over each parameter
 
 
 @dataclass
@@ -77,6 +63,7 @@ class TrainingRun:
     score: ClassVar[str]  # name of the score that selects best.pt; higher is better
     score_label: ClassVar[str]  # the score's name in messages
     most_classes: ClassVar[int] = 65_535  # that labels and predictions can encode
+    head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
 
     run_dir: str | None = key(None, per_machine=True)  # null: runs/DATASET-NORM/DATE
@@ -87,7 +74,8 @@ class TrainingRun:
     norm: Norm = group(NORMS)
     body: Body = group(BODIES)
     data: Data = group({})
-    optim: Optim = field(default_factory=Optim)
+    optim: Optim = group(OPTIMS)
+    lr_schedule: LRSchedule = group(LR_SCHEDULES)
     trainer: Trainer = field(default_factory=Trainer)
 
     def check(self) -> None:

@@ -57,6 +57,7 @@ class Switch(NamedTuple):
 
 DEFAULT = "default"
 LONG = 100_000  # steps, more than a benchmark takes
+ENDLESS = Schedule(LONG, steps_per_epoch=LONG, evaluate_every=None, checkpoint_every=LONG, log_every=LONG)
 PLAIN = Switch((), title=DEFAULT)
 COMPILE, STANDARD, BFLOAT16 = "trainer.compile=true", "norm=std", "trainer.precision=bfloat16"
 GROUPS = {
@@ -113,7 +114,7 @@ class Training:
             keep_freed_memory()
         self.dataset = synthetic(None, "train")
         make = partial(build.segmentation_network, self.config, len(self.dataset.classes))
-        self.learner = build.learner(self.config, make, LONG, self.world)
+        self.learner = build.learner(self.config, make, ENDLESS, self.world)
         self.loss = build.loss(self.config.loss, self.dataset.ignore_index)
         self.in_memory = list(build.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
         self.data = switch.data

@@ -13,6 +13,7 @@ from engine import config as cfg
 from engine.checkpoint_migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.distributed import World
 from engine.random_states import restore_random_states
+from engine.schema.optim import SGD, Poly
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from tests.runs import composed, run_config
@@ -68,6 +69,15 @@ def test_a_checkpoint_from_before_there_was_a_key_for_it_does_not_antialias(tmp_
     assert cfg.of_checkpoint(loaded(tmp_path, with_key), SegmentationRun, "last.pt").data.antialias
     another_task = {"format": FORMAT, "task": "shapes", "config": {"data": {"name": "shapes"}}}
     assert migrated(another_task) is another_task
+
+
+def test_a_checkpoint_from_before_there_were_schedules_had_the_poly_one(tmp_path):
+    before = old_state()
+    before["config"]["optim"] = {"lr": 0.3, "momentum": 0.8, "weight_decay": 0.1, "nesterov": True, "power": 2.0}
+    del before["config"]["lr_schedule"]
+    config = cfg.of_checkpoint(loaded(tmp_path, before), SegmentationRun, "last.pt")
+    assert config.optim == SGD(lr=0.3, momentum=0.8, weight_decay=0.1, nesterov=True)
+    assert config.lr_schedule == Poly(power=2.0)
 
 
 def test_a_checkpoint_from_before_there_were_ranks_continues_its_random_numbers(tmp_path, caplog):
@@ -148,7 +158,10 @@ def test_a_file_of_anything_else_is_refused(tmp_path, content):
 def with_the_keys_of(file: Path, run_dir: Path) -> DictConfig:
     """The config that the run's command line composes today."""
     state = checkpoint.read(file)
-    config = OmegaConf.merge(composed("train_seg"), state["config"], {"data": {"antialias": False}})
+    power = state["config"]["optim"].pop("power")
+    config = OmegaConf.merge(
+        composed("train_seg", f"lr_schedule.power={power}", "data.antialias=false"), state["config"]
+    )
     return OmegaConf.merge(config, {"run_dir": str(run_dir), "resume": "auto"})
 
 

@@ -48,7 +48,7 @@ def one_of(names: Iterable[str]) -> str:
     return f"expected one of {', '.join(names)}"
 
 
-GROUPS = ("norm", "body", "head", "data", "sampler", "loss", "optim", "trainer", "experiment", "debug")
+GROUPS = ("norm", "body", "head", "data", "sampler", "loss", "optim", "lr_schedule", "trainer", "experiment", "debug")
 OUR_NORMS = [name for name in choices("norm") if name != "package"]  # which is not installed everywhere
 ALL = [f"{group}={name}" for group in GROUPS for name in (OUR_NORMS if group == "norm" else choices(group))]
 
@@ -62,8 +62,8 @@ def test_every_choice_composes_builds_and_steps(choice):
     with FakeTensorMode():
         network = build.segmentation_network(config, classes=19)
         forward = build.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
-        optimizer = build.optimizer(config.optim, network.named_parameters())
-        scheduler = build.lr_schedule(config.optim, optimizer, schedule.total_steps)
+        optimizer = build.optimizer(config.optim, network, config.head_modules)
+        scheduler = build.lr_schedule(config.lr_schedule, optimizer, schedule)
         logits = forward(torch.zeros(2, 3, 64, 96, dtype=torch.uint8))
         loss = build.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, 64, 96, dtype=torch.uint8))
         loss.backward()
@@ -164,14 +164,15 @@ def test_the_released_package_is_a_norm_choice():
 
 
 def test_loss_and_optimizer_keys_reach_their_objects():
-    config = run_config("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "optim.power=2")
+    config = run_config("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "lr_schedule.power=2")
     assert build.loss(config.loss, ignore_index=7).fraction == 0.5
     assert build.loss(config.loss, ignore_index=7).ignore_index == 7
     assert type(build.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
-    optimizer = build.optimizer(config.optim, [("weight", torch.nn.Parameter(torch.zeros(1)))])
+    optimizer = build.optimizer(config.optim, torch.nn.Linear(1, 1), ())
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
-    assert build.lr_schedule(config.optim, optimizer, total_steps=10).power == 2
+    schedule = build.schedule_of(config, images=100)
+    assert build.lr_schedule(config.lr_schedule, optimizer, schedule).power == 2
 
 
 def test_data_keys_reach_the_loader():

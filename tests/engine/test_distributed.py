@@ -20,7 +20,7 @@ from engine.waits import DataWait
 from eval import evaluate
 from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
-from tests.runs import SHORT, composed, run_config
+from tests.runs import SHORT, composed, one_epoch, run_config
 from train_seg import train
 
 NORMS = ("inplace", "std")
@@ -54,7 +54,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
     config = run_config(*SHORT, *options)
-    learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=world)
+    learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
     for _ in range(3):
@@ -94,7 +94,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
     wide = ("body.structure=[1,1,1,1]", "body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
     config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
-    learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=this_world())
+    learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     learner.forward(images).mean().backward()
@@ -134,7 +134,7 @@ def waits(rank: int, slow_rank: int, slow_part: str) -> tuple[float, float]:
     """Seconds of a step that this rank waited for data and for other ranks, if `slow_rank` sleeps for 0.4 s."""
     world, sleeps = this_world(), rank == slow_rank
     config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * world.size}")
-    learner = build.learner(config, partial(build.segmentation_network, config, 5), total_steps=10, world=world)
+    learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), world)
     if sleeps and slow_part == "network":
         learner.network.register_forward_pre_hook(lambda *_: time.sleep(0.4))
 

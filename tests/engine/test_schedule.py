@@ -1,27 +1,8 @@
-"""Durations, and the learning rate at every step."""
+"""Durations in steps."""
 
 from functools import partial
 
-import pytest
-import torch
-from torch import nn
-
-from engine import build
 from engine.schedule import Schedule, in_steps
-from engine.schema.training import Optim
-
-
-def test_learning_rate_follows_the_paper():
-    """lr_0 (1 - iter / max_iter)^0.9, section 4.2."""
-    config = Optim(lr=2.5e-3)
-    optimizer = build.optimizer(config, [("weight", nn.Parameter(torch.zeros(1)))])
-    scheduler = build.lr_schedule(config, optimizer, total_steps=200)
-    for iteration in range(200):
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(2.5e-3 * (1 - iteration / 200) ** 0.9, rel=1e-9)
-        optimizer.step()
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0
-    assert optimizer.param_groups[0] | {"momentum": 0.9, "weight_decay": 1e-4} == optimizer.param_groups[0]
 
 
 def test_durations_in_steps():

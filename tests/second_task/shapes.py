@@ -22,6 +22,7 @@ class ShapesRun(TrainingRun):
     task: ClassVar[str] = "shapes"
     score: ClassVar[str] = "top1"
     score_label: ClassVar[str] = "top-1"
+    head_modules: ClassVar[tuple[str, ...]] = ("1.classifier",)
 
     data: Data = group({"shapes": Data})
 

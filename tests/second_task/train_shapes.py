@@ -23,7 +23,7 @@ def train(values: DictConfig, command: str = "train_shapes.train") -> dict:
     config = configuration.typed(values, ShapesRun)
     with opened(config, command, shapes, verify) as run:
         world, total_steps = run.world, run.schedule.total_steps
-        run.start(build.learner(config, partial(classifier, config, len(run.train_set.classes)), total_steps, world))
+        run.start(build.learner(config, partial(classifier, config, len(run.train_set.classes)), run.schedule, world))
 
         def minibatches_of(steps: int, start_step: int = 0) -> DataLoader:
             sampler = ShuffledMinibatches(len(run.train_set), **build.order_of(config, steps, world, start_step))

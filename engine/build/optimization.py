@@ -1,0 +1,94 @@
+"""Configuration keys -> optimiser and learning rate schedule."""
+
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    PolynomialLR,
+    SequentialLR,
+)
+
+from engine.schedule import Schedule, in_steps
+from engine.schema import optim as schema
+
+
+def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> Optimizer:
+    """SGD or AdamW over all parameters. Checkpoints hold the names.
+
+    head: first parts of the names of the modules whose learning rate is `head_lr_factor` times the body's.
+    """
+    groups = _parameter_groups(config, network, head)
+    common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
+    if isinstance(config, schema.AdamW):
+        first, second = config.betas
+        made: Optimizer = AdamW(groups, betas=(first, second), eps=config.eps, **common)
+    else:
+        assert isinstance(config, schema.SGD), config
+        made = SGD(groups, momentum=config.momentum, nesterov=config.nesterov, **common)
+    # Otherwise GradScaler also calls it for infinite gradients: weights would not change, but the momentum could start
+    # from uninitialised memory.
+    made._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimisers
+    return made
+
+
+def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -> list[dict]:
+    """Parameters with the same learning rate and weight decay, the body's first."""
+    groups: dict[tuple[float, float], list] = {}
+    for name, parameter in network.named_parameters():
+        factor = config.head_lr_factor if name.startswith(tuple(f"{part}." for part in head)) else 1.0
+        decays = config.decay == "all" or parameter.ndim > 1
+        groups.setdefault((factor, config.weight_decay if decays else 0.0), []).append((name, parameter))
+    return [
+        {"params": parameters, "lr": config.lr * factor, "weight_decay": decay}
+        for (factor, decay), parameters in sorted(groups.items(), key=lambda group: group[0][0] != 1.0)
+    ]
+
+
+def lr_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Schedule) -> LRScheduler:
+    """The learning rate of every step, advanced after each. ValueError if the warm-up is as long as the run."""
+    warmup = in_steps(config.warmup_epochs, config.warmup_steps, schedule.steps_per_epoch) or 0
+    if warmup >= schedule.total_steps:
+        raise ValueError(
+            f"lr_schedule.warmup_epochs={config.warmup_epochs} lr_schedule.warmup_steps={config.warmup_steps}: the "
+            f"warm-up takes {warmup} steps, and the run {schedule.total_steps}; expected less"
+        )
+    made = _main_schedule(config, optimizer, schedule, warmup)
+    if not warmup:
+        return made
+    rise = LinearLR(optimizer, start_factor=config.warmup_factor, total_iters=warmup)
+    return SequentialLR(optimizer, [rise, made], milestones=[warmup])
+
+
+def _main_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Schedule, warmup: int) -> LRScheduler:
+    """The schedule after `warmup` steps."""
+    total = schedule.total_steps - warmup
+    if isinstance(config, schema.Poly):  # paper, section 4.2
+        return PolynomialLR(optimizer, total_iters=total, power=config.power)
+    if isinstance(config, schema.Linear):
+        end = min(config.end / optimizer.param_groups[0]["lr"], 1.0)
+        return LinearLR(optimizer, start_factor=1.0, end_factor=end, total_iters=total)
+    if isinstance(config, schema.Cosine):
+        return CosineAnnealingLR(optimizer, T_max=total, eta_min=config.end)
+    assert isinstance(config, schema.Step | schema.MultiStep), config
+    milestones = _milestones(config, schedule)
+    if milestones and milestones[0] <= warmup:
+        raise ValueError(
+            f"lr_schedule={config.name}: the rate falls after step {milestones[0]}, within the warm-up of {warmup} "
+            f"steps; expected later"
+        )
+    return MultiStepLR(optimizer, [step - warmup for step in milestones], gamma=config.factor)
+
+
+def _milestones(config: schema.Step | schema.MultiStep, schedule: Schedule) -> list[int]:
+    """Steps of the run after which the rate is multiplied by the factor."""
+    if isinstance(config, schema.Step):
+        every = in_steps(config.every_epochs, config.every_steps, schedule.steps_per_epoch)
+        assert every is not None, "Step.check requires epochs or steps"
+        return list(range(every, schedule.total_steps, every))
+    if config.steps is not None:
+        return config.steps
+    assert config.epochs is not None, "MultiStep.check requires epochs or steps"
+    return [epoch * schedule.steps_per_epoch for epoch in config.epochs]

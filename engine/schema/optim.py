@@ -1,0 +1,121 @@
+"""Keys of optimisers and learning rate schedules."""
+
+from dataclasses import dataclass
+
+from omegaconf import MISSING
+
+from engine.schema.keys import key
+
+
+@dataclass
+class Optim:
+    """What every optimiser has."""
+
+    name: str = MISSING
+    lr: float = key(MISSING, above=0)  # the highest, which lr_schedule lowers
+    weight_decay: float = key(1e-4, least=0)
+    # What decays: all parameters (in-place ABN), or only the weights of convolutions and linear layers (RevNet).
+    decay: str = key("all", one_of=("all", "weights"))
+    head_lr_factor: float = key(1.0, above=0)  # learning rate of head and classifier, relative to the body's
+    max_gradient_norm: float | None = key(None, above=0)  # clip gradients to it; null: never
+    fused: bool = True  # one pass over each parameter
+
+
+@dataclass
+class SGD(Optim):
+    name: str = "sgd"
+    momentum: float = key(0.9, least=0, most=1)
+    nesterov: bool = False
+
+    def check(self) -> None:
+        if self.nesterov and not self.momentum:
+            raise ValueError("optim.nesterov=true with optim.momentum=0: give a momentum above 0, or nesterov=false")
+
+
+@dataclass
+class AdamW(Optim):
+    name: str = "adamw"
+    # Decay of the averages of the gradient and of its square.
+    betas: list[float] = key([0.9, 0.999], least=0, most=1, entries=("of the gradient", "of its square"))
+    eps: float = key(1e-8, above=0)
+
+    def check(self) -> None:
+        if 1 in self.betas:
+            raise ValueError(f"optim.betas={self.betas}: expected numbers below 1, such as 0.999")
+
+
+@dataclass
+class LRSchedule:
+    """The learning rate of every step, relative to optim.lr. Its last steps need not be its lowest."""
+
+    name: str = MISSING
+    # The rate first rises from warmup_factor * lr to lr, linearly; the schedule follows. Give epochs or steps.
+    warmup_epochs: int | None = key(None, above=0)
+    warmup_steps: int | None = key(None, above=0)
+    warmup_factor: float = key(0.01, above=0, most=1)
+
+    def check(self) -> None:
+        _check_one_of("lr_schedule", "warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
+
+
+@dataclass
+class Poly(LRSchedule):
+    name: str = "poly"  # (1 - step / steps)^power
+    power: float = key(0.9, least=0)
+
+
+@dataclass
+class Linear(LRSchedule):
+    name: str = "linear"
+    end: float = key(1e-6, above=0)  # learning rate after the last step
+
+
+@dataclass
+class Cosine(LRSchedule):
+    name: str = "cosine"
+    end: float = key(0.0, least=0)  # learning rate after the last step
+
+
+@dataclass
+class Step(LRSchedule):
+    name: str = "step"
+    factor: float = key(0.1, above=0, most=1)  # multiplies the rate every so many epochs or steps
+    every_epochs: int | None = key(None, above=0)
+    every_steps: int | None = key(None, above=0)
+
+    def check(self) -> None:
+        super().check()
+        _check_one_of("lr_schedule", "every_epochs", self.every_epochs, "every_steps", self.every_steps, needed=True)
+
+
+@dataclass
+class MultiStep(LRSchedule):
+    name: str = "multistep"
+    factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
+    epochs: list[int] | None = key(None, above=0)
+    steps: list[int] | None = key(None, above=0)
+
+    def check(self) -> None:
+        super().check()
+        _check_one_of("lr_schedule", "epochs", self.epochs, "steps", self.steps, needed=True)
+        for name, values in (("epochs", self.epochs), ("steps", self.steps)):
+            if values is not None and sorted(set(values)) != values:
+                raise ValueError(f"lr_schedule.{name}={values}: expected rising numbers")
+
+
+def _check_one_of(group: str, name: str, value: object, other: str, other_value: object, needed: bool = False) -> None:
+    """Raise ValueError if both are given, or neither where one is `needed`."""
+    if value is not None and other_value is not None:
+        raise ValueError(f"{group}.{name}={value} and {group}.{other}={other_value}: give one of them")
+    if needed and value is None and other_value is None:
+        raise ValueError(f"{group}.{name} and {group}.{other} are both null: give one of them")
+
+
+OPTIMS: dict[str, type[Optim]] = {"sgd": SGD, "adamw": AdamW}
+LR_SCHEDULES: dict[str, type[LRSchedule]] = {
+    "poly": Poly,
+    "linear": Linear,
+    "cosine": Cosine,
+    "step": Step,
+    "multistep": MultiStep,
+}

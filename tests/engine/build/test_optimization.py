@@ -1,0 +1,126 @@
+"""The learning rate at every step, and which parameters get which rate and decay."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from engine import build
+from engine.schedule import Schedule
+from engine.schema.keys import check_values
+from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Optim, Poly, Step
+
+STEPS = 200
+SCHEDULE = Schedule(total_steps=STEPS, steps_per_epoch=20, evaluate_every=None, checkpoint_every=100, log_every=20)
+
+
+def small_network() -> nn.ModuleDict:
+    return nn.ModuleDict({"body": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2), "cls": nn.Conv2d(2, 3, 1)})
+
+
+def rates(config: LRSchedule, optim: Optim | None = None) -> list[float]:
+    """The first group's learning rate in every step, and after the last."""
+    check_values(config, "lr_schedule.")
+    optimizer = build.optimizer(optim or SGD(lr=0.1), small_network(), ("cls",))
+    scheduler = build.lr_schedule(config, optimizer, SCHEDULE)
+    found = []
+    for _ in range(STEPS):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return [*found, optimizer.param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (Poly(), lambda step: 0.1 * (1 - step / 200) ** 0.9),  # in-place ABN, section 4.2
+        (Linear(), lambda step: 0.1 + (1e-6 - 0.1) * step / 200),
+        (Cosine(), lambda step: 0.05 * (1 + math.cos(math.pi * step / 200))),
+        (Step(every_epochs=3), lambda step: 0.1 * 0.1 ** (step // 60)),
+        (Step(every_steps=70, factor=0.5), lambda step: 0.1 * 0.5 ** (step // 70)),
+        (MultiStep(epochs=[2, 5]), lambda step: 0.1 * 0.1 ** ((step >= 40) + (step >= 100))),
+        (MultiStep(steps=[30, 170]), lambda step: 0.1 * 0.1 ** ((step >= 30) + (step >= 170))),
+    ],
+)
+def test_the_rate_of_every_step(config, expected):
+    assert rates(config) == pytest.approx([expected(step) for step in range(STEPS)] + [expected(200 - 1e-9)], abs=1e-9)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (Poly(warmup_epochs=2), lambda step: 0.1 * (1 - (step - 40) / 160) ** 0.9),
+        (Linear(warmup_steps=40), lambda step: 0.1 + (1e-6 - 0.1) * (step - 40) / 160),
+        (Cosine(warmup_steps=40), lambda step: 0.05 * (1 + math.cos(math.pi * (step - 40) / 160))),
+        # Counted from the start of the run.
+        (Step(every_epochs=3, warmup_epochs=2), lambda step: 0.1 * 0.1 ** (step // 60)),
+        (MultiStep(epochs=[5], warmup_steps=40), lambda step: 0.1 * 0.1 ** (step >= 100)),
+    ],
+)
+def test_a_warm_up_rises_to_the_rate_that_the_schedule_starts_from(config, expected):
+    found = rates(config)
+    assert found[:40] == pytest.approx([0.1 * (0.01 + 0.99 * step / 40) for step in range(40)])
+    assert found[40:200] == pytest.approx([expected(step) for step in range(40, STEPS)], abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (Step(), "lr_schedule.every_epochs and lr_schedule.every_steps are both null"),
+        (MultiStep(epochs=[3, 2]), r"lr_schedule.epochs=\[3, 2\]: expected rising numbers"),
+        (MultiStep(epochs=[1], steps=[2]), r"lr_schedule.epochs=\[1\] and lr_schedule.steps=\[2\]: give one of them"),
+        (Poly(warmup_epochs=1, warmup_steps=2), "give one of them"),
+        (Cosine(warmup_epochs=10), "the warm-up takes 200 steps, and the run 200; expected less"),
+        (Step(every_epochs=1, warmup_steps=20), "the rate falls after step 20, within the warm-up of 20 steps"),
+    ],
+)
+def test_schedules_that_cannot_be_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        rates(config)
+
+
+def test_by_default_one_group_decays_whole():
+    """As in the paper. Checkpoints from before there were groups have one."""
+    (group,) = build.optimizer(SGD(lr=0.1), small_network(), ("cls",)).param_groups
+    assert group["param_names"] == [name for name, _ in small_network().named_parameters()]
+    assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.1, 0.9, 1e-4, False)
+
+
+def test_the_head_has_its_own_rate_and_only_weights_decay():
+    network = nn.ModuleDict({"cls": nn.Conv2d(2, 3, 1), "body": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2)})
+    config = SGD(lr=0.1, head_lr_factor=10.0, decay="weights", weight_decay=0.5)
+    groups = build.optimizer(config, network, ("cls",)).param_groups
+    assert [(group["param_names"], group["lr"], group["weight_decay"]) for group in groups] == [
+        (["body.weight"], 0.1, 0.5),
+        (["body.bias", "norm.weight", "norm.bias"], 0.1, 0.0),
+        (["cls.weight"], 1.0, 0.5),
+        (["cls.bias"], 1.0, 0.0),
+    ]
+    optimizer = build.optimizer(config, network, ("cls",))
+    scheduler = build.lr_schedule(Linear(), optimizer, SCHEDULE)
+    for _ in range(STEPS):
+        optimizer.step()
+        scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-6, 1e-6, 1e-5, 1e-5])
+
+
+def test_adamw_has_its_keys():
+    optimizer = build.optimizer(AdamW(lr=1e-3, betas=[0.8, 0.95], eps=1e-6, fused=False), small_network(), ())
+    assert type(optimizer) is torch.optim.AdamW
+    (group,) = optimizer.param_groups
+    assert (group["betas"], group["eps"], group["fused"]) == ((0.8, 0.95), 1e-6, False)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (SGD(lr=0.1, momentum=0.0, nesterov=True), "optim.nesterov=true with optim.momentum=0"),
+        (AdamW(lr=0.1, betas=[0.9, 1.0]), r"optim.betas=\[0.9, 1.0\]: expected numbers below 1"),
+    ],
+)
+def test_optimisers_that_cannot_be_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        check_values(config, "optim.")
