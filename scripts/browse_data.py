@@ -29,7 +29,8 @@ from engine.console import counted, make_console, printable
 from engine.distributed import World
 from engine.schema.keys import key
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.pictures import class_patch, labelled, without_math
+from engine.confusion_picture import without_math
+from engine.segmentation.pictures import class_patch, labelled
 
 _ROWS, _COLUMNS = 4, 2  # crops on a page
 _LEGEND_COLUMNS = 5

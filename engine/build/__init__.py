@@ -1,5 +1,12 @@
 """Build objects from configuration keys. Besides the entries, no other code knows both."""
 
+from engine.build.classification import (
+    classification_network,
+    classified_crops,
+    classified_images,
+    classified_split,
+    classified_splits,
+)
 from engine.build.data import (
     dataset,
     evaluation_loader,

@@ -149,12 +149,16 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
 
 
 def evaluation_loader(
-    source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1
+    source: Dataset, config: Data, world: World, images: int | None = None, batch_size: int = 1, **batching: Any
 ) -> Loader:
-    """Load the items of `source` in order; ranks split the first `images` of them (None: all) without overlap."""
+    """Load the items of `source` in order; ranks split the first `images` of them (None: all) without overlap.
+
+    `batching`: further arguments of DataLoader.
+    """
     assert isinstance(source, Sized), source
     count = len(source) if images is None else min(images, len(source))
-    return loader(source, config, world, sampler=evaluation_shard(count, world.rank, world.size), batch_size=batch_size)
+    shard = evaluation_shard(count, world.rank, world.size)
+    return loader(source, config, world, sampler=shard, batch_size=batch_size, **batching)
 
 
 def loader(source: Dataset, config: Data, world: World, **batching: Any) -> Loader:

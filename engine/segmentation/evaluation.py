@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
+from engine.confusion_picture import confusion_picture
 from engine.console import tracked
 from engine.distributed import World
 from engine.evaluated import Evaluated
@@ -19,7 +20,6 @@ from engine.prefetching import prefetched
 from engine.run import Run
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict
-from engine.segmentation.pictures import confusion_picture
 from engine.segmentation.predictions import PictureCollector
 from engine.segmentation.score_table import iou_table
 from engine.segmentation.scores import Counts, all_scores
@@ -67,6 +67,7 @@ def evaluate_split(
     counts.to_cpu()
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
     confusion = counts.confusion[:trained, :trained]
+    title = f"{dataset.name} {dataset.split}: % of each label's pixels"
     ious = {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
     return Evaluated(
         scores=scores,
@@ -75,7 +76,7 @@ def evaluate_split(
         details={"confusion_matrix": confusion.tolist(), "views": views.record()},
         curves={"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"], **ious},
         table=partial(iou_table, scores),
-        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, f"{dataset.name} {dataset.split}"),
+        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
     )
 
 

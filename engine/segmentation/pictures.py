@@ -1,13 +1,12 @@
-"""Pictures of labels, predictions and confusion matrices."""
+"""Pictures of labels and predictions."""
 
 import cv2
 import numpy as np
-from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.text import Text
 
 from datasets import SegmentationDataset
+from engine.confusion_picture import without_math
 
 OVERLAY_OPACITY = 0.6
 
@@ -57,33 +56,3 @@ def class_patch(colour: tuple[int, int, int], label: str) -> Patch:
     """The legend entry of a class."""
     red, green, blue = (channel / 255 for channel in colour)
     return Patch(facecolor=(red, green, blue), edgecolor="gray", label=label)
-
-
-def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:
-    """Draw the percentage of each label's pixels predicted as each class. `confusion`: int (K, K), rows are labels.
-
-    Rows without pixels stay empty.
-    """
-    pixels = confusion.sum(axis=1, keepdims=True)
-    percent = np.where(pixels > 0, 100 * confusion / np.maximum(pixels, 1), np.nan)
-    side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
-    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
-    axes = figure.subplots()
-    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # keeps a few percent visible
-    for row, column in zip(*np.nonzero(percent >= 0.5), strict=True):
-        colour = "white" if percent[row, column] > 40 else "black"
-        text = f"{percent[row, column]:.0f}"
-        axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
-    axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(classes)), classes, fontsize=8)
-    axes.set(xlabel="predicted", ylabel="label")
-    axes.set_title(f"{title}: % of each label's pixels", loc="left")
-    figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)
-    return without_math(figure)
-
-
-def without_math(figure: Figure) -> Figure:
-    """Show every $ in the figure's texts literally: class and image names may contain one."""
-    for text in figure.findobj(Text):
-        text.set_parse_math(False)
-    return figure

@@ -11,7 +11,7 @@ import torch
 from datasets import synthetic
 from engine.evaluated import Evaluated
 from engine.results import write_results
-from engine.segmentation.pictures import confusion_picture
+from engine.confusion_picture import confusion_picture
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
 

@@ -1,0 +1,91 @@
+"""Configuration keys -> classification datasets, loaders and networks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from datasets import (
+    CentreCrop,
+    ClassificationCrops,
+    ClassificationDataset,
+    EvaluatedImages,
+    PaddedCrop,
+    RandomResizedCrop,
+    ResizedRandomCrop,
+    ShuffledMinibatches,
+    cifar10,
+    cifar100,
+    collated,
+    imagenet,
+    shapes,
+)
+from datasets.workers import Loader
+from engine.build.data import evaluation_loader, loader, order_of
+from engine.build.network import body, norm_act
+from engine.distributed import World
+from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
+
+
+def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
+    """The training and the validation split. ValueError: see `classified_split`, or their classes differ."""
+    train_set = classified_split(config, config.train_split, "data.train_split")
+    val_set = classified_split(config, config.val_split, "data.val_split")
+    assert train_set.classes == val_set.classes, "each dataset compares its splits"
+    return train_set, val_set
+
+
+def classified_split(config: ClassificationData, split: str, key: str) -> ClassificationDataset:
+    """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
+    sources: dict[str, Callable[..., ClassificationDataset]] = {
+        "cifar10": cifar10,
+        "cifar100": cifar100,
+        "imagenet": imagenet,
+        "shapes": shapes,
+    }
+    try:
+        return sources[config.name](config.root, split)
+    except ValueError as error:
+        raise ValueError(f"{key}={split}: data.root={config.root}: {error}") from error
+
+
+def classification_network(
+    config: ClassificationRun, classes: int, group: dist.ProcessGroup | None = None
+) -> nn.Module:
+    """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
+    return body(config.body, norm_act(config.norm, group), classes)
+
+
+def classified_crops(
+    config: ClassificationRun, dataset: ClassificationDataset, total_steps: int, world: World, start_step: int = 0
+) -> Loader:
+    """This rank's share of a minibatch of training crops for each step from `start_step` to `total_steps`.
+
+    Raises:
+        ValueError: the minibatch size does not fit the images or the world size.
+    """
+    data = config.data
+    crops = ClassificationCrops(dataset, _training_transform(data), config.seed, data.on_error == "skip")
+    minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
+    return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
+
+
+def _training_transform(config: ClassificationData) -> RandomResizedCrop | ResizedRandomCrop | PaddedCrop:
+    common: dict[str, Any] = dict(size=config.crop_size, flip=config.flip)
+    if isinstance(config, SmallImagesData):
+        red, green, blue = (255 * value for value in config.mean)
+        return PaddedCrop(padding=config.padding, fill=(red, green, blue), **common)
+    assert isinstance(config, ImageNetData), config
+    return RandomResizedCrop(**common) if config.crops == "release" else ResizedRandomCrop(config.resize, **common)
+
+
+def classified_images(
+    config: ClassificationRun, dataset: ClassificationDataset, world: World, images: int | None = None
+) -> Loader:
+    """This rank's share of the first `images` (None: all) of a split, as an evaluation sees them."""
+    data, view = config.data, None
+    if isinstance(data, ImageNetData):
+        view = CentreCrop(data.resize, data.crop_size)
+    source, batch_size = EvaluatedImages(dataset, view), config.trainer.evaluate_batch_size
+    return evaluation_loader(source, data, world, images, batch_size, collate_fn=collated)

@@ -1,0 +1,1 @@
+"""Classification of whole images: its evaluation and scores."""

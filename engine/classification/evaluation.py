@@ -1,0 +1,151 @@
+"""Scores of a classification network on a whole split, with a progress bar."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from rich.progress import Progress
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from datasets import ClassificationDataset
+from engine.confusion_picture import confusion_picture
+from engine.console import tracked
+from engine.distributed import World
+from engine.evaluated import Evaluated
+from engine.forward import Forward
+from engine.out_of_memory import memory_errors
+from engine.prefetching import prefetched
+from engine.run import Run
+from engine.schema.classification import ClassificationRun
+from engine.stopping import UntilStopped
+from models.layers import layer_health
+
+DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can be read
+
+
+def class_logits(forward: Forward, images: Tensor) -> Tensor:
+    """Float32 logits (N, K) of uint8 images (N, 3, h, w), or their mean over the crops (N, crops, 3, h, w)."""
+    if images.ndim == 4:
+        return forward(images).float()
+    logits = forward(images.flatten(0, 1)).float()  # (N * crops, K)
+    return logits.unflatten(0, images.shape[:2]).mean(dim=1)
+
+
+def evaluate_split(
+    forward: Forward,
+    dataset: ClassificationDataset,
+    images: DataLoader | UntilStopped,
+    *,
+    world: World,
+    progress: Progress,
+    memory_advice: str,
+) -> Evaluated:
+    """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.
+
+    Details: the top-1 accuracy of each class, None without images, and up to `DRAWN_CLASSES` the confusion matrix
+    (K, K), rows are labels. The host waits for a GPU only once, for the counts.
+
+    Args:
+        images: this rank's share of `dataset`. Scores are over the images of all ranks.
+        memory_advice: appended to the message of a MemoryError.
+
+    Raises:
+        MemoryError: the device does not have enough memory.
+    """
+    classes = len(dataset.classes)
+    counts = Counts(classes, world.device)
+    forward.network.eval()
+    loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
+    for minibatch in prefetched(loaded, world.device):
+        size = "x".join(map(str, minibatch["image"].shape))
+        with memory_errors(f"while images of shape {size} were evaluated. {memory_advice}"), torch.inference_mode():
+            counts.add(
+                class_logits(forward, minibatch["image"]), minibatch["label"].to(world.device, non_blocking=True)
+            )
+    for tensor in (counts.confusion, counts.top5):
+        world.sum_(tensor)
+    confusion, top5 = counts.confusion.cpu(), counts.top5.cpu()
+    images_of, right = confusion.sum(dim=1), confusion.diagonal()
+    count = int(images_of.sum())
+    scores = {"top1": _share(right.sum(), count), "top5": _share(top5.sum(), count)}
+    accuracy = {
+        name: _share(own_right, int(own)) if own else None
+        for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
+    }
+    evaluated = Evaluated(
+        scores=scores,
+        summary=f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}",
+        images=count,
+        details={"accuracy": accuracy},
+        curves={f"val/{name}": score for name, score in scores.items()},
+        table=partial(accuracy_table, scores, accuracy),
+    )
+    if classes > DRAWN_CLASSES:
+        return evaluated
+    title = f"{dataset.name} {dataset.split}: % of each class's images"
+    return replace(
+        evaluated,
+        details={**evaluated.details, "confusion_matrix": confusion.tolist()},
+        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
+    )
+
+
+class Counts:
+    """Counts of predictions, on the device: `confusion`, int64 (K, K), rows are labels; `top5`, int64 (K,)."""
+
+    def __init__(self, classes: int, device: torch.device):
+        self.confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+        self.top5 = torch.zeros(classes, dtype=torch.int64, device=device)
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Count the predictions of logits (N, K) for labels, int64 (N,)."""
+        classes = len(self.top5)
+        ranked = logits.topk(min(5, classes), dim=1).indices  # (N, 5), the highest first
+        cells = labels * classes + ranked[:, 0]
+        self.confusion.view(-1).index_add_(0, cells, torch.ones_like(cells))
+        self.top5.index_add_(0, labels, (ranked == labels[:, None]).any(dim=1).long())
+
+
+def accuracy_table(scores: dict, accuracy: dict) -> Table:
+    """The accuracies in percent, of each class too unless there are many."""
+    table = Table(min_width=40)
+    table.add_column("class")
+    table.add_column("accuracy %", justify="right")
+    if len(accuracy) <= DRAWN_CLASSES:
+        for name, share in accuracy.items():
+            table.add_row(name, "–" if share is None else f"{100 * share:.2f}")
+        table.add_section()
+    table.add_row("top-1", f"{100 * scores['top1']:.2f}", style="bold")
+    table.add_row("top-5", f"{100 * scores['top5']:.2f}")
+    return table
+
+
+def _share(part: Tensor, whole: int) -> float:
+    return float(part) / whole if whole else 0.0
+
+
+def evaluation_of(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Callable[[], Evaluated]:
+    """Return a function that evaluates the current network of `run` on `loader`, this rank's share of the images.
+
+    It also measures the norm layers on two images. It raises MemoryError (see `evaluate_split`) and Preempted.
+    """
+
+    def evaluate() -> Evaluated:
+        evaluated = evaluate_split(
+            run.learner.evaluated,
+            run.val_set,
+            UntilStopped(loader, run.stop, run.world),
+            world=run.world,
+            progress=run.metrics.progress,
+            memory_advice=run.config.evaluation_memory_advice(),
+        )
+        if not run.world.first:
+            return evaluated
+        network = run.learner.network
+        images = torch.stack([loader.dataset[number]["image"] for number in range(min(2, len(run.val_set)))])
+        return replace(evaluated, layers=layer_health(network, images, forward=run.learner.forward.through(network)))
+
+    return evaluate

@@ -1,0 +1,36 @@
+"""A picture of a confusion matrix."""
+
+import numpy as np
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+
+def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:
+    """Draw the percentage of each label that is predicted as each class. `confusion`: int (K, K), rows are labels.
+
+    Rows without a count stay empty.
+    """
+    counts = confusion.sum(axis=1, keepdims=True)
+    percent = np.where(counts > 0, 100 * confusion / np.maximum(counts, 1), np.nan)
+    side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
+    figure = Figure(figsize=(side + 0.8, side), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # keeps a few percent visible
+    for row, column in zip(*np.nonzero(percent >= 0.5), strict=True):
+        colour = "white" if percent[row, column] > 40 else "black"
+        text = f"{percent[row, column]:.0f}"
+        axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
+    axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set(xlabel="predicted", ylabel="label")
+    axes.set_title(title, loc="left")
+    figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)
+    return without_math(figure)
+
+
+def without_math(figure: Figure) -> Figure:
+    """Show every $ in the figure's texts literally: class and image names may contain one."""
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
+    return figure

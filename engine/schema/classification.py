@@ -1,0 +1,74 @@
+"""Keys of train_imagenet.py."""
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from engine.schema.data import Data
+from engine.schema.keys import group, key, override
+from engine.schema.training import Trainer, TrainingRun
+
+
+def evaluation_memory_advice(key: str, batch_size: int) -> str:
+    """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
+    fewer = f"{key}={batch_size // 2} roughly halves it; " if batch_size > 1 else ""
+    return f"{fewer}eval.py can use the checkpoint of a training that stops here"
+
+
+@dataclass
+class ClassificationData(Data):
+    flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
+
+
+@dataclass
+class ImageNetData(ClassificationData):
+    # How training crops are drawn: release (random area and aspect ratio, resized), or paper (short side resized, then
+    # a random crop). Both change colours and lighting.
+    crops: str = key("release", one_of=("release", "paper"))
+    resize: int = key(
+        256, above=0
+    )  # pixels of the short side, before the centre crop in evaluation and the paper's crops
+
+    def check(self) -> None:
+        if self.crop_size > self.resize:
+            raise ValueError(f"data.crop_size={self.crop_size}: expected at most data.resize={self.resize}")
+
+
+@dataclass
+class SmallImagesData(ClassificationData):
+    """Images of 32x32 pixels, kept in memory."""
+
+    padding: int = key(4, least=0)  # pixels of mean colour around an image before a training crop is drawn
+
+
+CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
+    "cifar10": SmallImagesData,
+    "cifar100": SmallImagesData,
+    "imagenet": ImageNetData,
+    "shapes": SmallImagesData,
+}
+
+
+@dataclass
+class ClassificationTrainer(Trainer):
+    evaluate_batch_size: int = key(100, above=0, free_on_resume=True)  # images classified at once
+
+
+@dataclass
+class ClassificationRun(TrainingRun):
+    """One run of train_imagenet.py."""
+
+    task: ClassVar[str] = "classification"
+    score: ClassVar[str] = "top1"
+    score_label: ClassVar[str] = "top-1"
+    head_modules: ClassVar[tuple[str, ...]] = ("classifier",)
+
+    trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
+    data: ClassificationData = group(CLASSIFICATION_DATASETS)
+
+    def evaluation_command(self, checkpoint: Path) -> str:
+        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
+
+    def evaluation_memory_advice(self) -> str:
+        return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)

@@ -1,0 +1,42 @@
+"""Train a classification network: `python train_imagenet.py [experiment=…] [key=value …]`; `--help` lists the choices.
+
+On several devices or machines: `torchrun --nproc-per-node N train_imagenet.py …` (docs/training.md).
+"""
+
+from functools import partial
+
+from omegaconf import DictConfig
+from torch import nn
+
+from datasets import verify_images
+from engine import build, loop
+from engine import config as configuration
+from engine.classification.evaluation import evaluation_of
+from engine.command_line import command_line, configured
+from engine.run import opened
+from engine.schema.classification import ClassificationRun
+
+
+def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
+    """Train as configured, evaluate the last checkpoint, and write a run directory.
+
+    `values`: a composed `engine.schema.classification.ClassificationRun`. All else is as in `train_seg.train`.
+    """
+    config = configuration.typed(values, ClassificationRun)
+    with opened(config, command, build.classified_splits, verify_images) as run:
+        make = partial(build.classification_network, config, len(run.train_set.classes))
+        run.start(build.learner(config, make, run.schedule, run.world))
+        crops = partial(build.classified_crops, config, run.train_set, world=run.world)
+        run.learner.statistics_minibatches = crops(config.trainer.ema_statistics_minibatches)
+        images = build.classified_images(config, run.val_set, run.world, config.trainer.evaluate_images)
+        minibatches = crops(run.schedule.total_steps, start_step=run.start_step)
+        return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
+
+
+@configured("train_imagenet", ClassificationRun)
+def main(values: DictConfig) -> None:
+    train(values, command_line())
+
+
+if __name__ == "__main__":
+    main()
