@@ -1,32 +1,49 @@
-"""Evaluate a checkpoint: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`.
+"""Evaluate a checkpoint of either task: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`.
 
 On several devices: `torchrun --nproc-per-node N eval.py …`; every image is evaluated once.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
+from rich.console import Console
+from torch import nn
 
-from datasets import WholeImages, reading_errors, verify
+from datasets import (
+    ClassificationDataset,
+    SegmentationDataset,
+    WholeImages,
+    reading_errors,
+    verify,
+    verify_images,
+)
 from engine import build, checkpoint
 from engine import config as configuration
+from engine.classification import evaluation as classification
 from engine.command_line import configured
 from engine.console import log_to, make_console, progress_bar
 from engine.distributed import World, joined
+from engine.evaluated import Evaluated
+from engine.forward import Forward
 from engine.output_files import writable_folder
 from engine.results import print_results, write_results
 from engine.run import verify_with_progress
+from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
+from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
-from engine.segmentation.evaluation import evaluate_split
-from engine.segmentation.inference import WHOLE_IMAGE, Views
+from engine.schema.training import TrainingRun
+from engine.segmentation import evaluation as segmentation
 from engine.segmentation.predictions import PredictionWriter
 
 
 def evaluate(values: DictConfig) -> dict:
-    """Score a checkpoint on a split: whole images at a single scale, unless the command names other views.
+    """Score a checkpoint on a split.
 
+    Segmentation: whole images at a single scale, unless the command names other views. Classification: central crops.
     Keys of network, data and precision default to the training's.
 
     Returns:
@@ -39,8 +56,12 @@ def evaluate(values: DictConfig) -> dict:
     options = configuration.typed(values, Evaluation)
     path = Path(options.checkpoint)
     state = checkpoint.load(path)
-    config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
-    results_file = Path(options.results or default_results_file(options, config))
+    name = state["task"]
+    if name not in TASKS:
+        raise ValueError(f"checkpoint {path} is for the task {name}: expected {' or '.join(TASKS)}")
+    refuse_other_tasks(options, name, f"checkpoint {path}")
+    config = configuration.of_checkpoint(state, TASKS[name].schema, f"checkpoint {path}")
+    results_file = Path(options.results) if options.results else options.default_results_file(config)
     apply_options(config, options)
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,
@@ -49,42 +70,22 @@ def evaluate(values: DictConfig) -> dict:
         return score(state, path, config, options, results_file, world)
 
 
-def score(
-    state: dict, path: Path, config: SegmentationRun, options: Evaluation, results_file: Path, world: World
-) -> dict:
+def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, results_file: Path, world: World) -> dict:
     """`evaluate` on one rank of `world`; `state` is the content of the checkpoint `path`."""
-    console = make_console(world.rank)
+    console, task = make_console(world.rank), TASKS[config.task]
     log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
-    dataset = build.dataset(config.data, split)
+    dataset = task.dataset(config.data, split)
     with world.first_goes_ahead() as first:
         if config.data.verify and first:
-            verify_with_progress(dataset, console, verify)
+            verify_with_progress(dataset, console, task.verify)
     build.arithmetic(config.trainer)
-    forward = build.trained_forward(config, state, path, dataset.classes, options.averaged, world.device)
+    network, averaged = task.network, options.averaged
+    forward = build.trained_forward(config, network, state, path, dataset.classes, averaged, world.device)
     if results_file.is_dir():
         raise ValueError(f"results={results_file} is a folder: expected a file to write, such as results.json in it")
     writable_folder("results", results_file.parent)
-    writer = PredictionWriter(
-        dataset,
-        predictions=_writable("predictions", options.predictions),
-        overlays=_writable("overlays", options.overlays),
-        overlay_images=options.overlay_images,
-    )
-    loader = build.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world)
-    views = build.views(options, config.data)
-    with progress_bar(console) as progress:
-        evaluated = evaluate_split(
-            forward,
-            dataset,
-            loader,
-            batch_size=options.batch_size,
-            views=views,
-            world=world,
-            progress=progress,
-            memory_advice=options.memory_advice(),
-            on_prediction=writer,
-        )
+    evaluated = task.evaluate(forward, dataset, config, options, world, console)
 
     results = {}
     if dataset.has_labels:
@@ -100,7 +101,78 @@ def score(
     return results
 
 
-def apply_options(config: SegmentationRun, options: Evaluation) -> None:
+def segment(
+    forward: Forward,
+    dataset: SegmentationDataset,
+    config: SegmentationRun,
+    options: Evaluation,
+    world: World,
+    console: Console,
+) -> Evaluated:
+    """Predict and score this rank's images, and write predictions and pictures if asked."""
+    writer = PredictionWriter(
+        dataset,
+        predictions=_writable("predictions", options.predictions),
+        overlays=_writable("overlays", options.overlays),
+        overlay_images=options.overlay_images,
+    )
+    with progress_bar(console) as progress:
+        return segmentation.evaluate_split(
+            forward,
+            dataset,
+            build.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
+            batch_size=options.batch_size or 1,
+            views=build.views(options, config.data),
+            world=world,
+            progress=progress,
+            memory_advice=options.memory_advice(config),
+            on_prediction=writer,
+        )
+
+
+def classify(
+    forward: Forward,
+    dataset: ClassificationDataset,
+    config: ClassificationRun,
+    options: Evaluation,
+    world: World,
+    console: Console,
+) -> Evaluated:
+    """Score this rank's images."""
+    images = build.classified_images(
+        replace(config.data, workers=options.workers),
+        dataset,
+        world,
+        batch_size=config.trainer.evaluate_batch_size,
+        ten_crops=options.view == "ten_crop",
+    )
+    with progress_bar(console) as progress:
+        advice = options.memory_advice(config)
+        evaluated = classification.evaluate_split(
+            forward, dataset, images, world=world, progress=progress, memory_advice=advice
+        )
+    return replace(evaluated, details={**evaluated.details, "view": options.view})
+
+
+class Task(NamedTuple):
+    """What an evaluation needs to know of a task."""
+
+    schema: type[TrainingRun]
+    dataset: Callable[[Any, str], Any]  # configuration of the data, split
+    verify: Callable[..., None]
+    network: Callable[..., nn.Module]
+    evaluate: Callable[..., Evaluated]
+
+
+TASKS = {
+    "segmentation": Task(SegmentationRun, build.dataset, verify, build.segmentation_network, segment),
+    "classification": Task(
+        ClassificationRun, build.classified_split, verify_images, build.classification_network, classify
+    ),
+}
+
+
+def apply_options(config: TrainingRun, options: Evaluation) -> None:
     """Override the training's keys with the command's.
 
     Raises:
@@ -108,46 +180,17 @@ def apply_options(config: SegmentationRun, options: Evaluation) -> None:
             (Synthetic data would otherwise be drawn there.)
     """
     root = options.data.root or config.data.root
-    if root is not None and not (_folder(root).is_dir() and any(_folder(root).iterdir())):
+    if root is not None and not _exists(_folder(root)):
         raise ValueError(
             f"data.root={root} is not a folder with files: give data.root=DIR, the folder of {config.data.name}"
         )
     config.data.root = root
-    config.trainer.evaluate_images = None
     options.apply_to(config)
 
 
-def default_results_file(options: Evaluation, config: SegmentationRun) -> Path:
-    """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs."""
-    path = Path(options.checkpoint)
-    words = [path.stem] if path.stem != "last" else []
-    if options.data.split not in (None, config.data.val_split):
-        words.append(options.data.split)
-    trained_on = None if config.data.root is None else _folder(config.data.root)
-    if options.data.root is not None and _folder(options.data.root) != trained_on:
-        words.append(_folder(options.data.root).name)
-    if options.data.base_size not in (None, config.data.base_size):
-        words.append(f"base{options.data.base_size}")
-    if options.data.antialias not in (None, config.data.antialias):
-        words.append("antialiased" if options.data.antialias else "aliased")
-    if options.head.pooling_size not in (None, config.head.pooling_size):
-        words.append("pooling{}x{}".format(*options.head.pooling_size))
-    if options.precision not in (None, config.trainer.precision):
-        words.append(options.precision)
-    words += ["trained"] if not options.averaged else []
-    words += _words(build.views(options, config.data))
-    folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    return folder / f"{'_'.join(['results', *words])}.json"
-
-
-def _words(views: Views) -> list[str]:
-    """How the views differ from a whole image at a single scale."""
-    words = [f"window{views.window}"] if views.window else []
-    if views.overlap != WHOLE_IMAGE.overlap:
-        words.append(f"overlap{views.overlap:g}")
-    if views.scales != WHOLE_IMAGE.scales:
-        words.append("scales" + "-".join(f"{scale:g}" for scale in views.scales))
-    return [*words, "flip"] if views.flip else words
+def _exists(root: Path) -> bool:
+    """Whether there is a folder with files, or an archive."""
+    return root.is_file() or (root.is_dir() and any(root.iterdir()))
 
 
 def _writable(key: str, path: str | None) -> Path | None:

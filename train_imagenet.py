@@ -28,7 +28,8 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
         run.start(build.learner(config, make, run.schedule, run.world))
         crops = partial(build.classified_crops, config, run.train_set, world=run.world)
         run.learner.statistics_minibatches = crops(config.trainer.ema_statistics_minibatches)
-        images = build.classified_images(config, run.val_set, run.world, config.trainer.evaluate_images)
+        evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
+        images = build.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
         minibatches = crops(run.schedule.total_steps, start_step=run.start_step)
         return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
 

@@ -27,7 +27,9 @@ def shapes(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
         raise ValueError(f"shapes are drawn, not read from {root}: give no folder")
     count = IMAGES[split]
     labels = np.arange(count) % len(CLASSES)
-    pixels = np.stack([draw_shape(label, np.random.default_rng([_SEEDS[split], i])) for i, label in enumerate(labels)])
+    pixels = np.stack(
+        [draw_shape(label, np.random.default_rng([_SEEDS[split], i])) for i, label in enumerate(labels.tolist())]
+    )
     names = np.array([f"{split} {number}" for number in range(count)])
     zeros = np.zeros(count, np.int64)
     files = FileList(Path(), names.astype("S"), zeros, zeros)

@@ -25,11 +25,11 @@ from datasets.transforms import at_scale
 from engine import build
 from engine import config as configuration
 from engine.command_line import configured
+from engine.confusion_picture import without_math
 from engine.console import counted, make_console, printable
 from engine.distributed import World
 from engine.schema.keys import key
 from engine.schema.segmentation import SegmentationRun
-from engine.confusion_picture import without_math
 from engine.segmentation.pictures import class_patch, labelled
 
 _ROWS, _COLUMNS = 4, 2  # crops on a page

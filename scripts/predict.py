@@ -59,7 +59,8 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
     images = find_images(Path(options.input).expanduser(), output)
     build.arithmetic(config.trainer)
     device, views = device_of(options.device), build.views(options, config.data)
-    forward = build.trained_forward(config, state, path, state["classes"], options.averaged, device)
+    make, averaged = build.segmentation_network, options.averaged
+    forward = build.trained_forward(config, make, state, path, state["classes"], averaged, device)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
 
     writable_folder("output", output)

@@ -21,7 +21,7 @@ from engine import config as cfg
 from engine.schema import keys
 from engine.schema.evaluation import Evaluation
 from engine.segmentation.inference import predict
-from eval import default_results_file, evaluate
+from eval import evaluate
 from tests import trees
 from tests.official import cityscapes_script
 from tests.runs import REPOSITORY, SHORT, composed, run_config
@@ -56,7 +56,7 @@ def test_other_evaluations_have_results_of_their_own():
 
     def file(checkpoint_path="run/checkpoints/last.pt", *overrides):
         options = cfg.typed(composed("eval", f"checkpoint={checkpoint_path}", *overrides), Evaluation)
-        return str(default_results_file(options, config))
+        return str(options.default_results_file(config))
 
     assert file() == file("run/checkpoints/last.pt", "data.split=val", "precision=float32") == "run/results.json"
     assert file("run/checkpoints/best.pt") == "run/results_best.json"

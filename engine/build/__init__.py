@@ -18,7 +18,7 @@ from engine.build.data import (
     training_crops,
     training_loader,
 )
-from engine.build.network import body, forward, norm_act
+from engine.build.network import body, forward, norm_act, trained_forward
 from engine.build.optimization import lr_schedule, optimizer
-from engine.build.segmentation import loss, segmentation_network, trained_forward, views
+from engine.build.segmentation import loss, segmentation_network, views
 from engine.build.training import arithmetic, learner, schedule_of

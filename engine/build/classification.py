@@ -15,6 +15,7 @@ from datasets import (
     RandomResizedCrop,
     ResizedRandomCrop,
     ShuffledMinibatches,
+    TenCrops,
     cifar10,
     cifar100,
     collated,
@@ -36,7 +37,7 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
     return train_set, val_set
 
 
-def classified_split(config: ClassificationData, split: str, key: str) -> ClassificationDataset:
+def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
     sources: dict[str, Callable[..., ClassificationDataset]] = {
         "cifar10": cifar10,
@@ -81,11 +82,16 @@ def _training_transform(config: ClassificationData) -> RandomResizedCrop | Resiz
 
 
 def classified_images(
-    config: ClassificationRun, dataset: ClassificationDataset, world: World, images: int | None = None
+    config: ClassificationData,
+    dataset: ClassificationDataset,
+    world: World,
+    images: int | None = None,
+    *,
+    batch_size: int,
+    ten_crops: bool = False,
 ) -> Loader:
     """This rank's share of the first `images` (None: all) of a split, as an evaluation sees them."""
-    data, view = config.data, None
-    if isinstance(data, ImageNetData):
-        view = CentreCrop(data.resize, data.crop_size)
-    source, batch_size = EvaluatedImages(dataset, view), config.trainer.evaluate_batch_size
-    return evaluation_loader(source, data, world, images, batch_size, collate_fn=collated)
+    view = None
+    if isinstance(config, ImageNetData):
+        view = (TenCrops if ten_crops else CentreCrop)(config.resize, config.crop_size)
+    return evaluation_loader(EvaluatedImages(dataset, view), config, world, images, batch_size, collate_fn=collated)

@@ -1,13 +1,15 @@
 """Configuration keys -> norms, bodies and forward passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from engine import checkpoint
 from engine.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import TrainingRun
@@ -62,6 +64,31 @@ def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0
         return bodies.ResNeXt(*first, base_channels=config.base_channels, groups=config.groups, **stem)
     assert isinstance(config, schema.DenseNetBody), config
     return bodies.DenseNet(*first, growth=config.growth, **stem)
+
+
+def trained_forward(
+    config: TrainingRun,
+    make: Callable[..., nn.Module],
+    state: dict,
+    path: Path,
+    classes: Sequence[str],
+    averaged: bool,
+    device: torch.device,
+) -> Forward:
+    """Build the forward pass of a checkpoint's network, in eval mode.
+
+    Args:
+        config: the checkpoint's configuration, perhaps changed by the command.
+        make: make(config, number of classes) builds a network for the task.
+        state: content of the checkpoint `path`.
+        classes: the network must have been trained on these.
+        averaged: take the averaged weights if there are any.
+
+    Raises:
+        ValueError: see `checkpoint.load_network`.
+    """
+    network = checkpoint.load_network(partial(make, config, len(state["classes"])), state, classes, path, averaged)
+    return forward(config, network.eval(), device)
 
 
 def forward(config: TrainingRun, network: nn.Module, device: torch.device) -> Forward:

@@ -1,5 +1,7 @@
 """Configuration keys -> optimiser and learning rate schedule."""
 
+from typing import Any
+
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
@@ -21,7 +23,7 @@ def optimizer(config: schema.Optim, network: nn.Module, head: tuple[str, ...]) -
     head: first parts of the names of the modules whose learning rate is `head_lr_factor` times the body's.
     """
     groups = _parameter_groups(config, network, head)
-    common = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
+    common: dict[str, Any] = dict(lr=config.lr, weight_decay=config.weight_decay, fused=config.fused)
     if isinstance(config, schema.AdamW):
         first, second = config.betas
         made: Optimizer = AdamW(groups, betas=(first, second), eps=config.eps, **common)

@@ -1,16 +1,9 @@
 """Configuration keys -> segmentation network, loss and views."""
 
-from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
-
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import checkpoint
-from engine.build.network import body, forward, norm_act
-from engine.forward import Forward
+from engine.build.network import body, norm_act
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
@@ -54,21 +47,3 @@ def views(options: TrainedNetwork, data: SegmentationData) -> Views:
         tuple(options.tta.scales),
         options.tta.flip,
     )
-
-
-def trained_forward(
-    config: SegmentationRun, state: dict, path: Path, classes: Sequence[str], averaged: bool, device: torch.device
-) -> Forward:
-    """Build the forward pass of a checkpoint's network, in eval mode.
-
-    Args:
-        config: the checkpoint's configuration, perhaps changed by the command.
-        state: content of the checkpoint `path`.
-        classes: the network must have been trained on these.
-        averaged: take the averaged weights if there are any.
-
-    Raises:
-        ValueError: see `checkpoint.load_network`.
-    """
-    make = partial(segmentation_network, config, len(state["classes"]))
-    return forward(config, checkpoint.load_network(make, state, classes, path, averaged).eval(), device)

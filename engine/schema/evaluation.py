@@ -1,20 +1,26 @@
 """Keys of eval.py and scripts.predict."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from omegaconf import MISSING
 
+from engine.schema import classification, segmentation
+from engine.schema.classification import ClassificationRun, ImageNetData
 from engine.schema.keys import key
-from engine.schema.segmentation import SegmentationRun, evaluation_memory_advice
-from engine.schema.training import DEVICES, PRECISIONS
+from engine.schema.network import PackageNorm, StandardNorm
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 
 OVERLAP = 0.25
+VIEWS = ("center", "ten_crop")
+SEGMENTATION, CLASSIFICATION = SegmentationRun.task, ClassificationRun.task
 
 
 @dataclass
 class TrainedData:
-    base_size: int | None = key(None, above=0)  # null: as in training
-    antialias: bool | None = None  # null: as in training
+    base_size: int | None = key(None, above=0, task=SEGMENTATION)  # null: as in training
+    antialias: bool | None = key(None, task=SEGMENTATION)  # null: as in training
 
 
 @dataclass
@@ -55,23 +61,27 @@ class TrainedNetwork:
 
     checkpoint: str = MISSING
     averaged: bool = True  # the averaged weights, if the checkpoint has them
-    head: TrainedHead = field(default_factory=TrainedHead)
-    window: Window = field(default_factory=Window)
-    tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
+    head: TrainedHead = key(TrainedHead(), task=SEGMENTATION)
+    window: Window = key(Window(), task=SEGMENTATION)
+    tta: TestTimeAugmentation = key(TestTimeAugmentation(), task=SEGMENTATION)
     device: str = key("auto", one_of=DEVICES)
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
     timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
     data: TrainedData = field(default_factory=TrainedData)
 
-    def apply_to(self, config: SegmentationRun) -> None:
+    def apply_to(self, config: TrainingRun) -> None:
         """Override the training's keys by those given here. ValueError if they do not fit the network."""
+        config.trainer.precision = self.precision or config.trainer.precision
+        config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
+        config.check_precision()
+        if isinstance(config, SegmentationRun):
+            self._apply_to_segmentation(config)
+
+    def _apply_to_segmentation(self, config: SegmentationRun) -> None:
         config.data.base_size = self.data.base_size or config.data.base_size
         if self.data.antialias is not None:
             config.data.antialias = self.data.antialias
         config.head.pooling_size = self.head.pooling_size or config.head.pooling_size
-        config.trainer.precision = self.precision or config.trainer.precision
-        config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
-        config.check_precision()
         size, stride = self.window.size, config.body.output_stride
         if size is not None and size % stride:
             raise ValueError(
@@ -85,19 +95,107 @@ class Evaluation(TrainedNetwork):
     """One run of eval.py."""
 
     data: EvaluationData = field(default_factory=EvaluationData)
-    predictions: str | None = None  # folder for predictions in the dataset's official encoding
-    overlays: str | None = None  # folder for pictures: image | ground truth | prediction
-    overlay_images: int | None = key(None, above=0)  # how many; null: all
+    activation: str | None = None  # of the norms, instead of the one in training (paper, Table 1); null: as in training
+    # The crops whose logits are averaged: the central one; or the corners and the centre, and their mirror images.
+    view: str = key("center", one_of=VIEWS, task=CLASSIFICATION)
+    crop: int | None = key(None, above=0, task=CLASSIFICATION)  # pixels; null: as in training
+    # Pixels of the short side before cropping; null: in proportion to crop as in training, e.g. 366 for 320.
+    resize: int | None = key(None, above=0, task=CLASSIFICATION)
+    predictions: str | None = key(None, task=SEGMENTATION)  # folder for predictions in the dataset's official encoding
+    overlays: str | None = key(None, task=SEGMENTATION)  # folder for pictures: image | ground truth | prediction
+    overlay_images: int | None = key(None, above=0, task=SEGMENTATION)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)  # processes that read
-    batch_size: int = key(1, above=0)  # most images of equal size predicted at once
+    # Most images predicted at once; null: one (segmentation, where only images of equal size can be), as in training
+    # (classification).
+    batch_size: int | None = key(None, above=0)
 
     def check(self) -> None:
         if self.overlay_images is not None and self.overlays is None:
             raise ValueError(f"overlay_images={self.overlay_images} needs overlays=DIR, the folder to write them to")
 
-    def memory_advice(self) -> str:
-        return evaluation_memory_advice("batch_size", self.batch_size)
+    def apply_to(self, config: TrainingRun) -> None:
+        super().apply_to(config)
+        config.trainer.evaluate_images = None
+        if self.activation is not None:
+            self._swap_activation(config)
+        if isinstance(config, ClassificationRun):
+            config.trainer.evaluate_batch_size = self.batch_size or config.trainer.evaluate_batch_size
+            self._apply_to_classification(config)
+
+    def _swap_activation(self, config: TrainingRun) -> None:
+        """In evaluation every norm but the package's is the standard one of the same weights, with any activation."""
+        norm = config.norm
+        if isinstance(norm, PackageNorm):
+            raise ValueError(
+                f"activation={self.activation} with a network trained with norm=package: the released layers fix their "
+                f"activation; a network trained with norm=inplace can be evaluated with another"
+            )
+        kept = {entry.name: getattr(norm, entry.name) for entry in fields(StandardNorm)}
+        config.norm = StandardNorm(**{**kept, "name": "std", "activation": self.activation})
+
+    def _apply_to_classification(self, config: ClassificationRun) -> None:
+        data, crop, resize = config.data, self.crop, self.resize
+        if not isinstance(data, ImageNetData):
+            if crop is not None or resize is not None or self.view != "center":
+                raise ValueError(
+                    f"view={self.view} crop={crop} resize={resize}: {data.name} is evaluated on whole images of "
+                    f"{data.crop_size} pixels; leave these keys out"
+                )
+            return
+        if resize is None:
+            resize = data.resize if crop is None else round(crop * data.resize / data.crop_size)
+        data.crop_size, data.resize = crop or data.crop_size, resize
+        if data.crop_size > data.resize:
+            raise ValueError(f"crop={data.crop_size} resize={data.resize}: expected a crop of at most resize pixels")
+
+    def memory_advice(self, config: TrainingRun) -> str:
+        if isinstance(config, ClassificationRun):
+            return classification.evaluation_memory_advice("batch_size", config.trainer.evaluate_batch_size)
+        return segmentation.evaluation_memory_advice("batch_size", self.batch_size or 1)
+
+    def default_results_file(self, config: TrainingRun) -> Path:
+        """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs."""
+        path, data = Path(self.checkpoint), config.data
+        words = [path.stem] if path.stem != "last" else []
+        if self.data.split not in (None, data.val_split):
+            words.append(str(self.data.split))
+        trained_on = None if data.root is None else _folder(data.root)
+        if self.data.root is not None and _folder(self.data.root) != trained_on:
+            words.append(_folder(self.data.root).name)
+        if isinstance(config, SegmentationRun):
+            words += self._segmentation_words(config)
+        if self.precision not in (None, config.trainer.precision):
+            words.append(str(self.precision))
+        if self.activation not in (None, config.norm.activation):
+            words.append(str(self.activation))
+        words += ["trained"] if not self.averaged else []
+        words += self._view_words()
+        folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        return folder / f"{'_'.join(['results', *words])}.json"
+
+    def _segmentation_words(self, config: SegmentationRun) -> list[str]:
+        words = []
+        if self.data.base_size not in (None, config.data.base_size):
+            words.append(f"base{self.data.base_size}")
+        if self.data.antialias not in (None, config.data.antialias):
+            words.append("antialiased" if self.data.antialias else "aliased")
+        pooling = self.head.pooling_size
+        if pooling is not None and pooling != config.head.pooling_size:
+            words.append("pooling{}x{}".format(*pooling))
+        return words
+
+    def _view_words(self) -> list[str]:
+        """How the views differ from a whole image, or a central crop, at a single scale."""
+        words = [f"window{self.window.size}"] if self.window.size else []
+        if self.window.overlap != OVERLAP:
+            words.append(f"overlap{self.window.overlap:g}")
+        if self.tta.scales != [1.0]:
+            words.append("scales" + "-".join(f"{scale:g}" for scale in self.tta.scales))
+        words += ["flip"] if self.tta.flip else []
+        words += [self.view] if self.view != "center" else []
+        words += [f"crop{self.crop}"] if self.crop is not None else []
+        return [*words, f"resize{self.resize}"] if self.resize is not None else words
 
 
 @dataclass
@@ -106,3 +204,7 @@ class Prediction(TrainedNetwork):
 
     input: str = MISSING  # an image, or a folder of images, searched with its subfolders
     output: str = MISSING  # folder
+
+
+def _folder(path: str) -> Path:
+    return Path(path).expanduser().resolve()

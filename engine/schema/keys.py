@@ -35,6 +35,7 @@ def key(
     entries: tuple[str, ...] | None = None,
     free_on_resume: bool = False,
     per_machine: bool = False,
+    task: str | None = None,
 ) -> T:
     """A key with a default. Bounds hold for every number in a list; None (null) is always allowed.
 
@@ -44,10 +45,32 @@ def key(
         entries: names of the list's entries, which fix its length.
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
         per_machine: ranks may have different values too.
+        task: the only task that has the key, see `refuse_other_tasks`.
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free})
+    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task})
+
+
+def refuse_other_tasks(config: Keys, task: str, source: str, prefix: str = "") -> None:
+    """Raise ValueError if a key of another task than `task`, which is that of `source`, is not at its default."""
+    for entry in fields(config):
+        value, name, own = getattr(config, entry.name), prefix + entry.name, entry.metadata.get("task")
+        if isinstance(value, Keys) and own in (None, task):
+            refuse_other_tasks(value, task, source, f"{name}.")
+        elif own not in (None, task):
+            assert callable(entry.default_factory), name
+            _refuse_changed(
+                value, entry.default_factory(), name, f"is for {own}, and {source} is for {task}: leave it out"
+            )
+
+
+def _refuse_changed(value: Any, default: Any, name: str, reason: str) -> None:
+    if isinstance(value, Keys):
+        for entry in fields(value):
+            _refuse_changed(getattr(value, entry.name), getattr(default, entry.name), f"{name}.{entry.name}", reason)
+    elif value != default:
+        raise ValueError(f"{name}={value} {reason}")
 
 
 def group(alternatives: Mapping[str, type]) -> Any:

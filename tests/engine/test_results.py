@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from datasets import synthetic
+from engine.confusion_picture import confusion_picture
 from engine.evaluated import Evaluated
 from engine.results import write_results
-from engine.confusion_picture import confusion_picture
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
 

@@ -3,7 +3,8 @@
 import numpy as np
 
 from datasets import ClassTable, SegmentationDataset
-from engine.segmentation.pictures import class_legend, confusion_picture
+from engine.confusion_picture import confusion_picture
+from engine.segmentation.pictures import class_legend
 
 
 def test_confusion_picture_shows_shares_of_each_label():
