@@ -18,6 +18,7 @@ from datasets.inspection import Inspection, inspect
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
+from datasets.shapes import shapes
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
 from datasets.verify import verify, verify_images
@@ -62,6 +63,7 @@ __all__ = [
     "cifar100",
     "collated",
     "imagenet",
+    "shapes",
     "verify_images",
     "reading_errors",
     "worker_init",

@@ -19,6 +19,7 @@ class ClassificationDataset(Dataset):
     """
 
     palette = None  # classes have no colours
+    has_labels = True
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from engine.config import register
 from engine.console import logger
 from engine.distributed import launched
 from engine.out_of_memory import is_out_of_memory
+from engine.schema.keys import groups_of
 from engine.stopping import EXIT_CODE, Preempted
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -34,15 +35,15 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
         defaults = f"/{name}"
         entries = OmegaConf.load(file).defaults
         groups = sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
-    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := _choices(configs / group))]
+    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := choices(group, schema, configs))]
     keys = "Keys (key=value; ??? must be given; for their meaning see engine/schema):"
-    choices = ["Groups (group=choice):", *lines, ""] if lines else []
+    listed = ["Groups (group=choice):", *lines, ""] if lines else []
     node = {
         "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],
         "hydra": {
             "run": {"dir": "."},
             "output_subdir": None,
-            "help": {"template": "\n".join([about.strip(), "", *choices, keys, "$CONFIG"])},
+            "help": {"template": "\n".join([about.strip(), "", *listed, keys, "$CONFIG"])},
         },
     }
     ConfigStore.instance().store(group="command", name=name, node=node, package="_global_")
@@ -66,7 +67,13 @@ def configured(
             with errors_for_users():
                 (record(main) if launched() else main)(values)  # torchrun prints the error that `record` leaves it
 
-        return run
+        @wraps(run)
+        def checked() -> None:
+            with errors_for_users():  # Hydra's own message would not say what the command takes
+                _check_choices(sys.argv[1:], schema, configs)
+            run()
+
+        return checked
 
     return decorated
 
@@ -82,8 +89,36 @@ def command_line() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def _choices(folder: Path) -> list[str]:
-    return sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
+    """The choices of a group that fit the schema: their files use alternatives of its groups only."""
+    folder, groups = configs / group, groups_of(schema)
+    names = sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+    return [
+        name
+        for name in names
+        if all(used in groups[own] for own, used in _alternatives(group, name, configs) if own in groups)
+    ]
+
+
+def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str, str]]:
+    """(group, alternative) of every schema that a choice uses, directly or by other choices."""
+    for entry in OmegaConf.load(configs / group / f"{choice}.yaml").get("defaults", []):
+        if isinstance(entry, DictConfig):  # of an experiment, such as {"override /data": "camvid"}
+            for other, name in entry.items():
+                yield from _alternatives(str(other).split("/")[-1], name, configs)
+        elif entry.startswith("/schema/"):
+            _, _, own, name = entry.split("/")
+            yield own, name
+        elif entry != "_self_":
+            yield from _alternatives(group, entry, configs)
+
+
+def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:
+    """Raise ValueError for a choice that exists, but for another command."""
+    for group, choice in re.findall(r"^\+?(\w+)=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE):
+        fitting = choices(group, schema, configs)
+        if (configs / group / f"{choice}.yaml").is_file() and choice not in fitting:
+            raise ValueError(f"{group}={choice} is for another command: expected one of {', '.join(fitting)}")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from engine import command_line, config
 from engine.schedule import Schedule
+from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -27,7 +28,15 @@ def one_epoch(steps: int) -> Schedule:
     return Schedule(steps, steps_per_epoch=steps, evaluate_every=None, checkpoint_every=steps, log_every=steps)
 
 
-for entry in ("train_seg", "eval", "scripts.predict"):
+# The same for train_imagenet.py: drawn shapes.
+SHORT_SHAPES = (
+    *("body=resnext_tiny", "body.base_channels=[8,8,16]", "body.stem_channels=8", "norm.backend=eager"),
+    *("data.crops_per_minibatch=6", "optim.lr=0.02", "trainer.epochs=null", "trainer.evaluate_every_epochs=null"),
+    *("trainer.evaluate_images=24", "trainer.device=cpu"),
+)
+
+
+for entry in ("train_seg", "train_imagenet", "eval", "scripts.predict"):
     importlib.import_module(entry)  # declares the command
 
 
@@ -39,6 +48,11 @@ def composed(entry: str, *overrides: str) -> DictConfig:
 def run_config(*overrides: str) -> SegmentationRun:
     """The checked configuration of `python train_seg.py {overrides}`."""
     return config.typed(composed("train_seg", *overrides), SegmentationRun)
+
+
+def classification_config(*overrides: str) -> ClassificationRun:
+    """The checked configuration of `python train_imagenet.py {overrides}`."""
+    return config.typed(composed("train_imagenet", *overrides), ClassificationRun)
 
 
 def command(entry: str, *overrides: str) -> list[str]:

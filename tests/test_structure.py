@@ -11,12 +11,13 @@ from typing import get_type_hints
 
 import pytest
 
+from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import groups_of
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ROOMS = {"engine", "models", "datasets", "scripts", "tests", "train_seg", "eval"}
+ROOMS = {"engine", "models", "datasets", "scripts", "tests", "train_seg", "train_imagenet", "eval"}
 MAY_IMPORT = {"datasets": {"datasets"}, "models": {"models"}, "engine": {"engine", "models", "datasets"}}
 FILES = [path for room in MAY_IMPORT for path in sorted((REPOSITORY / room).rglob("*.py"))]
 ENTRIES = sorted(REPOSITORY.glob("*.py"))
@@ -35,6 +36,8 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"training.TrainingRun"},
     "engine/run_directory.py": {"training.TrainingRun"},
+    "engine/command_line.py": {"keys.groups_of"},
+    "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
 }
 
@@ -107,7 +110,12 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
                 yield prefix + entry.name
 
 
-KEYS = {key for schema in (SegmentationRun, Evaluation, Prediction) for key in keys_of(schema) if "." in key}
+KEYS = {
+    key
+    for schema in (SegmentationRun, ClassificationRun, Evaluation, Prediction)
+    for key in keys_of(schema)
+    if "." in key
+}
 KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(KEYS)))})(?!\w)")
 
 

@@ -11,9 +11,10 @@ from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datasets import WholeImages
-from engine import build, checkpoint
+from engine import build, checkpoint, command_line
 from engine import config as cfg
 from engine.distributed import World
+from engine.schema.classification import ClassificationRun
 from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.network import BODIES, NORMS
 from engine.schema.segmentation import SegmentationRun
@@ -23,7 +24,6 @@ from models.layers import ABN, CheckpointedABN, InPlaceABN
 from scripts.predict import predict
 from tests import runs
 
-CONFIGS = runs.REPOSITORY / "configs"
 CPU = torch.device("cpu")
 
 
@@ -39,9 +39,8 @@ def from_plain(values: dict, source: str = "the checkpoint") -> SegmentationRun:
     return cfg.from_plain(values, SegmentationRun, source)
 
 
-def choices(group: str) -> list[str]:
-    folder = CONFIGS / group
-    return sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+def choices(group: str, schema: type = SegmentationRun) -> list[str]:
+    return command_line.choices(group, schema)
 
 
 def one_of(names: Iterable[str]) -> str:
@@ -51,6 +50,29 @@ def one_of(names: Iterable[str]) -> str:
 GROUPS = ("norm", "body", "head", "data", "sampler", "loss", "optim", "lr_schedule", "trainer", "experiment", "debug")
 OUR_NORMS = [name for name in choices("norm") if name != "package"]  # which is not installed everywhere
 ALL = [f"{group}={name}" for group in GROUPS for name in (OUR_NORMS if group == "norm" else choices(group))]
+
+
+SHARED = ("body", "data", "optim", "lr_schedule", "trainer", "experiment", "debug")
+CLASSIFIED = [f"{group}={name}" for group in SHARED for name in choices(group, ClassificationRun)]
+
+
+@pytest.mark.parametrize("choice", CLASSIFIED)
+def test_every_choice_of_a_classification_composes_builds_and_steps(choice):
+    """Choices that do not fit, such as data of the other task, are not among them."""
+    config = runs.classification_config("run_dir=unused", choice)
+    assert cfg.from_plain(cfg.plain(config), ClassificationRun) == config
+    with FakeTensorMode():
+        network = build.classification_network(config, classes=10)
+        forward = build.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
+        optimizer = build.optimizer(config.optim, network, config.head_modules)
+        scheduler = build.lr_schedule(config.lr_schedule, optimizer, build.schedule_of(config, images=1000))
+        side = config.data.crop_size
+        logits = forward(torch.zeros(2, 3, side, side, dtype=torch.uint8))
+        torch.nn.functional.cross_entropy(logits, torch.zeros(2, dtype=torch.int64)).backward()
+        optimizer.step()
+        scheduler.step()
+    assert logits.shape == (2, 10)
+    assert all(p.grad.shape == p.shape for p in network.parameters())
 
 
 @pytest.mark.parametrize("choice", ALL)
@@ -313,7 +335,7 @@ def test_a_checkpoint_of_another_task_is_refused_by_file_and_task(tmp_path):
         ("eval", evaluate, ()),
         ("predict", predict, (f"input={runs.REPOSITORY / 'docs'}", f"output={tmp_path / 'out'}")),
     ):
-        with pytest.raises(ValueError, match=f"^checkpoint {file} is for the task shapes: expected segmentation$"):
+        with pytest.raises(ValueError, match=f"^checkpoint {file} is for the task shapes: expected segmentation"):
             function(runs.composed(entry, f"checkpoint={file}", "device=cpu", *options))
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 

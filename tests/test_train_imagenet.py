@@ -1,0 +1,243 @@
+"""Classification on the engine of segmentation: what docs/training.md promises holds for it too."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import train_seg
+from engine import build, checkpoint
+from engine import config as configuration
+from engine.distributed import World
+from engine.loop import train_step
+from engine.metrics_logger import MetricsLogger
+from engine.schema.classification import ClassificationRun
+from engine.schema.segmentation import SegmentationRun
+from engine.stopping import Preempted
+from eval import evaluate
+from models.layers.backends.compiled import compiler_available
+from tests.faults.runs import steps_of
+from tests.host_reads import host_reads
+from tests.ranks import Ranks
+from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, classification_config, command, composed, one_epoch
+from tests.test_structure import windows
+from train_imagenet import train
+
+STEPS = 24
+WIDER_CHANNELS = "body.channels=[[4,4],[4,4],[4,4],[4,4],[4,4,8],[4,4,8]]"
+STEADY = ("trainer.log_every_steps=1", "trainer.checkpoint_every_steps=8", "trainer.evaluate_every_steps=12")
+RUN = (*SHORT_SHAPES, *STEADY, f"trainer.steps={STEPS}", "trainer.ema_decay=0.5")
+OPTIMS = {
+    "sgd, cosine": (),
+    "sgd, linear": ("lr_schedule=linear", "lr_schedule.warmup_steps=4"),
+    "adamw, multistep": (
+        *("optim=adamw", "optim.head_lr_factor=10", "lr_schedule=multistep", "lr_schedule.epochs=null"),
+        *("lr_schedule.steps=[6,15]", "lr_schedule.warmup_steps=3", "trainer.precision=bfloat16"),
+    ),
+}
+
+
+def train_shapes(run_dir: Path, *overrides: str) -> dict:
+    return train(composed("train_imagenet", *RUN, f"run_dir={run_dir}", *overrides))
+
+
+@pytest.fixture(scope="module", params=OPTIMS)
+def whole(request, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
+    """The directory of an uninterrupted run in one process, and its overrides."""
+    run_dir = tmp_path_factory.mktemp("shapes") / "run"
+    train_shapes(run_dir, *OPTIMS[request.param])
+    return run_dir, OPTIMS[request.param]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    states = [checkpoint.load(path / "checkpoints" / "last.pt") for path in (one, other)]
+    assert [state["step"] for state in states] == [STEPS, STEPS]
+    for part in ("network", "ema"):
+        assert all(torch.equal(states[0][part][name], states[1][part][name]) for name in states[0][part])
+    assert steps_of(one) == steps_of(other) == list(range(1, STEPS + 1))
+
+
+def run(run_dir: Path, overrides: tuple[str, ...], stop_at: int | None = None) -> int:
+    """Train from the command line, with SIGTERM once step `stop_at` is recorded, if given; return the exit status."""
+    started = subprocess.Popen(
+        command("train_imagenet", *RUN, *overrides, f"run_dir={run_dir}", "resume=auto"),
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+    if stop_at is not None:
+        while started.poll() is None and stop_at not in steps_of(run_dir):
+            time.sleep(0.01)
+        started.send_signal(signal.SIGTERM)
+    return started.wait(120)
+
+
+def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path, whole):
+    whole_dir, overrides = whole
+    stopped = tmp_path / "stopped"
+    assert run(stopped, overrides, stop_at=5) == 75
+    assert 5 <= checkpoint.load(stopped / "checkpoints" / "last.pt")["step"] < STEPS
+    assert run(stopped, overrides) == 0
+    assert_equal_runs(stopped, whole_dir)
+
+
+def test_it_learns_and_leaves_a_run_directory(tmp_path):
+    """By chance it would be right once in eight times."""
+    wider = ("body.base_channels=[16,16,32]", "body.stem_channels=16", "data.crops_per_minibatch=64", "data.padding=0")
+    longer = ("trainer.steps=300", "trainer.evaluate_images=200", "trainer.log_every_steps=100", "optim.lr=0.1")
+    results = train_shapes(tmp_path, *wider, *longer)
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert 0.25 < results["top1"] < results["top5"] <= 1
+    assert (results["dataset"], results["split"], results["images"]) == ("shapes", "val", 200)
+    assert len(results["accuracy"]) == 8 and sum(map(sum, results["confusion_matrix"])) == 200
+    right = sum(row[label] for label, row in enumerate(results["confusion_matrix"]))
+    assert results["top1"] == right / 200
+    assert (tmp_path / "results_confusion.png").is_file() and "val top-1" in (tmp_path / "log.txt").read_text()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {"top1", "top5", "layers"} <= next(record for record in records if record["kind"] == "val").keys()
+
+
+def test_a_step_and_an_evaluation_wait_once_for_the_device(tmp_path):
+    config = classification_config(*SHORT_SHAPES, "trainer.steps=4", "optim.max_gradient_norm=1")
+    make = partial(build.classification_network, config, 8)
+    learner = build.learner(config, make, one_epoch(4), World())
+    minibatch = {"image": torch.zeros(6, 3, 32, 32, dtype=torch.uint8), "label": torch.arange(6)}
+    with host_reads() as reads:
+        train_step(learner, nn.CrossEntropyLoss(), minibatch, 6, World())
+    assert len(reads) == 1, reads
+    train_shapes(tmp_path, "trainer.steps=1", "trainer.evaluate_batch_size=8")  # three minibatches
+    with host_reads() as reads:
+        evaluate(composed("eval", f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}", "batch_size=100", "workers=0"))
+    assert not [read for read in reads if "Counts" in read or "class_logits" in read], reads
+
+
+def gradients(rank: int, order: list[int], parts: int = 1) -> dict[str, torch.Tensor]:
+    """Two steps in float64 on this rank: weights and last gradients. Each rank takes its share of `order`."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
+        crops, options = len(order), ("norm.sync=true", f"trainer.accumulation_steps={parts}")
+        config = classification_config(*SHORT_SHAPES, "trainer.steps=4", *options)
+        learner = build.learner(config, partial(build.classification_network, config, 8), one_epoch(4), world)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            images = torch.randint(0, 256, (crops, 3, 64, 64), dtype=torch.uint8, generator=generator)
+            labels = torch.randint(0, 8, (crops,), generator=generator)
+            share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
+            minibatch = {"image": images[share], "label": labels[share]}
+            train_step(learner, nn.CrossEntropyLoss(), minibatch, crops, world)
+        found = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
+        return {**found, **learner.network.state_dict()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_several_processes_step_as_one(ranks):
+    """Three ranks have 2, 3 and 3 of the eight images."""
+    order = list(range(8))
+    alone = gradients(0, order)
+    for result in ranks.run(gradients, order):
+        assert not isinstance(result, Exception), result
+        for name, tensor in alone.items():
+            torch.testing.assert_close(result[name], tensor, rtol=1e-10, atol=1e-10)
+
+
+def trained_by_a_rank(rank: int, run_dir: str, stop_at: int | None = None) -> str:
+    """Train on one rank; rank 1 gets SIGTERM after step `stop_at`, if given. Return how training ended."""
+
+    def step(logger: MetricsLogger, *arguments) -> None:
+        original(logger, *arguments)
+        if rank == 1 and logger.all_steps == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    original = MetricsLogger.step
+    try:
+        MetricsLogger.step = step
+        train_shapes(Path(run_dir), "resume=auto", "norm.sync=true")
+        return "finished"
+    except Preempted as preempted:
+        return str(preempted)
+    finally:
+        MetricsLogger.step = original
+
+
+def evaluated_by_a_rank(rank: int, *overrides: str) -> dict:
+    return evaluate(composed("eval", *overrides))
+
+
+def test_processes_stop_resume_and_evaluate_together(ranks, tmp_path):
+    """Resumed, they end with the same bits. Each of the 1,000 images is evaluated once."""
+    whole, stopped, count = tmp_path / "whole", tmp_path / "stopped", len(ranks.processes)
+    assert ranks.run(trained_by_a_rank, str(whole)) == ["finished"] * count
+    assert ranks.run(trained_by_a_rank, str(stopped), 5) == [f"stopped after step 6 of {STEPS}"] * count
+    assert ranks.run(trained_by_a_rank, str(stopped)) == ["finished"] * count
+    assert_equal_runs(stopped, whole)
+    last = f"checkpoint={whole / 'checkpoints' / 'last.pt'}"
+    alone = evaluate(composed("eval", last, "workers=0", f"results={tmp_path / 'alone.json'}"))
+    together = ranks.run(evaluated_by_a_rank, last, "workers=0", f"results={tmp_path / 'together.json'}")
+    assert alone["images"] == sum(map(sum, alone["confusion_matrix"])) == 1000
+    assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("trainer.precision=bfloat16", "trainer.accumulation_steps=2"),
+        ("trainer.precision=float16",),
+        ("norm=std", "norm.activation=relu", "body=resnet_cifar_tiny", "body.base_channels=[4,4]"),
+        ("body=densenet264", "body.structure=[1,1,1,1]", "body.growth=4", "body.stem=cifar", "body.stem_channels=8"),
+        (
+            "body=wider_resnet38",
+            "body.structure=[1,1,1,1,1,1]",
+            WIDER_CHANNELS,
+        ),
+        pytest.param(("trainer.compile=true",), marks=pytest.mark.slow),
+    ],
+    ids=lambda overrides: overrides[0],
+)
+def test_switches_and_bodies_train(tmp_path, overrides):
+    bodies = [name for name in overrides if name.startswith("body=")]
+    short = [o for o in SHORT_SHAPES if not (bodies and o.startswith("body"))]
+    if "trainer.compile=true" in overrides and not compiler_available("cpu"):
+        pytest.skip("no compiler")
+    options = (*short, "trainer.steps=2", f"run_dir={tmp_path}", *overrides)
+    assert train(composed("train_imagenet", *options))["images"] == 24
+
+
+def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(tmp_path):
+    run_dir = tmp_path / "run"
+    train_shapes(run_dir, "trainer.steps=1")
+    last = run_dir / "checkpoints" / "last.pt"
+    state = checkpoint.load(last)
+    assert state["task"] == "classification" and "palette" not in state
+    assert configuration.plain(configuration.of_checkpoint(state, ClassificationRun, "it")) == state["config"]
+    refusal = "is for the task classification: expected segmentation"
+    with pytest.raises(ValueError, match=refusal):
+        configuration.of_checkpoint(state, SegmentationRun, "it")
+    with pytest.raises(ValueError, match=f"run_dir={run_dir} {refusal}"):
+        train_seg.train(composed("train_seg", *SHORT, "trainer.steps=2", f"run_dir={run_dir}", "resume=auto"))
+
+
+def test_the_entries_share_no_code():
+    """Code that two entries would share belongs to the engine."""
+    files = [REPOSITORY / f"{name}.py" for name in ("train_seg", "train_imagenet", "eval")]
+    for one, other in itertools.combinations(files, 2):
+        assert not windows(one.read_text()) & windows(other.read_text())
+    limits = {"train_seg.py": 90, "train_imagenet.py": 60}
+    assert all(len(file.read_text().splitlines()) <= limits.get(file.name, 250) for file in files)
