@@ -1,6 +1,7 @@
 """Small trainings in processes of their own, to be killed, signalled and resumed."""
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -16,16 +17,18 @@ import torch
 
 from engine import checkpoint
 from engine.command_line import command_line, errors_for_users
-from tests.runs import REPOSITORY, SHORT, composed
-from train_seg import train
+from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed
 
 STEPS = 12
 # Less than an epoch, with averaged weights, a checkpoint after every step and an evaluation on the way.
-OPTIONS = (
-    *SHORT,
-    *("data.crops_per_minibatch=4", f"trainer.steps={STEPS}", "trainer.checkpoint_every_steps=1", "resume=auto"),
-    *("trainer.log_every_steps=1", "trainer.evaluate_every_steps=8", "trainer.pictures=0", "trainer.ema_decay=0.5"),
+_EITHER = (
+    *(f"trainer.steps={STEPS}", "trainer.checkpoint_every_steps=1", "resume=auto"),
+    *("trainer.log_every_steps=1", "trainer.evaluate_every_steps=8", "trainer.ema_decay=0.5"),
 )
+OPTIONS = {
+    "train_seg": (*SHORT, *_EITHER, "data.crops_per_minibatch=4", "trainer.pictures=0"),
+    "train_imagenet": (*SHORT_SHAPES, *_EITHER),
+}
 
 # Children are forked from a process that has imported everything, which saves seconds in each of a hundred runs.
 _FORKSERVER = multiprocessing.get_context("forkserver")
@@ -37,13 +40,20 @@ class Run:
 
     Args:
         overrides: in addition to `OPTIONS`.
+        entry: "train_seg" or "train_imagenet".
         inject: called in the process before the training; pickled by name, so it must stand at the top of a module.
     """
 
-    def __init__(self, run_dir: Path, *overrides: str, inject: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        run_dir: Path,
+        *overrides: str,
+        entry: str = "train_seg",
+        inject: Callable[[], None] | None = None,
+    ):
         self.run_dir = run_dir
         self.output_file = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.txt")
-        arguments = (self.output_file, inject, f"run_dir={run_dir}", *OPTIONS, *overrides)
+        arguments = (self.output_file, inject, entry, f"run_dir={run_dir}", *OPTIONS[entry], *overrides)
         self.process = _FORKSERVER.Process(target=_main, args=arguments)
         self.process.start()
 
@@ -81,8 +91,8 @@ class Run:
         return self.process.exitcode
 
 
-def _main(output: Path, inject: Callable[[], None] | None, *overrides: str) -> None:
-    """What `python train_seg.py` does."""
+def _main(output: Path, inject: Callable[[], None] | None, entry: str, *overrides: str) -> None:
+    """What `python ENTRY.py` does."""
     torch.set_num_threads(1)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
@@ -90,12 +100,12 @@ def _main(output: Path, inject: Callable[[], None] | None, *overrides: str) -> N
     if inject is not None:
         inject()
     with errors_for_users():
-        train(composed("train_seg", *overrides), command_line())
+        importlib.import_module(entry).train(composed(entry, *overrides), command_line())
 
 
-def complete(run_dir: Path, *overrides: str) -> Path:
+def complete(run_dir: Path, *overrides: str, entry: str = "train_seg") -> Path:
     """Train to the end in one go."""
-    run = Run(run_dir, *overrides)
+    run = Run(run_dir, *overrides, entry=entry)
     assert run.ends() == 0, run.output
     return run_dir
 
@@ -118,14 +128,14 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found.split()]
 
 
-def survived(run_dir: Path, whole: Path, *overrides: str, processes: int = 1) -> str:
+def survived(run_dir: Path, whole: Path, *overrides: str, entry: str = "train_seg", processes: int = 1) -> str:
     """Resume a run to its end and check that it equals the uninterrupted run to the bit; return its output."""
     if processes == 1:
-        run = Run(run_dir, *overrides)
+        run = Run(run_dir, *overrides, entry=entry)
         assert run.ends() == 0, run.output
         output = run.output
     else:
-        output = torchrun(run_dir, *overrides, processes=processes).communicate(timeout=120)[0]
+        output = torchrun(run_dir, *overrides, entry=entry, processes=processes).communicate(timeout=120)[0]
     assert steps_of(run_dir) == list(range(1, STEPS + 1)), output
     ended, expected = (checkpoint.load(path / "checkpoints" / "last.pt") for path in (run_dir, whole))
     assert ended["step"] == STEPS
@@ -140,13 +150,19 @@ def survived(run_dir: Path, whole: Path, *overrides: str, processes: int = 1) ->
     return output
 
 
-def torchrun(run_dir: Path, *overrides: str, processes: int = 2, options: tuple[str, ...] = ()) -> subprocess.Popen:
+def torchrun(
+    run_dir: Path,
+    *overrides: str,
+    entry: str = "train_seg",
+    processes: int = 2,
+    options: tuple[str, ...] = (),
+) -> subprocess.Popen:
     """Start a training under torchrun; its standard output has the output of all processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     if "--rdzv-backend" not in options:
         launcher += ["--master-port", str(free_port())]  # other tests run at the same time
     return subprocess.Popen(
-        [*launcher, *options, "train_seg.py", f"run_dir={run_dir}", *OPTIONS, *overrides],
+        [*launcher, *options, f"{entry}.py", f"run_dir={run_dir}", *OPTIONS[entry], *overrides],
         cwd=REPOSITORY,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
