@@ -1,10 +1,8 @@
 """Checkpoint files: all that a run needs to resume and an evaluation to start, as tensors in plain containers."""
 
 import os
-import pickle
 import reprlib
 import shutil
-import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +13,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint_migrations import FORMAT, migrated
 from engine.out_of_memory import is_out_of_memory
+from models import torch_files
 
 MOST_CLASSES = 65_535
 
@@ -184,27 +183,8 @@ def read(path: Path) -> object:
     Raises:
         ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
-    if not path.is_file():
-        found = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(f"checkpoint {path} {found}: expected a file such as RUN_DIR/checkpoints/last.pt")
-    zipped = False  # otherwise it is from PyTorch before 1.6, or not a checkpoint at all
-    try:
-        with open(path, "rb") as file:
-            zipped = file.read(2) == b"PK"
-        if zipped:
-            _check_bytes(path)
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
-        raise ValueError(
-            f"checkpoint {path} {damaged}contains more than tensors and plain containers: not loaded, because it "
-            f"could run code"
-        ) from error
-    except Exception as error:  # damaged bytes raise almost anything
-        raise ValueError(
-            f"checkpoint {path} is damaged or cannot be read ({error or type(error).__name__}); previous.pt or "
-            f"best.pt of the same run may be good"
-        ) from error
+    expected = "a file such as RUN_DIR/checkpoints/last.pt"
+    return torch_files.read(path, f"checkpoint {path}", expected, "previous.pt or best.pt of the same run may be good")
 
 
 def load_network(
@@ -215,10 +195,11 @@ def load_network(
     `averaged` takes the averaged weights if the checkpoint has them.
 
     Raises:
-        ValueError: `classes` are not the trained ones, the network cannot be built, or the weights do not fit.
+        ValueError: `classes` are not the trained ones (only as many, if these are `numbered`), the network cannot be
+            built, or the weights do not fit.
     """
     trained = tuple(state["classes"])
-    if trained != tuple(classes):
+    if trained != tuple(classes) and not (numbered(trained) and len(trained) == len(classes)):
         raise ValueError(
             f"checkpoint {source} was trained on {len(trained)} classes ({', '.join(trained[:3])}, …) and the dataset "
             f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on its own dataset"
@@ -237,12 +218,6 @@ def load_network(
     return network
 
 
-def _check_bytes(path: Path) -> None:
-    """Verify the checksums that torch.save writes and torch.load ignores. ValueError names the bad part."""
-    with zipfile.ZipFile(path) as archive:
-        wrong = archive.testzip()
-        folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
-    if wrong is not None:
-        raise ValueError(f"its part {wrong} has a wrong checksum")
-    if folders:  # attributes have no checksum, and torch.load would return uninitialised memory
-        raise ValueError(f"its part {folders[0]} is marked as a folder")
+def numbered(classes: Sequence[str]) -> bool:
+    """Whether classes are "0", "1", …: converted from a file without names, they stand for any names in this order."""
+    return list(classes) == [str(number) for number in range(len(classes))]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -79,9 +80,14 @@ def configured(
 
 
 def composed(name: str, *overrides: str, configs: Path = CONFIGS) -> DictConfig:
-    """Compose the configuration of a declared command with `overrides`."""
-    with hydra.initialize_config_dir(str(configs), version_base="1.3"):
-        return hydra.compose(f"command/{name}", list(overrides))
+    """Compose the configuration of a declared command with `overrides`, also while another command runs."""
+    running = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(configs), version_base="1.3"):
+            return hydra.compose(f"command/{name}", list(overrides))
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def command_line() -> str:
@@ -102,7 +108,9 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
 
 def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or by other choices."""
-    for entry in OmegaConf.load(configs / group / f"{choice}.yaml").get("defaults", []):
+    content = OmegaConf.load(configs / group / f"{choice}.yaml")
+    assert isinstance(content, DictConfig), choice
+    for entry in content.get("defaults", []):
         if isinstance(entry, DictConfig):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
                 yield from _alternatives(str(other).split("/")[-1], name, configs)

@@ -1,6 +1,6 @@
 """Start a run from the weights in a file, `init.weights`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,45 +10,40 @@ from engine import checkpoint
 from engine.config import group_from_plain
 from engine.schema.network import NORMS, PackageNorm
 from engine.schema.training import TrainingRun
-from models.layers import from_released
-
-SHOWN_NAMES = 4  # tensors listed per reason
-
-
-class Initialised(NamedTuple):
-    """The report of `initialise_from`."""
-
-    source: str  # file, step, and which weights
-    matched: list[str]  # the network's tensors that were loaded
-    skipped: dict[str, str]  # tensor in the file -> why it was not used
-    new: list[str]  # the network's tensors that keep their random initialisation
-
-    def __str__(self) -> str:
-        lines = [
-            f"starts from {self.source}: {len(self.matched)} tensors matched, {len(self.skipped)} skipped, "
-            f"{len(self.new)} new"
-        ]
-        for reason in dict.fromkeys(self.skipped.values()):
-            names = [name for name, why in self.skipped.items() if why == reason]
-            lines.append(f"  skipped {_listed(names)}: {reason}")
-        if self.new:
-            lines.append(f"  new {_listed(self.new)}")
-        return "\n".join(lines)
+from models import official, torch_files
+from models.layers import ABN, from_released
+from models.loading import Loaded, is_of_body, is_of_classifier, load_by_name
+from models.recognition import differences
+from models.torchvision_names import from_torchvision
 
 
-class _Weights(NamedTuple):
-    tensors: dict[str, Tensor]
+class Weights(NamedTuple):
+    """What a file holds."""
+
+    tensors: Mapping[str, Tensor]
     source: str
     classes: list[str] | None = None  # None: the file does not name them
     package_eps: float | None = None  # of the released package's norms, whose scale is |weight| + eps
+    remarks: tuple[str, ...] = ()  # for the report
+
+    def converted(self) -> Mapping[str, Tensor]:
+        """The tensors with scales as our norms have them."""
+        return self.tensors if self.package_eps is None else from_released(self.tensors, self.package_eps)
 
 
-def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Initialised:
+def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
     """Load the weights of `config.init`. ValueError: see `initialise_from`."""
-    assert config.init.weights is not None
-    path = Path(config.init.weights).expanduser()
-    package = isinstance(config.norm, PackageNorm)
-    return initialise_from(network, path, classes, format=config.init.format, part=config.init.part, package=package)
+    init = config.init
+    assert init.weights is not None
+    return initialise_from(
+        network,
+        Path(init.weights).expanduser(),
+        classes,
+        format=init.format,
+        scale=init.scale,
+        part=init.part,
+        package=isinstance(config.norm, PackageNorm),
+    )
 
 
 def initialise_from(
@@ -57,13 +52,15 @@ def initialise_from(
     classes: Sequence[str],
     *,
     format: str | None = None,
+    scale: str | None = None,
     part: str = "network",
     package: bool = False,
-) -> Initialised:
+) -> Loaded:
     """Load weights by name and shape. The whole body must match, and the whole head if the file has one.
 
     Weights mean the same in standard, checkpointed and in-place norms; the released package's are converted. The
-    classifier `cls` is loaded if it has the same classes in the same order; otherwise it stays random.
+    classifier is loaded if it has the same classes in the same order; otherwise it stays random. A file without class
+    names only needs as many.
 
     Args:
         network: with its random initialisation.
@@ -71,121 +68,115 @@ def initialise_from(
         classes: names of the classes that the network will learn.
         format: None for a checkpoint of this project. "standard_bn" for a state dict {name: tensor} under our names, of
             a network with standard batch normalisation or of its body. It may be stored under the key "state_dict", and
-            its names may start with "module.".
+            its names may start with "module.". "released" for a file of the release, "torchvision" for the state dict
+            of a torchvision ResNet.
+        scale: of a released file, see `models.official.load_released`; None only for published files.
         part: "body" leaves head and classifier random; "network" loads everything.
         package: whether the network has the released package's norms.
 
     Raises:
         ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
     """
-    content = checkpoint.read(path)
-    weights = _of_checkpoint(content, path) if format is None else _of_other_program(content, path, format)
-    own = network.state_dict()
-    tensors = _named_as_in(own, _scaled_for(package, weights, path))
-    skipped = {}
-    for name, tensor in tensors.items():
-        reason = _reason_to_skip(name, tensor, part, weights.classes, list(classes))
-        if reason is not None:
-            skipped[name] = reason
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in skipped}
-
-    new = [name for name in own if name not in wanted]
-    with_head = any(name.startswith("head.") for name in wanted)
-    misfits = [f"{name} has no place in the network" for name in wanted if name not in own]
-    for name, tensor in wanted.items():
-        if name in own and own[name].shape != tensor.shape:
-            misfits.append(f"{name} is {_shape(tensor)} in the file and {_shape(own[name])} in the network")
-    misfits += [f"{name} is not in the file" for name in new if _must_be_given(name, with_head)]
-    if misfits:
+    name = f"init.weights={path}"
+    if format is None:
+        weights = of_checkpoint(checkpoint.read(path), path, name)
+    elif format == "released":
+        weights = _of_release(path, name, scale)
+    else:
+        weights = _of_state_dict(path, name, format, network)
+    if package and weights.package_eps is None:
         raise ValueError(
-            f"init.weights={path} does not fit the network: {_listed(misfits, '; ')}. Give the body, head and "
-            f"norm.learn_scale that it was trained with, or init.part=body if only the head differs"
+            f"{name} with norm=package: the released package cannot represent scales below its eps, so it cannot load "
+            f"other norms; give norm=inplace"
         )
-    network.load_state_dict({**own, **wanted})
-    return Initialised(weights.source, list(wanted), skipped, new)
+    tensors = weights.tensors if package else weights.converted()
+
+    def skip(tensor_name: str, tensor: Tensor) -> str | None:
+        if part == "body" and not is_of_body(tensor_name):
+            return "init.part=body"
+        return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
+
+    wrong = differences(tensors, network.state_dict())
+    options = " ".join(f"body.{option}={value}".replace(", ", ",") for option, value in wrong.items())
+    advice = (
+        f"Give the body{f' ({options})' if options else ''}, head and norm.learn_scale that it was trained with, or "
+        f"init.part=body if only the head differs"
+    )
+    return load_by_name(
+        network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
+    )
 
 
-def _of_checkpoint(content: object, path: Path) -> _Weights:
-    if not _is_ours(content):
+def of_checkpoint(content: object, path: Path, name: str) -> Weights:
+    """The weights in the content of a checkpoint of this project, averaged if it has such; `name` is for messages."""
+    if not is_ours(content):
         raise ValueError(
-            f"init.weights={path} is not a checkpoint of this project: give init.format=standard_bn if it is a state "
-            f"dict with standard batch normalisation under our names; other formats cannot be loaded yet"
+            f"{name} is not a checkpoint of this project: give init.format=standard_bn if it is a state dict with "
+            f"standard batch normalisation under our names, init.format=released for a file of the in-place ABN "
+            f"release, init.format=torchvision for a ResNet of torchvision"
         )
     state = checkpoint.checked(content, path)
-    norm = group_from_plain(state["config"], "norm", NORMS, f"init.weights={path}")
+    norm = group_from_plain(state["config"], "norm", NORMS, name)
     averaged = "ema" in state
-    return _Weights(
+    return Weights(
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
-        list(state["classes"]),
+        None if checkpoint.numbered(state["classes"]) else list(state["classes"]),
         norm.eps if isinstance(norm, PackageNorm) else None,
     )
 
 
-def _of_other_program(content: object, path: Path, format: str) -> _Weights:
-    assert format == "standard_bn", format
-    if _is_ours(content):
-        raise ValueError(f"init.weights={path} is a checkpoint of this project: leave init.format out")
+def _of_release(path: Path, name: str, scale: str | None) -> Weights:
+    content = official.read(path, name)
+    _check_foreign(content, name)
+    file = official.released_file(content, path, name, scale, key="init.scale")
+    return Weights(file.tensors, f"{path} (released)", package_eps=file.package_eps, remarks=file.remarks)
+
+
+def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> Weights:
+    content = torch_files.read(path, name, "a state dict {name: tensor}", "it may have to be copied again")
+    _check_foreign(content, name)
     tensors = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(
-            f"init.weights={path} with init.format=standard_bn: expected a state dict {{name: tensor}}, possibly "
-            f"below the key state_dict"
+            f"{name} with init.format={format}: expected a state dict {{name: tensor}}, possibly below the key "
+            f"state_dict"
         )
-    if all(name.startswith("module.") for name in tensors):  # of DataParallel
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    return _Weights(tensors, f"{path} (standard_bn)")
+    if all(tensor.startswith("module.") for tensor in tensors):  # of DataParallel
+        tensors = {tensor.removeprefix("module."): value for tensor, value in tensors.items()}
+    if format == "standard_bn":
+        return Weights(tensors, f"{path} (standard_bn)")
+    assert format == "torchvision", format
+    try:
+        tensors = from_torchvision(tensors)
+    except ValueError as error:
+        raise ValueError(f"{name} with init.format=torchvision: {error}") from error
+    remarks = tuple(
+        f"norm.activation={activation}: torchvision trained with relu, so this is only a starting point"
+        for activation in sorted(_activations(network) - {"relu"})
+    )
+    return Weights(tensors, f"{path} (torchvision)", remarks=remarks)
 
 
-def _is_ours(content: object) -> bool:
+def _activations(network: nn.Module) -> set[str]:
+    norms = [module for module in network.modules() if isinstance(module, ABN)]
+    return {norm.activation for norm in norms} - {"identity"}
+
+
+def _check_foreign(content: object, name: str) -> None:
+    if is_ours(content):
+        raise ValueError(f"{name} is a checkpoint of this project: leave init.format out")
+
+
+def is_ours(content: object) -> bool:
+    """Whether the content of a file claims to be a checkpoint of this project."""
     return isinstance(content, dict) and "format" in content
 
 
-def _named_as_in(own: dict[str, Tensor], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add the prefix that a body has in a whole network, if the tensors are of a body alone."""
-    if tensors.keys() & own.keys() or any(name.startswith(("body.", "head.", "cls.")) for name in tensors):
-        return tensors
-    return {f"body.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _scaled_for(package: bool, weights: _Weights, path: Path) -> dict[str, Tensor]:
-    """The tensors, with norm scales as the network parametrises them."""
-    eps = weights.package_eps
-    if package and eps is None:
-        raise ValueError(
-            f"init.weights={path} with norm=package: the released package cannot represent scales below its eps, so "
-            f"it cannot load other norms; give norm=inplace"
-        )
-    if package or eps is None:
-        return weights.tensors
-    return from_released(weights.tensors, eps)
-
-
-def _reason_to_skip(name: str, tensor: Tensor, part: str, trained: list[str] | None, classes: list[str]) -> str | None:
-    if part == "body" and not name.startswith("body."):
-        return "init.part=body"
-    if name.startswith("body.classifier."):
-        return "it classifies whole images"
-    if not name.startswith("cls."):
+def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:
+    if trained is None or trained == classes:
         return None
-    if len(tensor) != len(classes):
-        return f"for {len(tensor)} classes: expected {len(classes)}"
-    if trained is not None and trained != classes:
-        there, here = next(pair for pair in zip(trained, classes, strict=True) if pair[0] != pair[1])
-        return f"for other classes, such as {there} in place of {here}"
-    return None
-
-
-def _must_be_given(name: str, with_head: bool) -> bool:
-    if name.endswith("num_batches_tracked"):  # used only without momentum; older programs did not save it
-        return False
-    return name.startswith("body.") or (with_head and name.startswith("head."))
-
-
-def _listed(entries: list[str], separator: str = ", ") -> str:
-    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
-    return separator.join(entries[:SHOWN_NAMES]) + more
-
-
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "a number"
+    if len(trained) != len(classes):
+        return f"for {len(trained)} classes: expected {len(classes)}"
+    there, here = next(pair for pair in zip(trained, classes, strict=True) if pair[0] != pair[1])
+    return f"for other classes, such as {there} in place of {here}"

@@ -9,6 +9,7 @@ from engine.schema.data import Data
 from engine.schema.keys import group, key, override
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
+from models.official import SCALES
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -45,14 +46,20 @@ class Init:
     """The initial weights; random without a file."""
 
     weights: str | None = None  # a checkpoint of this project, or a file of the format below
-    # Of a file from elsewhere; standard_bn: a state dict with standard batch normalisation under our names.
-    format: str | None = key(None, one_of=("standard_bn",))
+    # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names; released: a
+    # checkpoint of the in-place ABN release; torchvision: the state dict of a ResNet.
+    format: str | None = key(None, one_of=("standard_bn", "released", "torchvision"))
+    # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). Published files need no scale.
+    scale: str | None = key(None, one_of=SCALES)
     part: str = key("network", one_of=("network", "body"))  # body: head and classifier start from random weights
 
     def check(self) -> None:
-        for name, value, default in (("format", self.format, None), ("part", self.part, "network")):
-            if value != default and self.weights is None:
+        given = {"format": self.format, "scale": self.scale, "part": None if self.part == "network" else self.part}
+        for name, value in given.items():
+            if value is not None and self.weights is None:
                 raise ValueError(f"init.{name}={value} needs init.weights=FILE, the weights to start from")
+        if self.scale is not None and self.format != "released":
+            raise ValueError(f"init.scale={self.scale} needs init.format=released, whose files do not say their scale")
 
 
 @dataclass

@@ -80,7 +80,8 @@ def test_a_job_without_a_fixed_folder_is_refused(job):
 def test_a_real_run_is_stopped_and_continued(job, tmp_path):
     start, queue = job
     run_dir, launcher = tmp_path / "run", Path(sys.executable).with_name("torchrun")
-    options = (f"run_dir={run_dir}", *(option for option in OPTIONS["train_seg"] if option != "resume=auto"), "data.workers=2")
+    own = [option for option in OPTIONS["train_seg"] if option != "resume=auto"]
+    options = (f"run_dir={run_dir}", *own, "data.workers=2")
     process = start(*options, launcher=launcher)
     deadline = time.monotonic() + 90
     while 2 not in steps_of(run_dir):

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 from engine import build, checkpoint
 from engine import config as cfg
 from engine.build.initial_weights import initialise, initialise_from
+from engine.command_line import composed, declare
+from engine.schema.classification import ClassificationRun
+from models.bodies import resnext101
 from models.layers import ABN
+from models.official import load_released
+from tests import released_files
 from tests.runs import run_config
 
 CLASSES = ("road", "sky", "tree")
@@ -203,9 +209,135 @@ def test_scales_of_the_released_package_become_ours(tmp_path):
         initialise_from(tuned, tmp_path / "ours.pt", CLASSES, package=True)
 
 
-@pytest.mark.parametrize("override", ["init.format=standard_bn", "init.part=body"])
+@pytest.mark.parametrize("override", ["init.format=standard_bn", "init.scale=raw", "init.part=body"])
 def test_options_of_weights_that_are_not_given(override):
     with pytest.raises(ValueError, match=f"{override} needs init.weights=FILE"):
         run_config(override)
-    with pytest.raises(ValueError, match="init.format=released: expected one of standard_bn"):
-        run_config("init.weights=a.pt", "init.format=released")
+    with pytest.raises(ValueError, match="init.format=caffe: expected one of standard_bn, released, torchvision"):
+        run_config("init.weights=a.pt", "init.format=caffe")
+
+
+SMALL_RESNEXT = (
+    "body=resnext101",
+    "body.structure=[1,2,2,1]",
+    "body.base_channels=[4,4,8]",
+    "body.groups=2",
+    "body.stem_channels=4",
+)
+
+
+def classification_config(*overrides: str) -> ClassificationRun:
+    declare("train_imagenet", ClassificationRun)
+    return cfg.typed(composed("train_imagenet", *overrides), ClassificationRun)
+
+
+@pytest.mark.parametrize("scale", ["released", "raw"])
+def test_a_released_file_in_one_step(tmp_path, scale):
+    """The same weights as from `load_released`, for both tasks; the scale is not guessed."""
+    path, _ = released_files.small_resnext(tmp_path / "net.pth.tar")
+    by_hand = resnext101(classes=3, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), groups=2, stem_channels=4)
+    load_released(by_hand, path, scale)
+    start = (f"init.weights={path}", "init.format=released")
+
+    config = classification_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
+    classifier = build.classification_network(config, 3)
+    report = initialise(config, classifier, CLASSES)
+    assert same(classifier.state_dict(), by_hand.state_dict())
+    assert not report.skipped and f"({scale}): as init.scale says" in str(report)
+
+    config = run_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
+    segmenter = build.segmentation_network(config, 3)
+    report = initialise(config, segmenter, CLASSES)
+    body = segmenter.body.state_dict()
+    assert all(torch.equal(body[name], by_hand.state_dict()[name]) for name in body)
+    assert set(report.skipped.values()) == {"it classifies whole images"}
+
+    with pytest.raises(ValueError, match="none of the published files.*give init.scale=released .* init.scale=raw"):
+        initialise(run_config(*SMALL_RESNEXT, *start), segmenter, CLASSES)
+    with pytest.raises(ValueError, match="init.scale=raw needs init.format=released"):
+        run_config("init.weights=a.pt", "init.scale=raw")
+    with pytest.raises(ValueError, match=r"Give the body \(body.stem=3x3\), head"):
+        initialise_from(network(*SMALL_RESNEXT, "body.stem=7x7"), path, CLASSES, format="released", scale=scale)
+
+
+def test_the_released_package_takes_released_scales_unchanged(tmp_path):
+    path, released = released_files.small_resnext(tmp_path / "net.pth.tar")
+    tuned = network(*SMALL_RESNEXT)
+    initialise_from(tuned, path, CLASSES, format="released", scale="released", package=True)
+    assert torch.equal(tuned.body.bn_out.weight, released.tensors["bn_out.weight"].float())
+    assert (tuned.body.bn_out.weight < 0).any()
+    with pytest.raises(ValueError, match="norm=package.*give norm=inplace"):
+        initialise_from(tuned, path, CLASSES, format="released", scale="raw", package=True)
+
+
+def test_a_released_segmentation_network_starts_training_on_other_classes(tmp_path):
+    path, _ = released_files.small_vistas(tmp_path / "vistas.pth.tar")
+    channels = str([list(c) for c in released_files.WIDER["widths"]]).replace(" ", "")
+    overrides = (
+        *("body=wider_resnet38_a2", "body.structure=[1,1,2,1,1,1]", f"body.channels={channels}"),
+        *("body.stem_channels=4", "head=deeplabv3", "head.hidden_channels=4", "head.out_channels=6"),
+    )
+    tuned = network(*overrides)
+    report = initialise_from(tuned, path, CLASSES, format="released", scale="released")
+    assert report.skipped == dict.fromkeys(("cls.weight", "cls.bias"), "for 65 classes: expected 3")
+    assert {name.partition(".")[0] for name in report.matched} == {"body", "head"}
+    again = network(*overrides, seed=3)
+    report = initialise_from(again, path, CLASSES, format="released", scale="released", part="body")
+    assert same(again.body.state_dict(), tuned.body.state_dict())
+    assert {name.partition(".")[0] for name in report.new if "num_batches" not in name} == {"head", "cls"}
+
+
+@pytest.mark.parametrize("activation, warned", [("relu", False), ("leaky_relu", True)])
+def test_a_resnet_of_torchvision(tmp_path, activation, warned):
+    torch.save(torchvision.models.resnet34(weights=None, num_classes=5).state_dict(), tmp_path / "net.pth")
+    start = (f"init.weights={tmp_path / 'net.pth'}", "init.format=torchvision")
+    config = run_config("body=resnet34", "norm=std", f"norm.activation={activation}", *start)
+    tuned = build.segmentation_network(config, 3)
+    report = initialise(config, tuned, CLASSES)
+    assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
+    assert set(report.skipped.values()) == {"it classifies whole images"}
+    assert (f"norm.activation={activation}: torchvision trained with relu" in str(report)) == warned
+    config = run_config("body=resnet50", *start)
+    with pytest.raises(ValueError, match=r"\(body.structure|does not fit the network.*base_channels=\[64,64\]"):
+        initialise(config, network("body=resnet50"), CLASSES)
+
+
+def test_a_classifier_from_any_checkpoint(tmp_path, trained):
+    """Of the same classes: everything. Of others: the body. Of a segmentation network: its body, without a prefix."""
+    config = classification_config("body=resnext_cifar_small")
+    torch.manual_seed(0)
+    source = build.classification_network(config, 3)
+    state = {"task": "classification", "step": 5, "config": cfg.plain(config), "network": source.state_dict()}
+    checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(CLASSES)})
+
+    def tuned(path, classes, **options):
+        torch.manual_seed(1)
+        made = build.classification_network(config, len(classes))
+        return made, initialise_from(made, path, classes, **options)
+
+    same_classes, report = tuned(tmp_path / "net.pt", CLASSES)
+    assert same(same_classes.state_dict(), source.state_dict()) and not report.skipped
+    for classes, options, reason in (
+        (("a", "b", "c"), {}, "for other classes, such as road in place of a"),
+        (("a", "b"), {}, "for 3 classes: expected 2"),
+        (CLASSES, {"part": "body"}, "init.part=body"),
+    ):
+        _, report = tuned(tmp_path / "net.pt", classes, **options)
+        assert report.skipped == dict.fromkeys(report.new, reason)
+        assert report.new == ["classifier.fc.weight", "classifier.fc.bias"]
+    checkpoint.save(tmp_path / "net.pt", {**state, "classes": ["0", "1", "2"]})
+    numbered, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))  # names are not known: only their number counts
+    assert same(numbered.state_dict(), source.state_dict()) and not report.skipped
+
+    part = {name: tensor for name, tensor in source.state_dict().items() if "mod4" not in name}
+    checkpoint.save(tmp_path / "part.pt", {**state, "classes": list(CLASSES), "network": part})
+    with pytest.raises(ValueError, match="mod4.block1.* is not in the file"):
+        tuned(tmp_path / "part.pt", CLASSES)
+
+    write(tmp_path / "seg.pt", trained, "norm=std")
+    config = classification_config("body=resnext_tiny")
+    classifier = build.classification_network(config, 3)
+    report = initialise_from(classifier, tmp_path / "seg.pt", CLASSES)
+    body = trained.body.state_dict()
+    assert all(torch.equal(classifier.state_dict()[name], tensor) for name, tensor in body.items())
+    assert set(report.skipped.values()) == {"it classifies pixels"}

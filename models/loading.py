@@ -1,0 +1,136 @@
+"""Load weights into a network by name and shape, and report what matched."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+SHOWN_NAMES = 4  # tensors listed per reason
+
+
+class Loaded(NamedTuple):
+    """The report of a load."""
+
+    source: str  # file, step, and which weights
+    matched: list[str]  # the network's tensors that were loaded
+    skipped: dict[str, str]  # tensor in the file -> why it was not used
+    new: list[str]  # the network's tensors that keep their values
+    remarks: tuple[str, ...] = ()  # sentences about the file
+
+    def __str__(self) -> str:
+        lines = [
+            f"starts from {self.source}: {len(self.matched)} tensors matched, {len(self.skipped)} skipped, "
+            f"{len(self.new)} new"
+        ]
+        lines += [f"  {remark}" for remark in self.remarks]
+        for reason in dict.fromkeys(self.skipped.values()):
+            names = [name for name, why in self.skipped.items() if why == reason]
+            lines.append(f"  skipped {listed(names)}: {reason}")
+        if self.new:
+            lines.append(f"  new {listed(self.new)}")
+        return "\n".join(lines)
+
+
+def load_by_name(
+    network: nn.Module,
+    tensors: Mapping[str, Tensor],
+    *,
+    source: str,
+    name: str,
+    advice: str,
+    skip: Callable[[str, Tensor], str | None] = lambda name, tensor: None,
+    remarks: Sequence[str] = (),
+) -> Loaded:
+    """Load by name and shape. The whole body must match, and the whole head if the file has one.
+
+    A body's tensors are found with and without the prefix `body.`, in networks with and without a head. A classifier
+    for another number of classes, or of another kind of network, is skipped.
+
+    Args:
+        network: with the values that tensors not in the file keep.
+        tensors: of the file, with scales as the network parametrises them.
+        source: of the tensors, for the report.
+        name: of the file, for messages.
+        advice: the end of the message about a misfit.
+        skip: name and tensor -> why not to load it, or None.
+        remarks: for the report.
+
+    Raises:
+        ValueError: the tensors do not fit; the network is unchanged.
+    """
+    own = network.state_dict()
+    tensors = _named_as_in(own, tensors)
+    skipped = {}
+    for key, tensor in tensors.items():
+        reason = _reason_to_skip(key, tensor, own) or skip(key, tensor)
+        if reason is not None:
+            skipped[key] = reason
+    wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
+
+    new = [key for key in own if key not in wanted]
+    with_head = any(key.startswith("head.") for key in wanted)
+    misfits = [f"{key} has no place in the network" for key in wanted if key not in own]
+    for key, tensor in wanted.items():
+        if key in own and own[key].shape != tensor.shape:
+            misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
+    misfits += [f"{key} is not in the file" for key in new if _must_be_given(key, with_head)]
+    if misfits:
+        raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")
+    network.load_state_dict({**own, **wanted})
+    return Loaded(source, list(wanted), skipped, new, tuple(remarks))
+
+
+def is_of_body(name: str) -> bool:
+    """Whether a tensor belongs to neither a head nor a classifier."""
+    return not name.startswith("head.") and not is_of_classifier(name)
+
+
+def is_of_classifier(name: str) -> bool:
+    """Whether a tensor belongs to the classifier of pixels, `cls`, or of whole images, `classifier`."""
+    return name.startswith("cls.") or "classifier" in name.split(".")
+
+
+def _named_as_in(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add or remove the prefix that a body has in a whole network."""
+    if tensors.keys() & own.keys():
+        return dict(tensors)
+    of_whole = any(name.startswith(("body.", "head.", "cls.")) for name in tensors)
+    if _has_body(own) and not of_whole:
+        return {f"body.{name}": tensor for name, tensor in tensors.items()}
+    if not _has_body(own) and of_whole:
+        return {name.removeprefix("body."): tensor for name, tensor in tensors.items()}
+    return dict(tensors)
+
+
+def _has_body(names: Mapping[str, Tensor]) -> bool:
+    return any(name.startswith("body.") for name in names)
+
+
+def _reason_to_skip(name: str, tensor: Tensor, own: Mapping[str, Tensor]) -> str | None:
+    if name in own:
+        if is_of_classifier(name) and tensor.ndim and own[name].ndim and len(tensor) != len(own[name]):
+            return f"for {len(tensor)} classes: expected {len(own[name])}"
+    elif _has_body(own):
+        if name.startswith("body.classifier."):
+            return "it classifies whole images"
+    elif name.startswith(("head.", "cls.")):
+        return "it classifies pixels"
+    elif is_of_classifier(name):
+        return "the network has no classifier"
+    return None
+
+
+def _must_be_given(name: str, with_head: bool) -> bool:
+    if name.endswith("num_batches_tracked"):  # used only without momentum; older programs did not save it
+        return False
+    return is_of_body(name) or (with_head and name.startswith("head."))
+
+
+def listed(entries: Sequence[str], separator: str = ", ") -> str:
+    """The first entries, and how many more there are."""
+    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
+    return separator.join(entries[:SHOWN_NAMES]) + more
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "a number"

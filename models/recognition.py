@@ -1,0 +1,100 @@
+"""Recognise a network by the names and shapes of its tensors."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Architecture(NamedTuple):
+    """A body and its classifier. Plain and A2 WideResNets have the same tensors, so they are not told apart."""
+
+    kind: str  # "resnet", "resnext", "densenet" or "wider_resnet"
+    options: dict[str, Any]  # arguments of the body: structure, channels, stem, …
+    classes: int  # of the classifier; 0 without one
+
+    def __str__(self) -> str:
+        return f"{self.kind}({', '.join(f'{name}={value}' for name, value in self.options.items())})"
+
+
+def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
+    """The architecture of a body whose tensors have the released names.
+
+    Args:
+        tensors: {name: tensor}, without a prefix; tensors on the meta device suffice.
+
+    Raises:
+        ValueError: the names are not those of our bodies.
+    """
+    stem = tensors.get("mod1.conv1.weight")
+    structure = _structure(tensors)
+    if stem is None or stem.ndim != 4 or not structure:
+        found = ", ".join(list(tensors)[:3]) or "nothing"
+        raise ValueError(f"expected tensors such as mod1.conv1.weight and mod2.…, found {found}")
+    fc = tensors.get("classifier.fc.weight")
+    try:
+        kind, options = _body(tensors)
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"no body has its tensors ({error} is missing or has an odd shape)") from error
+    return Architecture(
+        kind, {"structure": structure, "stem_channels": len(stem), **options}, 0 if fc is None else len(fc)
+    )
+
+
+def differences(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Options of the body in `tensors` that differ from those of the body in `own`; {} if one is unknown.
+
+    Names may have the prefix `body.`. Another kind of body is {"name": kind}.
+    """
+    try:
+        theirs, ours = recognised(body_of(tensors)), recognised(body_of(own))
+    except ValueError:
+        return {}
+    if theirs.kind != ours.kind:
+        return {"name": theirs.kind}
+    return {name: value for name, value in theirs.options.items() if value != ours.options[name]}
+
+
+def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the body, without a prefix; with the classifier of whole images, if there is one."""
+    if not any(name.startswith("body.") for name in tensors):
+        return dict(tensors)
+    return {name.removeprefix("body."): tensor for name, tensor in tensors.items() if name.startswith("body.")}
+
+
+def _structure(tensors: Mapping[str, Tensor]) -> list[int]:
+    """Blocks or layers in mod2, mod3, …"""
+    found = {
+        (int(match[1]), match[2])
+        for name in tensors
+        if (match := re.match(r"mod([2-9])\.(block\d+|convs1\.\d+)\.", name))
+    }
+    stages = [stage for stage, _ in found]
+    return [stages.count(stage) for stage in sorted(set(stages))]
+
+
+def _body(tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Any]]:
+    if "mod7.block1.convs.conv1.weight" in tensors:
+        return "wider_resnet", {"channels": [_widths(tensors, f"mod{stage}.block1") for stage in range(2, 8)]}
+    stem = {"stem": _stem(tensors)}
+    if "mod2.convs3.0.conv.weight" in tensors:
+        return "densenet", {"growth": len(tensors["mod2.convs3.0.conv.weight"]), **stem}
+    widths = _widths(tensors, "mod2.block1")
+    options = {"base_channels": widths, **stem}
+    if "bn_out.running_mean" not in tensors:  # only pre-activation networks end in a norm
+        return "resnet", options
+    grouped = tensors["mod2.block1.convs.conv2.weight"]  # (middle, first / groups, 3, 3)
+    return "resnext", {**options, "groups": widths[0] // grouped.shape[1]}
+
+
+def _widths(tensors: Mapping[str, Tensor], block: str) -> list[int]:
+    """Output channels of a block's two or three convolutions."""
+    names = [f"{block}.convs.conv{number}.weight" for number in (1, 2, 3)]
+    return [len(tensors[name]) for name in names if name != names[2] or name in tensors]
+
+
+def _stem(tensors: Mapping[str, Tensor]) -> str:
+    if "mod1.conv3.weight" in tensors:
+        return "3x3"
+    return "7x7" if tensors["mod1.conv1.weight"].shape[-1] == 7 else "cifar"

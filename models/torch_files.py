@@ -1,0 +1,79 @@
+"""Read files that torch.save wrote, and say what other files are."""
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+import torch
+
+TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
+FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
+
+
+def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
+    """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and checksums are verified.
+
+    Args:
+        path: the file.
+        name: of the file, for messages.
+        expected: what the file should be, for messages.
+        if_damaged: advice for a damaged file.
+
+    Raises:
+        ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers. A web page,
+            an archive, a Git LFS pointer and an empty file are named.
+    """
+    if not path.is_file():
+        raise ValueError(f"{name} {'is a folder' if path.is_dir() else 'does not exist'}: expected {expected}")
+    zipped = False  # otherwise it is from PyTorch before 1.6, or not of torch.save at all
+    try:
+        with open(path, "rb") as file:
+            start = file.read(512)
+        zipped = start.startswith(b"PK")
+        foreign = _foreign_kind(start)
+        if foreign is None:
+            if zipped:
+                _check_bytes(path)
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        damaged = "" if zipped else "is not a checkpoint, or is damaged, or "
+        found = FOREIGN_GLOBAL.search(str(error))
+        what = f" ({found[1]})" if found else ""
+        raise ValueError(
+            f"{name} {damaged}contains more than tensors and plain containers{what}: not loaded, because it could run "
+            f"code. If you trust it, load it once with torch.load(FILE, weights_only=False) and save only its tensors"
+        ) from error
+    except Exception as error:  # damaged bytes raise almost anything
+        raise ValueError(
+            f"{name} is damaged or cannot be read ({error or type(error).__name__}); {if_damaged}"
+        ) from error
+    raise ValueError(f"{name} {foreign}: expected {expected}; {if_damaged}")
+
+
+def _foreign_kind(start: bytes) -> str | None:
+    """What a file is that torch.save cannot have written, by its first 512 bytes; None if it may have."""
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if not start:
+        return "is empty, or damaged"
+    if text.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+        return "is a web page, such as the message of a failed download"
+    if text.startswith(b"version https://git-lfs"):
+        return "is a pointer of Git LFS, not the file itself (git lfs pull fetches it)"
+    if start[TAR_MARK] == b"ustar" or start.startswith(b"\x1f\x8b"):
+        return "is an archive (tar or gzip), which must be unpacked first"
+    return None
+
+
+def _check_bytes(path: Path) -> None:
+    """Verify the checksums that torch.save writes and torch.load ignores. ValueError names the bad part."""
+    with zipfile.ZipFile(path) as archive:
+        wrong = archive.testzip()
+        folders = [entry.filename for entry in archive.infolist() if entry.external_attr & 0x10]
+        of_torch = any(name.endswith("data.pkl") for name in archive.namelist())
+    if wrong is not None:
+        raise ValueError(f"its part {wrong} has a wrong checksum")
+    if folders:  # attributes have no checksum, and torch.load would return uninitialised memory
+        raise ValueError(f"its part {folders[0]} is marked as a folder")
+    if not of_torch:
+        raise ValueError("it is a zip archive of other files: unpack it")

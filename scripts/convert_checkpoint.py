@@ -1,0 +1,211 @@
+"""Convert a released checkpoint to one of this project, or back:
+
+    python -m scripts.convert_checkpoint input=FILE output=FILE [scale=released|raw] [classes=FILE | data.root=DIR]
+    python -m scripts.convert_checkpoint input=FILE output=FILE format=released|standard_bn [scale=released|raw]
+
+The first command makes a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
+recognised from the file. A file says neither its scale, which is known for the published files alone, nor its classes:
+without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. The second
+command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
+standard batch normalisation under the same names.
+"""
+
+import colorsys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from omegaconf import MISSING, DictConfig
+from torch import Tensor
+
+from datasets import reading_errors
+from datasets.vistas import vistas_classes
+from engine import build, checkpoint
+from engine import config as configuration
+from engine.build import initial_weights
+from engine.command_line import composed, configured, declare
+from engine.console import make_console
+from engine.output_files import writable_folder
+from engine.schema.classification import ClassificationRun
+from engine.schema.keys import key
+from engine.schema.network import BODIES, Body
+from engine.schema.segmentation import SegmentationRun
+from models import official
+from models.loading import load_by_name
+from models.recognition import Architecture, body_of, recognised
+
+VISTAS_CLASSES = 65
+VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
+Colours = list[tuple[int, int, int]]
+
+
+@dataclass
+class ConversionData:
+    root: str | None = None  # folder of ImageNet or Vistas, whose classes the network has
+
+
+@dataclass
+class Conversion:
+    input: str = MISSING
+    output: str = MISSING
+    format: str = key("checkpoint", one_of=("checkpoint", "released", "standard_bn"))  # of the output
+    # Whether norms of released files scale by |weight| + eps (released) or by weight (raw): of the input if it is such
+    # a file; else of the output, released by default.
+    scale: str | None = key(None, one_of=official.SCALES)
+    classes: str | None = None  # file with their names, one a line; of Vistas also its config_v1.2.json
+    data: ConversionData = field(default_factory=ConversionData)
+
+    def check(self) -> None:
+        if self.classes is not None and self.data.root is not None:
+            raise ValueError(f"classes={self.classes} and data.root={self.data.root}: give one of them")
+        if self.format != "checkpoint" and (self.classes is not None or self.data.root is not None):
+            raise ValueError(f"format={self.format} with classes or data.root: only a checkpoint holds class names")
+
+
+def convert(values: DictConfig) -> list[str]:
+    """Convert as configured (`Conversion`). Returns the printed lines. ValueError if the input does not allow it."""
+    options = configuration.typed(values, Conversion)
+    source, output = (Path(path).expanduser() for path in (options.input, options.output))
+    if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
+        raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
+    name = f"input={source}"
+    content = official.read(source, name)
+    ours = initial_weights.is_ours(content)
+    if ours and options.format == "checkpoint":
+        raise ValueError(f"{name} is a checkpoint of this project already: give format=released or standard_bn")
+    writable_folder("output", output.parent)
+    if ours:
+        weights = initial_weights.of_checkpoint(content, source, name)
+        tensors, lines = weights.converted(), [f"input {weights.source}"]
+    else:
+        file = official.released_file(content, source, name, options.scale)
+        if options.format == "released":
+            raise ValueError(f"{name} has the released layout already")
+        tensors, lines = file.converted(), [f"input {source}", *file.remarks]
+        if options.format == "checkpoint":
+            lines += _write_checkpoint(options, tensors, file.scale, source, output)
+    if options.format == "released":
+        torch.save(official.to_released(tensors, options.scale or "released"), output)
+    elif options.format == "standard_bn":
+        torch.save(official.to_standard_bn(tensors), output)
+    lines.append(f"output {output}")
+    make_console().print("\n".join(lines), soft_wrap=True)
+    return lines
+
+
+def _write_checkpoint(
+    options: Conversion, tensors: Mapping[str, Tensor], scale: str, source: Path, output: Path
+) -> list[str]:
+    """Write an ordinary checkpoint of step 0. Returns lines that say what it holds."""
+    norm = "std" if scale == "raw" else "inplace"
+    architecture = recognised(body_of(tensors))
+    segments = "cls.weight" in tensors
+    count = len(tensors["cls.weight"]) if segments else architecture.classes
+    config: SegmentationRun | ClassificationRun
+    if segments:
+        config = _segmentation_config(architecture, norm, tensors, source)
+        network: torch.nn.Module = build.segmentation_network(config, count)
+    elif count:
+        config = _classification_config(architecture, norm)
+        network = build.classification_network(config, count)
+    else:
+        raise ValueError(f"input={source} has no classifier: load it with init.weights and init.format=released")
+    config.data.root = options.data.root
+    names, colours = _classes(options, config, count)
+    advice = "It is not of one network of the release"
+    load_by_name(network, tensors, source=str(source), name=f"input={source}", advice=advice)
+    state = {
+        "task": config.task,
+        "step": 0,
+        "config": configuration.plain(config),
+        "classes": names,
+        "network": network.state_dict(),
+    }
+    checkpoint.save(output, {**state, "palette": colours} if segments else state)
+    named = "numbered, as the file does not name them" if checkpoint.numbered(names) else f"{names[0]}, …"
+    return [f"{config.task} with norm={norm}, {architecture}", f"{count} classes: {named}"]
+
+
+def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
+    declare("train_imagenet", ClassificationRun)
+    values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
+    config = configuration.typed(values, ClassificationRun)
+    config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
+    return config
+
+
+def _segmentation_config(
+    architecture: Architecture, norm: str, tensors: Mapping[str, Tensor], source: Path
+) -> SegmentationRun:
+    if (count := len(tensors["cls.weight"])) != VISTAS_CLASSES:
+        raise ValueError(
+            f"input={source} segments {count} classes: expected {VISTAS_CLASSES}, those of Vistas, because only that "
+            f"network was published; start a training from others with init.weights and init.format=released"
+        )
+    declare("train_seg", SegmentationRun)
+    values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
+    config = configuration.typed(values, SegmentationRun)
+    config.body = _body(architecture, output_stride=8)
+    config.head.pooling_size = VISTAS_POOLING
+    maps, reduced = (tensors.get(f"head.{conv}.weight") for conv in ("map_convs.0", "red_conv"))
+    if maps is not None and reduced is not None:
+        config.head.hidden_channels, config.head.out_channels = len(maps), len(reduced)
+    return config
+
+
+def _body(architecture: Architecture, output_stride: int, **of_wider: object) -> Body:
+    """The body's keys; `of_wider` only for a WideResNet."""
+    options = architecture.options | (of_wider if architecture.kind == "wider_resnet" else {})
+    return BODIES[architecture.kind](output_stride=output_stride, **options)
+
+
+def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, count: int) -> tuple[list[str], Colours]:
+    """Names and colours; colours mean nothing in classification."""
+    given, colours = "", _colours(count)
+    names = [str(number) for number in range(count)]
+    if options.data.root is not None:
+        given = f"data.root={options.data.root}"
+        with reading_errors(config.data.timeout_seconds):
+            if isinstance(config, SegmentationRun):
+                dataset = build.dataset(config.data, config.data.val_split)
+                names, colours = list(dataset.classes), list(dataset.palette)
+            else:
+                names = list(build.classified_split(config.data, config.data.val_split, "data.val_split").classes)
+    elif options.classes is not None:
+        given, file = f"classes={options.classes}", Path(options.classes).expanduser()
+        if file.suffix == ".json":
+            table = vistas_classes(file)
+            names, colours = list(table.names), list(table.palette)
+        else:
+            names = _lines(file, given)
+    if len(names) != count:
+        raise ValueError(f"{given} has {len(names)} classes: expected {count}, as the classifier of the file")
+    return names, colours
+
+
+def _lines(file: Path, given: str) -> list[str]:
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{given} cannot be read ({error}): expected a text file with one class a line") from error
+    return [line for line in lines if line]
+
+
+def _colours(count: int) -> Colours:
+    """Different colours; neighbours in number differ in hue by a golden section of the circle."""
+    colours = []
+    for number in range(count):
+        value = 1.0 - 0.25 * (number % 3)
+        red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.7, value)
+        colours.append((round(255 * red), round(255 * green), round(255 * blue)))
+    return colours
+
+
+@configured("convert_checkpoint", Conversion)
+def main(values: DictConfig) -> None:
+    convert(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,377 @@
+"""Released files: names, values, scales and layouts, compared with an independent reference; what is refused."""
+
+import hashlib
+import tarfile
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import bodies, published
+from models.heads import DeepLabV3
+from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.official import load_released, released_file, to_released, to_standard_bn
+from models.recognition import recognised
+from models.segmentation import SegmentationNetwork
+from tests import released_files as files
+from tests.bodies import (
+    SMALL_BODIES,
+    small_densenet,
+    small_resnet,
+    small_resnet_basic,
+    small_resnext,
+    small_wider,
+    small_wider_a2,
+    trained,
+)
+from tests.released_files import IMAGES, Released
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def without_counts(network: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in network.state_dict().items() if "num_batches" not in name}
+
+
+FULL = {
+    "resnext101": ("resnext", dict(structure=(3, 4, 23, 3), base=(128, 128, 256), groups=64, channels=64)),
+    "resnext152": ("resnext", dict(structure=(3, 8, 36, 3), base=(128, 128, 256), groups=64, channels=64)),
+    "densenet264": ("densenet", dict(structure=(6, 12, 64, 48), growth=32, channels=64)),
+    "resnet34": ("resnet", dict(structure=(3, 4, 6, 3), base=(64, 64), channels=64)),
+    "resnet50": ("resnet", dict(structure=(3, 4, 6, 3), base=(64, 64, 256), channels=64)),
+    "resnet101": ("resnet", dict(structure=(3, 4, 23, 3), base=(64, 64, 256), channels=64)),
+    "wider_resnet38": (
+        "wider",
+        dict(
+            structure=(3, 3, 6, 3, 1, 1),
+            widths=((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096)),
+            channels=64,
+        ),
+    ),
+}
+FULL["wider_resnet38_a2"] = ("wider", {**FULL["wider_resnet38"][1], "a2": 8})
+WIDER_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_channels"}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_names_and_shapes_of_the_published_networks(name):
+    """Every tensor of ours but the counts is in the file, and no other. The architecture is read off the file."""
+    kind, options = FULL[name]
+    released = Released(device="meta")
+    features = getattr(released, kind)(torch.empty(1, 3, 64, 64, dtype=torch.float64, device="meta"), **options)
+    released.classified(features, 1000)
+    with torch.device("meta"):
+        network = getattr(bodies, name)(classes=1000)
+    shapes = {key: tensor.shape for key, tensor in without_counts(network).items()}
+    assert shapes == {key: tensor.shape for key, tensor in released.tensors.items()}
+
+    found = recognised(released.tensors)
+    assert (found.kind, found.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
+    expected = {WIDER_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
+    read = {key: value for key, value in found.options.items() if key != "stem"}
+    plain = {key: [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(value, tuple) else value
+             for key, value in expected.items()}  # fmt: skip
+    assert read == plain
+    assert found.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
+
+
+def test_the_full_vistas_head_has_the_released_names():
+    released = Released(device="meta")
+    released.head(torch.empty(1, 4096, 8, 8, dtype=torch.float64, device="meta"), 256, 256)
+    with torch.device("meta"):
+        head = DeepLabV3(4096, pooling_size=84)
+    assert {n: t.shape for n, t in without_counts(head).items()} == {n: t.shape for n, t in released.tensors.items()}
+
+
+NETWORKS = {
+    "resnext": (small_resnext, Released.resnext, {}),
+    "resnext 7x7": (partial(small_resnext, stem="7x7"), Released.resnext, dict(stem="7x7")),
+    "resnet": (small_resnet, Released.resnet, {}),
+    "resnet basic": (small_resnet_basic, Released.resnet, dict(structure=(1, 2, 1, 1), base=(4, 4))),
+    "densenet": (small_densenet, Released.densenet, {}),
+    "wider": (small_wider, Released.wider, files.WIDER),
+    "wider a2": (small_wider_a2, Released.wider, files.WIDER | {"a2": 32}),
+    "wider a2, dilated": (partial(small_wider_a2, output_stride=8), Released.wider, files.WIDER | {"a2": 8}),
+}
+
+
+@pytest.mark.parametrize("scale", ["released", "raw"])
+@pytest.mark.parametrize("name", NETWORKS)
+@torch.no_grad()
+def test_released_networks_compute_what_their_description_says(tmp_path, name, scale):
+    """In float64, with scales of both signs."""
+    build, describe, options = NETWORKS[name]
+    released = Released(plain=scale == "raw")
+    expected = released.classified(describe(released, IMAGES, **options), 3)
+    path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
+    for norm in (InPlaceABN, ABN):
+        network = build(norm_act=norm, classes=3).double()
+        report = load_released(network, path, scale)
+        torch.testing.assert_close(network.eval()(IMAGES), expected, rtol=1e-9, atol=1e-9)
+        assert report.matched == list(released.tensors) and not report.skipped
+        assert all(new.endswith("num_batches_tracked") for new in report.new)
+
+
+@torch.no_grad()
+def test_the_segmentation_network_with_the_sliding_window(tmp_path):
+    """The head on a map larger than the window of 84 cells, and the whole network on a smaller one."""
+    images, large = torch.randn(1, 3, 96, 120, dtype=torch.float64), torch.randn(1, 16, 87, 90, dtype=torch.float64)
+    body, head, cls = (Released(seed=seed) for seed in range(3))
+    features = body.wider(images, **files.WIDER, a2=8)
+    expected = cls.cls(head.head(features, 4, 6, window=84), 65)
+    path = files.write_segmenter(tmp_path / "vistas.pth.tar", body, head, cls)
+    network = SegmentationNetwork(
+        small_wider_a2(output_stride=8), DeepLabV3(16, 4, pooling_size=(84, 84), out_channels=6), 65
+    )
+    report = load_released(network.double(), path)
+    cells = network.eval()(images, size=features.shape[2:])
+    torch.testing.assert_close(cells, expected, rtol=1e-9, atol=1e-9)
+    windowed = head.head(large, 4, 6, window=84)
+    torch.testing.assert_close(network.head(large), windowed, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(windowed, head.head(large, 4, 6))
+    assert len(report.matched) == len(body.tensors) + len(head.tensors) + 2 and not report.skipped
+
+
+def old(name: str) -> str:
+    """In very old files the tensors of a norm were one level below."""
+    module, _, leaf = name.rpartition(".")
+    last = module.rpartition(".")[2]
+    return f"{module}.bn.{leaf}" if last in ("bn", "bn_out", "proj_bn", "bn1", "bn2", "bn3") else name
+
+
+@pytest.mark.parametrize("rename", [str, old])
+@pytest.mark.parametrize("prefix", ["module.", ""])
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", ["resnet", "densenet"])
+def test_layouts_of_all_ages_give_the_same_weights(tmp_path, name, rename, prefix, zipped):
+    build, describe, options = NETWORKS[name]
+    released = Released()
+    released.classified(describe(released, IMAGES, **options), 3)
+    networks = [build(classes=3).double() for _ in range(2)]
+    load_released(networks[0], files.write_classifier(tmp_path / "net.pth.tar", released.tensors))
+    renamed = {rename(key): tensor for key, tensor in released.tensors.items()}
+    assert (renamed.keys() != released.tensors.keys()) == (rename is old)
+    load_released(networks[1], files.write_classifier(tmp_path / "other.pth.tar", renamed, prefix, zipped))
+    assert same(networks[0].state_dict(), networks[1].state_dict())
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    return files.small_resnext(tmp_path / "net.pth.tar")[0]
+
+
+def listed_as(path: Path, norm: str, monkeypatch) -> None:
+    """Add a file to the table of published files."""
+    entry = published.Published("a net", hashlib.md5(path.read_bytes()).hexdigest(), norm, "scores")
+    monkeypatch.setattr(published, "PUBLISHED", (*published.PUBLISHED, entry))
+
+
+@pytest.mark.parametrize("norm, scale, other", [("std", "raw", "released"), ("inplace", "released", "raw")])
+def test_the_md5_of_a_published_file_decides_the_scale(file, monkeypatch, norm, scale, other):
+    networks = [small_resnext(classes=3) for _ in range(2)]
+    assert f"({scale}): as scale says" in str(load_released(networks[0], file, scale))
+    listed_as(file, norm, monkeypatch)
+    report = load_released(networks[1], file)
+    assert f"({scale}): it is the published a net, norm {norm}: scores" in str(report)
+    assert same(networks[0].state_dict(), networks[1].state_dict())
+    with pytest.raises(ValueError, match=f"scale={other} is wrong for .*published.*or give scale={scale}"):
+        load_released(networks[1], file, other)
+
+
+def test_other_files_need_a_scale_or_the_report_says_which_was_taken(file):
+    network = small_resnext(classes=3)
+    report = load_released(network, file)
+    assert r"|weight| + eps (released): the default for files that are not published" in str(report)
+    content = torch.load(file, weights_only=True)
+    with pytest.raises(ValueError, match="not known: give init.scale=released .* or init.scale=raw"):
+        released_file(content, file, "FILE", key="init.scale")
+    with pytest.raises(ValueError, match="scale=plain: expected one of released, raw"):
+        load_released(network, file, "plain")
+
+
+def test_the_table_of_published_files():
+    table = published.PUBLISHED
+    assert len({entry.md5 for entry in table}) == len(table) == 10
+    assert all(len(entry.md5) == 32 and set(entry.md5) <= set("0123456789abcdef") for entry in table)
+    assert [entry.network for entry in table if entry.scale == "raw"] == ["ResNeXt-101"]
+    assert table[-1].network == "WideResNet-38 (A2) + DeepLabV3"
+
+
+def test_counts_belong_to_plain_scales(tmp_path):
+    path = files.write_classifier(tmp_path / "net.pth.tar", small_resnext(classes=3).state_dict())
+    with pytest.raises(ValueError, match="num_batches_tracked.*lack: give scale=raw"):
+        load_released(small_resnext(classes=3), path)
+    load_released(small_resnext(classes=3), path, "raw")
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (partial(small_resnext, stem="7x7"), "stem='3x3'"),
+        (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "structure=[1, 2, 2, 1], groups=2"),
+        (small_resnet, "name='resnext'"),
+        (partial(small_resnext, norm_act=partial(InPlaceABN, learn_scale=False)), "has no place in the network"),
+    ],
+)
+def test_a_network_that_does_not_fit_is_told_its_options(file, build, message):
+    network = build(classes=3)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.raises(ValueError) as error:
+        load_released(network, file)
+    assert f"{file} does not fit the network" in str(error.value) and message in str(error.value)
+    assert same(network.state_dict(), before)
+
+
+def test_a_7x7_stem_is_read_off_the_file(tmp_path):
+    path, _ = files.small_resnext(tmp_path / "net.pth.tar", stem="7x7")
+    with pytest.raises(ValueError, match="Build the network that the file is of: stem='7x7'"):
+        load_released(small_resnext(classes=3), path)
+
+
+def test_parts_that_the_network_has_not_are_skipped_and_named(tmp_path, file):
+    reports = [load_released(small_resnext(classes=classes), file) for classes in (0, 5)]
+    reasons = [set(report.skipped.values()) for report in reports]
+    assert reasons == [{"the network has no classifier"}, {"for 3 classes: expected 5"}]
+
+    body = small_resnext(output_stride=8)
+    network = SegmentationNetwork(body, DeepLabV3(body.out_channels, 4, out_channels=6), 7)
+    report = load_released(network, file)
+    assert set(report.skipped.values()) == {"it classifies whole images"}
+    assert {name.partition(".")[0] for name in report.matched} == {"body"}
+
+    path, released = files.small_vistas(tmp_path / "vistas.pth.tar")
+    report = load_released(small_wider(classes=3), path)
+    assert set(report.skipped.values()) == {"it classifies pixels"} and report.matched == list(released.tensors)
+    assert {"classifier.fc.weight", "classifier.fc.bias"} <= set(report.new)
+
+
+class Global:
+    def __reduce__(self):
+        return np.float64, (1.0,)
+
+
+def archive(path: Path, kind: str) -> None:
+    member = path.with_name("member")
+    member.write_text("text")
+    if kind == "zip":
+        with zipfile.ZipFile(path, "w") as container:
+            container.write(member, "member")
+    else:
+        with tarfile.open(path, f"w:{'gz' if kind == 'gz' else ''}") as container:
+            container.add(member, "member")
+
+
+FOREIGN = {
+    "empty": (lambda path: path.write_bytes(b""), "is empty"),
+    "page": (lambda path: path.write_text("\n<!DOCTYPE html><html>Not found</html>"), "is a web page"),
+    "pointer": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid 1"), "of Git LFS"),
+    "tar": (partial(archive, kind="tar"), r"is an archive \(tar or gzip\)"),
+    "gzip": (partial(archive, kind="gz"), r"is an archive \(tar or gzip\)"),
+    "zip": (partial(archive, kind="zip"), "is a zip archive of other files"),
+    "text": (lambda path: path.write_text("hello"), "is damaged or cannot be read"),
+    "global": (lambda path: torch.save({"best_prec1": Global()}, path), r"\(numpy.*float64\).*weights_only=False"),
+    "folder": (lambda path: path.mkdir(), "is a folder: expected a checkpoint of the in-place ABN release"),
+    "missing": (lambda path: None, "does not exist: expected .*not unpacked, although it is called .pth.tar"),
+    "torchvision": (
+        lambda path: torch.save({"conv1.weight": torch.zeros(64, 3, 7, 7)}, path),
+        "not of a network of the release: expected tensors such as mod1.conv1.weight .*, found conv1.weight",
+    ),
+    "list": (lambda path: torch.save([1], path), "not have the layout of the release: .* found list"),
+    "numbers": (lambda path: torch.save({"epoch": 1, "loss": 2}, path), "not have the layout .* found epoch, loss"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_foreign_files_are_named_for_what_they_are(tmp_path, kind):
+    write, message = FOREIGN[kind]
+    path = tmp_path / "net.pth.tar"
+    write(path)
+    with pytest.raises(ValueError, match=message) as error:
+        load_released(small_resnext(classes=3), path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_truncated_files_are_named(tmp_path, zipped):
+    released = Released()
+    released.classified(released.resnext(IMAGES), 3)
+    path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors, zipped=zipped)
+    content = path.read_bytes()
+    for size in (100, len(content) // 2, len(content) - 100):
+        path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=f"{path} (is not a checkpoint, or )?is damaged"):
+            load_released(small_resnext(classes=3), path)
+
+
+@pytest.mark.parametrize("name", ["resnext", "densenet", "resnet-basic", "wider"])
+@pytest.mark.parametrize("norm", [ABN, InPlaceABN, CheckpointedABN])
+def test_to_the_released_layout_and_back_to_the_bit(tmp_path, name, norm):
+    network = trained(SMALL_BODIES[name](classes=3, norm_act=norm)).float()
+    content = to_released(network.state_dict())
+    assert all(key.startswith("module.") and "num_batches" not in key for key in content["state_dict"])
+    torch.save(content, tmp_path / "net.pth.tar")
+    again = SMALL_BODIES[name](classes=3)
+    load_released(again, tmp_path / "net.pth.tar")
+    assert same(without_counts(again), without_counts(network))
+
+
+def scales(values: Tensor) -> dict[str, Tensor]:
+    return {"bn.weight": values, "bn.bias": values, "bn.running_mean": values, "bn.running_var": values}
+
+
+def test_scales_above_eps_survive_but_for_one_rounding():
+    """Where half a unit in the last place of a scale is that of eps, no weight gives every second scale."""
+    generator = torch.Generator().manual_seed(0)
+    random = 2.0 ** torch.empty(200_000).uniform_(-16.6, 10, generator=generator)
+    above = torch.nextafter(torch.tensor(1e-5), torch.tensor(1.0)).reshape(1)
+    wanted = torch.cat([random[random > 1e-5], 2.0 ** torch.arange(-16, 10), above])
+    weights = to_released(scales(wanted))["state_dict"]["module.bn.weight"]
+    restored = weights.abs() + 1e-5
+    lost = restored != wanted
+    assert wanted[lost].min() > 7.1e-5 and wanted[lost].max() < 1.23e-4
+    assert ((restored - wanted).abs() / wanted).max() < 2**-23
+    neighbours = [torch.nextafter(weights, torch.full_like(weights, end)) for end in (-torch.inf, torch.inf)]
+    assert lost.any() and all((weight.abs() + 1e-5 != wanted)[lost].all() for weight in neighbours)
+
+
+def test_scales_that_the_release_cannot_have_are_counted():
+    network = small_resnext(classes=3)
+    for value in network.bn_out.weight.data, network.mod2.block1.bn1.weight.data:
+        value[:2] = torch.tensor([-1.0, 9e-6])
+    with pytest.raises(ValueError) as error:
+        to_released(network.state_dict())
+    assert "the smaller scales of 2 norms: mod2.block1.bn1 (2 of 4), bn_out (2 of 64)" in str(error.value)
+    raw = to_released(network.state_dict(), "raw")["state_dict"]
+    assert same({name.removeprefix("module."): tensor for name, tensor in raw.items()}, without_counts(network))
+
+
+def test_a_segmentation_network_in_the_released_layout(tmp_path):
+    def build() -> SegmentationNetwork:
+        return SegmentationNetwork(small_wider_a2(output_stride=8), DeepLabV3(16, 4, out_channels=6), 65)
+
+    network, again = trained(build()).float(), build()
+    content = to_released(network.state_dict())
+    assert content["state_dict"].keys() == {"body", "head", "cls"}
+    assert content["state_dict"]["cls"].keys() == {"weight", "bias"}
+    torch.save(content, tmp_path / "net.pth.tar")
+    load_released(again, tmp_path / "net.pth.tar")
+    assert same(without_counts(again), without_counts(network))
+
+
+def test_a_state_dict_with_standard_norms_computes_the_same():
+    """PyTorch's own norms load it, strictly; a fixed scale becomes a weight of ones."""
+    for options in ({}, {"learn_scale": False}):
+        layer = nn.Sequential(nn.Conv2d(3, 4, 1), InPlaceABN(4, activation="identity", **options)).eval()
+        if not options:
+            layer[1].weight.data = torch.tensor([-2.0, 0.0, 1e-6, 3.0])
+        layer[1].running_mean.uniform_(-1, 1)
+        standard = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+        standard.load_state_dict(to_standard_bn(layer.state_dict()))
+        x = torch.randn(2, 3, 5, 5)
+        torch.testing.assert_close(standard(x), layer(x))

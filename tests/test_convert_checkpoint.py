@@ -1,0 +1,202 @@
+"""Converted checkpoints: the same outputs, all that other commands need, and the way back to the bit."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from engine import build, checkpoint
+from engine import config as cfg
+from engine.schema.classification import ClassificationRun
+from engine.schema.segmentation import SegmentationRun
+from eval import evaluate
+from models.layers import ABN, InPlaceABN
+from models.official import load_released
+from scripts.convert_checkpoint import convert
+from scripts.predict import predict
+from tests import released_files as files
+from tests import trees
+from tests.bodies import small_resnext
+from tests.released_files import IMAGES, Released
+from tests.runs import composed
+
+
+def run(source, output, *overrides: str) -> str:
+    return "\n".join(convert(composed("convert_checkpoint", f"input={source}", f"output={output}", *overrides)))
+
+
+def without_counts(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if "num_batches" not in name}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+KINDS = {
+    "resnext": (Released.resnext, {}, "3x3"),
+    "resnext 7x7": (Released.resnext, dict(stem="7x7"), "7x7"),
+    "resnet": (Released.resnet, {}, "7x7"),
+    "resnet basic": (Released.resnet, dict(base=(4, 4)), "7x7"),
+    "densenet": (Released.densenet, {}, "3x3"),
+    "wider": (Released.wider, files.WIDER, None),
+}
+
+
+@pytest.mark.parametrize("scale, norm, layer", [("released", "inplace", InPlaceABN), ("raw", "std", ABN)])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_classifier_from_its_file_alone(tmp_path, kind, scale, norm, layer):
+    """The network of the checkpoint's configuration computes what the file's description says."""
+    describe, options, stem = KINDS[kind]
+    released = Released(plain=scale == "raw")
+    expected = released.classified(describe(released, IMAGES, **options), 3)
+    path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
+    printed = run(path, tmp_path / "net.pt", f"scale={scale}")
+    assert f"classification with norm={norm}" in printed and "3 classes: numbered" in printed
+
+    state = checkpoint.load(tmp_path / "net.pt")
+    config = cfg.of_checkpoint(state, ClassificationRun, "it")
+    assert (state["step"], state["classes"], getattr(config.body, "stem", None)) == (0, ["0", "1", "2"], stem)
+    assert (config.norm.name, config.norm.activation, config.norm.activation_param) == (norm, "leaky_relu", 0.01)
+    assert (config.data.name, config.data.mean, config.data.std) == (
+        "imagenet",
+        [0.485, 0.456, 0.406],
+        [0.229, 0.224, 0.225],
+    )
+    assert config.body.output_stride == 32
+
+    network = checkpoint.load_network(
+        lambda: build.classification_network(config, 3), state, ("cat", "dog", "owl"), path
+    )
+    assert {type(module) for module in network.modules() if isinstance(module, ABN)} == {layer}
+    network = network.double().eval()
+    network.load_state_dict({name: tensor.double() for name, tensor in state["network"].items()})
+    torch.testing.assert_close(network(IMAGES), expected, rtol=1e-4, atol=1e-4)  # stored in float32
+    with pytest.raises(ValueError, match="was trained on 3 classes .* the dataset has 2"):
+        checkpoint.load_network(lambda: network, state, ("cat", "dog"), path)
+
+
+@pytest.fixture(scope="module")
+def vistas(tmp_path_factory):
+    """A narrow segmentation file in float32, as published, and its checkpoint."""
+    folder = tmp_path_factory.mktemp("vistas")
+    path, _ = files.small_vistas(folder / "vistas.pth.tar", dtype=torch.float32)
+    run(path, folder / "vistas.pt", "scale=released")
+    return path, folder / "vistas.pt"
+
+
+def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
+    state = checkpoint.load(vistas[1])
+    config = cfg.of_checkpoint(state, SegmentationRun, "it")
+    assert (config.body.output_stride, config.body.downsampling, config.head.pooling_size) == (8, "stride", [84, 84])
+    data = config.data
+    assert (data.name, data.base_size, data.antialias) == ("vistas", 2048, True)
+    assert data.mean == [0.41738699, 0.45732192, 0.46886091] and data.std == [0.25685097, 0.26509955, 0.29067996]
+    assert config.head.dilations == [12, 24, 36] and (config.norm.name, config.norm.activation_param) == (
+        "inplace",
+        0.01,
+    )
+
+    network = build.segmentation_network(config, 65)
+    load_released(network, vistas[0])
+    assert same(network.state_dict(), state["network"])
+    assert len(set(state["palette"])) == 65
+
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save(tmp_path / "street.png")
+    options = (f"checkpoint={vistas[1]}", f"input={tmp_path / 'street.png'}", f"output={tmp_path / 'out'}")
+    written = predict(composed("predict", *options, "device=cpu", "data.base_size=96"))
+    assert np.asarray(Image.open(written[0])).shape == (40, 60)
+    assert len(json.loads((tmp_path / "out" / "classes.json").read_text())) == 65
+
+
+def test_eval_compares_only_the_number_of_numbered_classes(vistas, tmp_path):
+    root = trees.vistas(tmp_path / "data")
+    options = (f"checkpoint={vistas[1]}", f"data.root={root}", "data.base_size=64", "device=cpu", "workers=0")
+    results = evaluate(composed("eval", *options, f"results={tmp_path / 'results.json'}"))
+    assert list(results["iou"]) == [f"Class {number}" for number in range(65)]
+
+
+def test_class_names_come_from_the_data_or_a_file(vistas, tmp_path):
+    root = trees.vistas(tmp_path / "data")
+    expected = [f"Class {number}" for number in range(65)]
+    (tmp_path / "names.txt").write_text("\n".join(expected) + "\n\n")
+    for given in (f"data.root={root}", f"classes={root / 'config.json'}", f"classes={tmp_path / 'names.txt'}"):
+        printed = run(vistas[0], tmp_path / "net.pt", "scale=released", given)
+        state = checkpoint.load(tmp_path / "net.pt")
+        assert state["classes"] == expected and "65 classes: Class 0, …" in printed
+        official = [tuple(label["color"]) for label in trees.vistas_config()["labels"][:65]]
+        assert (list(map(tuple, state["palette"])) == official) == ("txt" not in given)
+        assert state["config"]["data"]["root"] == (str(root) if given.startswith("data.root") else None)
+
+
+def test_class_names_of_imagenet(tmp_path):
+    path, _ = files.small_resnext(tmp_path / "net.pth.tar")
+    for split in ("train", "val"):
+        for name in ("n02", "n01", "n03"):
+            trees.write(tmp_path / "data" / split / name / f"{split}_{name}.JPEG", np.zeros((8, 8, 3), np.uint8))
+    run(path, tmp_path / "net.pt", "scale=released", f"data.root={tmp_path / 'data'}")
+    assert checkpoint.load(tmp_path / "net.pt")["classes"] == ["n01", "n02", "n03"]
+    (tmp_path / "two.txt").write_text("cat\ndog\n")
+    with pytest.raises(ValueError, match="classes=.*two.txt has 2 classes: expected 3"):
+        run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'two.txt'}")
+
+
+def test_to_the_released_layout_and_to_standard_norms(vistas, tmp_path):
+    """The way back gives the file's tensors, but for the signs, which have no effect there."""
+    path, made = tmp_path / "back.pth.tar", checkpoint.load(vistas[1])["network"]
+    run(vistas[1], path, "format=released")
+    again = torch.load(path, weights_only=True)["state_dict"]
+    original = torch.load(vistas[0], weights_only=True)["state_dict"]
+    for part in original:
+        assert again[part].keys() == original[part].keys()
+        for name, tensor in original[part].items():
+            torch.testing.assert_close(
+                again[part][name], tensor.abs() if tensor.ndim == 1 and "weight" in name else tensor
+            )
+    run(path, tmp_path / "again.pt", "scale=released")
+    assert same(checkpoint.load(tmp_path / "again.pt")["network"], made)
+
+    for source, more in ((vistas[1], ()), (vistas[0], ("scale=released",))):
+        run(source, tmp_path / "std.pth", "format=standard_bn", *more)
+        written = torch.load(tmp_path / "std.pth", weights_only=True)
+        assert same(without_counts(written), without_counts(made))
+    run(vistas[1], path, "format=released", "scale=raw")
+    raw = torch.load(path, weights_only=True)["state_dict"]
+    assert torch.equal(raw["body"]["bn_out.weight"], made["body.bn_out.weight"])
+
+
+def test_scales_below_eps_cannot_go_back(tmp_path):
+    path, _ = files.small_resnext(tmp_path / "net.pth.tar")
+    run(path, tmp_path / "net.pt", "scale=raw")  # negative scales
+    with pytest.raises(ValueError, match=r"smaller scales of \d+ norms: mod1.bn1 \(2 of 4\), .* and \d+ more"):
+        run(tmp_path / "net.pt", tmp_path / "back.pth", "format=released")
+    assert not (tmp_path / "back.pth").exists()
+
+
+def test_what_cannot_be_converted_is_named(vistas, tmp_path):
+    path, _ = files.small_resnext(tmp_path / "net.pth.tar")
+    bare = files.write_classifier(
+        tmp_path / "body.pth.tar", {n: t for n, t in small_resnext().state_dict().items() if "num_batches" not in n}
+    )
+    few, _ = files.small_vistas(tmp_path / "few.pth.tar", classes=19)
+    output, scale = tmp_path / "out.pt", "scale=released"
+    for source, target, overrides, message in (
+        (path, output, (), "give scale=released if .* or scale=raw"),
+        (vistas[1], output, (), "is a checkpoint of this project already: give format=released or standard_bn"),
+        (path, output, (scale, "format=released"), "has the released layout already"),
+        (bare, output, (scale,), "has no classifier: load it with init.weights"),
+        (few, output, (scale,), "segments 19 classes: expected 65"),
+        (path, tmp_path, (scale,), "is a folder: give another file"),
+        (path, path, (scale,), "is the input: give another file"),
+        (path, output, (scale, "classes=a.txt", "data.root=b"), "classes=a.txt and data.root=b: give one of them"),
+        (path, output, (scale, "format=standard_bn", "classes=a"), "only a checkpoint holds class names"),
+        (path, output, (scale, f"classes={tmp_path / 'no.txt'}"), "no.txt cannot be read"),
+        (tmp_path / "no.tar", output, (), "does not exist: expected a checkpoint of the in-place ABN release"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(source, target, *overrides)
+    assert not output.exists()
