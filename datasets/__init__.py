@@ -14,7 +14,7 @@ from datasets.coco_stuff import coco_stuff
 from datasets.colour_jitter import ColourJitter, Lighting
 from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
 from datasets.imagenet import imagenet
-from datasets.inspection import Inspection, inspect
+from datasets.inspection import Inspection, inspect, inspect_images
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
@@ -46,6 +46,7 @@ __all__ = [
     "coco_stuff",
     "evaluation_shard",
     "inspect",
+    "inspect_images",
     "minibatches_per_epoch",
     "synthetic",
     "verify",

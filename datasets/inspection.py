@@ -11,6 +11,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 
+from datasets.classification import ClassificationDataset
 from datasets.reading import decode_image
 from datasets.segmentation import RESTORE, SegmentationDataset, restorable
 from datasets.verify import Problem, Source, check, every
@@ -54,6 +55,31 @@ def inspect(
         pixels += counts
         images += counts > 0
     return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
+
+
+def inspect_images(
+    dataset: ClassificationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> tuple[Problem, ...]:
+    """Decode every image of a split and return the problems; arguments as in `inspect`.
+
+    Images in memory have been decoded without a problem.
+    """
+    if dataset.pixels is not None:
+        return ()
+    return tuple(problem for found in every(_InspectedImages(dataset), workers, progress) for problem in found)
+
+
+class _InspectedImages(Source[ClassificationDataset]):
+    """image -> its problems, after decoding it."""
+
+    def __getitem__(self, index: int) -> list[Problem]:
+        try:
+            _decoded_size(self.dataset.path(index))
+        except ValueError as error:
+            return [Problem("unreadable image", str(error))]
+        except Exception as error:  # an unforeseen failure must not stop the check of the other files
+            return [Problem("unexpected error", f"{self.dataset.path(index)}: {type(error).__name__}: {error}")]
+        return []
 
 
 class _Inspected(Source[SegmentationDataset]):

@@ -131,8 +131,8 @@ def _tensors(content: object, name: str) -> dict[str, Tensor]:
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         found = ", ".join(map(str, list(content)[:5])) if isinstance(content, Mapping) else type(content).__name__
         raise ValueError(
-            f"{name} does not have the layout of the release: expected a dictionary with state_dict, which holds tensors, "
-            f"or one dictionary for each of {', '.join(PARTS)}; found {found}"
+            f"{name} does not have the layout of the release: expected a dictionary with state_dict, which holds "
+            f"tensors, or one dictionary for each of {', '.join(PARTS)}; found {found}"
         )
     try:
         recognised(body_of(state))

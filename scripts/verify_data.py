@@ -3,9 +3,10 @@
     python -m scripts.verify_data data=cityscapes data.root=DIR [splits=[train,val]] [out=FILE.json]
 
 Compares the number of images with the official number, looks for missing labels and missing images, and decodes every
-file. Reports unreadable and damaged files, labels whose size differs from their image's, and ids that are not in the
-class table. Does not stop at the first problem. Prints the pixels of every class, then every kind of problem with its
-first files. Exit status 0 means no problem. You can train on part of a dataset, but its number of images is reported.
+file, for segmentation and classification. Reports unreadable and damaged files, labels whose size differs from their
+image's, and ids that are not in the class table. Does not stop at the first problem. Prints the pixels of every class,
+then every kind of problem with its first files. Exit status 0 means no problem. You can train on part of a dataset, but
+its number of images is reported.
 """
 
 import json
@@ -20,14 +21,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from datasets import Inspection, inspect, reading_errors
+from datasets import Inspection, inspect, inspect_images, reading_errors
 from datasets.verify import Problem
 from engine import build
 from engine import config as configuration
 from engine.command_line import configured
 from engine.console import counted, make_console
 from engine.provenance import provenance
-from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
+from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
+from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from scripts.build_class_index import class_table
 
@@ -37,7 +39,7 @@ _SHOWN = 5
 @dataclass
 class VerifyData:
     # Only timeout_seconds and the keys that choose images and classes matter.
-    data: SegmentationData = group(SEGMENTATION_DATASETS)
+    data: Data = group({**SEGMENTATION_DATASETS, **CLASSIFICATION_DATASETS})
     splits: list[str] | None = None  # null: all
     out: str | None = None  # JSON file with all problems and counts
     workers: int | None = key(None, least=0)  # processes; null: one per core
@@ -45,7 +47,7 @@ class VerifyData:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The check of one split; `inspection` is None if the split cannot be opened."""
+    """The check of one split; `inspection` is None without label pixels, `classes` are empty if it cannot be opened."""
 
     split: str
     images: int
@@ -82,7 +84,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
     config = configuration.typed(values, VerifyData)
     console = make_console()
-    official = build.official_images(config.data)
+    official = splits_of(config.data)
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
@@ -95,22 +97,37 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     return reports
 
 
-def check_split(
-    config: SegmentationData, split: str, official_images: int, workers: int | None, console: Console
-) -> SplitReport:
+def splits_of(config: Data) -> dict[str, int]:
+    """The official number of images of every split."""
+    if isinstance(config, SegmentationData):
+        return build.official_images(config)
+    assert isinstance(config, ClassificationData), config
+    return build.classified_counts(config, build.IMAGENET_CLASSES)
+
+
+def check_split(config: Data, split: str, official_images: int, workers: int | None, console: Console) -> SplitReport:
     """Inspect a whole split, which may be incomplete."""
+    inspection = None
     try:
-        dataset = build.dataset(config, split, strict=False)
+        if isinstance(config, ClassificationData):
+            photographs = build.classified_split(config, split)
+            with counted(console, f"checking {photographs.name} {split}") as progress:
+                problems = inspect_images(photographs, workers, progress)
+            images, classes = len(photographs), photographs.classes
+            official_images = build.classified_counts(config, len(classes)).get(split, images)
+        else:
+            assert isinstance(config, SegmentationData), config
+            dataset = build.dataset(config, split, strict=False)
+            with counted(console, f"checking {dataset.name} {split}") as progress:
+                inspection = inspect(dataset, workers, progress)
+            problems, classes = inspection.problems, dataset.classes
+            images = sum(entry.image is not None for entry in dataset.files)
     except ValueError as error:
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
-    with counted(console, f"checking {dataset.name} {split}") as progress:
-        inspection = inspect(dataset, workers, progress)
-    problems = inspection.problems
-    images = sum(entry.image is not None for entry in dataset.files)
     if images != official_images:
         message = f"expected {official_images}, found {images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
-    return SplitReport(split, images, official_images, dataset.classes, problems, inspection)
+    return SplitReport(split, images, official_images, classes, problems, inspection)
 
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
@@ -124,7 +141,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
             text = f"{report.split}: without a pixel: {', '.join(absent)}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.print()
-    layout_is_known = any(report.inspection for report in reports)  # or has been shown
+    layout_is_known = any(report.classes for report in reports)  # or has been shown
     for report in reports:
         for kind, messages in report.by_kind().items():
             console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red", highlight=False)
@@ -159,7 +176,7 @@ def histogram(report: SplitReport) -> Table:
     return table
 
 
-def write(path: Path, config: SegmentationData, reports: Sequence[SplitReport]) -> None:
+def write(path: Path, config: Data, reports: Sequence[SplitReport]) -> None:
     result = {
         "dataset": config.name,
         "problems": sum(len(report.problems) for report in reports),

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,14 +18,19 @@ from torch import nn
 import train_seg
 from engine import build, checkpoint
 from engine import config as configuration
+from engine.classification.evaluation import Counts, class_logits
 from engine.distributed import World
+from engine.forward import Forward
 from engine.loop import train_step
 from engine.metrics_logger import MetricsLogger
 from engine.schema.classification import ClassificationRun
+from engine.schema.evaluation import Evaluation
+from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import Preempted
 from eval import evaluate
 from models.layers.backends.compiled import compiler_available
+from tests.datasets import classification_trees
 from tests.faults.runs import steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
@@ -232,6 +238,86 @@ def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(tmp_path
         configuration.of_checkpoint(state, SegmentationRun, "it")
     with pytest.raises(ValueError, match=f"run_dir={run_dir} {refusal}"):
         train_seg.train(composed("train_seg", *SHORT, "trainer.steps=2", f"run_dir={run_dir}", "resume=auto"))
+
+
+def test_a_segmentation_starts_from_the_body_of_a_classification(tmp_path):
+    train_shapes(tmp_path / "classified", "trainer.steps=1", "trainer.ema_decay=null")
+    given = tmp_path / "classified" / "checkpoints" / "last.pt"
+    start = (*SHORT, f"init.weights={given}", "body.base_channels=[8,8,16]", "body.stem_channels=8", "trainer.steps=1")
+    train_seg.train(composed("train_seg", *start, "optim.lr=1e-12", f"run_dir={tmp_path / 'segmented'}"))
+    before, after = (
+        checkpoint.load(path)["network"] for path in (given, tmp_path / "segmented" / "checkpoints" / "last.pt")
+    )
+    weights = [name for name in before if name.endswith((".weight", ".bias")) and not name.startswith("classifier.")]
+    assert all(torch.allclose(before[name], after[f"body.{name}"], atol=1e-6) for name in weights)
+    assert "classifier.fc.weight" in (tmp_path / "segmented" / "log.txt").read_text()
+
+
+def test_a_classifier_starts_from_one_of_other_classes(tmp_path):
+    """Its own classifier starts from random weights."""
+    train_shapes(tmp_path / "first", "trainer.steps=1", "trainer.ema_decay=null")
+    given = tmp_path / "first" / "checkpoints" / "last.pt"
+    state = checkpoint.load(given)
+    network = {**state["network"], "classifier.fc.weight": torch.ones(5, 128), "classifier.fc.bias": torch.ones(5)}
+    checkpoint.save(tmp_path / "other.pt", {**state, "network": network, "classes": list("abcde")})
+    train_shapes(tmp_path / "second", "trainer.steps=1", f"init.weights={tmp_path / 'other.pt'}", "optim.lr=1e-12")
+    after = checkpoint.load(tmp_path / "second" / "checkpoints" / "last.pt")["network"]
+    assert torch.allclose(after["mod1.conv1.weight"], network["mod1.conv1.weight"], atol=1e-6)
+    assert after["classifier.fc.weight"].shape == (8, 128) and not (after["classifier.fc.weight"] == 1).any()
+
+
+def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path):
+    """The mean of ten crops' logits, a larger crop, and the activation swapped: each has results of its own."""
+    root = classification_trees.imagenet(tmp_path / "data")
+    data = ("data=imagenet", f"data.root={root}", "data.crop_size=32", "data.resize=36", "data.workers=0")
+    short = ("trainer.steps=2", "trainer.evaluate_images=null", "data.crops_per_minibatch=2")
+    train_shapes(tmp_path / "run", *data, *short)
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    options = (f"checkpoint={last}", "workers=0", "device=cpu")
+    for more in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
+        results = evaluate(composed("eval", *options, *more))
+        assert results["images"] == len([path for path in (root / "val").rglob("*") if path.is_file()])
+        assert results["view"] == ("ten_crop" if "view=ten_crop" in more else "center")
+    names = {path.stem for path in (tmp_path / "run").glob("results*.json")}
+    assert names == {"results", "results_ten_crop", "results_crop48", "results_crop48_resize64", "results_relu"}
+    written = json.loads((tmp_path / "run" / "results_crop48.json").read_text())["config"]
+    assert (written["data"]["crop_size"], written["data"]["resize"]) == (48, 54)  # 36 * 48 / 32
+    swapped = json.loads((tmp_path / "run" / "results_relu.json").read_text())["config"]["norm"]
+    assert (swapped["name"], swapped["activation"]) == ("std", "relu")
+    with pytest.raises(ValueError, match="crop=48 resize=40: expected a crop of at most resize pixels"):
+        evaluate(composed("eval", *options, "crop=48", "resize=40"))
+
+
+@pytest.mark.parametrize("override", ["window.size=64", "tta.flip=true", "data.base_size=9", "predictions=DIR"])
+def test_keys_of_a_segmentation_are_refused_for_a_classification(override):
+    options = configuration.typed(composed("eval", "checkpoint=x", override), Evaluation)
+    with pytest.raises(
+        ValueError, match=f"^{override.split('=')[0]}=.* is for segmentation, and it"
+    ):
+        refuse_other_tasks(options, "classification", "it")
+    refuse_other_tasks(options, "segmentation", "it")
+
+
+def test_the_logits_of_crops_are_averaged():
+    class Sums(nn.Module):
+        def forward(self, images):
+            return images.flatten(1).sum(dim=1, keepdim=True) * torch.tensor([[1.0, 2.0]])
+
+    forward = Forward(Sums(), torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1), torch.contiguous_format, nullcontext)
+    images = torch.randint(0, 256, (4, 10, 3, 2, 2), dtype=torch.uint8)
+    expected = images.flatten(2).double().sum(dim=2).mean(dim=1, keepdim=True) * torch.tensor([[1.0, 2.0]])
+    torch.testing.assert_close(class_logits(forward, images).double(), expected)
+    assert torch.equal(class_logits(forward, images[:, 0]), forward(images[:, 0]))
+
+
+def test_counts_of_predictions():
+    """Of seven classes: right, among the five highest, and among the lowest two."""
+    counts = Counts(7, torch.device("cpu"))
+    logits = torch.arange(7.0).repeat(3, 1)  # class 6 is the highest, 0 and 1 are not among the five highest
+    counts.add(logits, torch.tensor([6, 2, 1]))
+    counts.add(logits[:1], torch.tensor([6]))
+    assert counts.confusion[6, 6] == 2 and counts.confusion[2, 6] == 1 and counts.confusion[1, 6] == 1
+    assert counts.confusion.sum() == 4 and counts.top5.tolist() == [0, 0, 1, 0, 0, 0, 2]
 
 
 def test_the_entries_share_no_code():

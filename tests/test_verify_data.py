@@ -12,6 +12,7 @@ import pytest
 from datasets import index_classes, synthetic
 from scripts.verify_data import verify_data
 from tests import trees
+from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, composed
 
 
@@ -129,3 +130,18 @@ def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
 def test_wrong_keys_are_named(override, message):
     with pytest.raises(ValueError, match=message):
         verify_data(composed("verify_data", override))
+
+
+def test_images_of_a_classification_are_decoded_too(tmp_path):
+    """Other classes than ImageNet's 1000 have no official number of images."""
+    root = classification_trees.imagenet(tmp_path / "data")
+    assert run("data=imagenet", f"data.root={root}", "workers=1").returncode == 0
+    damaged = next((root / "train").rglob("*.JPEG"))
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    completed = run("data=imagenet", f"data.root={root}", f"out={tmp_path / 'report.json'}", "workers=1")
+    assert completed.returncode == 1 and str(damaged) in completed.stdout
+    splits = json.loads((tmp_path / "report.json").read_text())["splits"]
+    assert [list(splits[split]["problems"]) for split in ("train", "val")] == [["unreadable image"], []]
+    zipped = classification_trees.cifar_zip(tmp_path / "cifar.zip")
+    completed = run("data=cifar10", f"data.root={zipped}", "splits=[test]", "workers=0")
+    assert completed.returncode == 1 and "expected 10000, found" in completed.stdout

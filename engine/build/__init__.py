@@ -1,7 +1,9 @@
 """Build objects from configuration keys. Besides the entries, no other code knows both."""
 
 from engine.build.classification import (
+    IMAGENET_CLASSES,
     classification_network,
+    classified_counts,
     classified_crops,
     classified_images,
     classified_split,

@@ -22,11 +22,16 @@ from datasets import (
     imagenet,
     shapes,
 )
+from datasets.cifar import IMAGES as CIFAR_IMAGES
+from datasets.imagenet import IMAGES as IMAGENET_IMAGES
+from datasets.shapes import IMAGES as SHAPES_IMAGES
 from datasets.workers import Loader
 from engine.build.data import evaluation_loader, loader, order_of
 from engine.build.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
+
+IMAGENET_CLASSES = 1000
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
@@ -49,6 +54,13 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
         return sources[config.name](config.root, split)
     except ValueError as error:
         raise ValueError(f"{key}={split}: data.root={config.root}: {error}") from error
+
+
+def classified_counts(config: ClassificationData, classes: int) -> dict[str, int]:
+    """The published number of images in each split of the dataset; none for other images in ImageNet's layout."""
+    if isinstance(config, ImageNetData):
+        return IMAGENET_IMAGES if classes == IMAGENET_CLASSES else {}
+    return SHAPES_IMAGES if config.name == "shapes" else CIFAR_IMAGES
 
 
 def classification_network(
