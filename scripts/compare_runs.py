@@ -1,7 +1,8 @@
 """Compare runs side by side: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
 
-Writes NAME.md (commands, scores, per-class IoU, hardware), NAME.png (curves) and, in NAME/RUN/, the files of each run
-that both are made from. Given as `runs`, these folders make the same report again.
+Writes NAME.md (commands, scores, also per class and of other evaluations, hardware), NAME.png (curves) and, in
+NAME/RUN/, the files of each run that both are made from. Given as `runs`, these folders make the same report again. All
+runs have the same task.
 """
 
 import json
@@ -10,6 +11,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
@@ -25,6 +27,22 @@ class Comparison:
     title: str = "Comparison of runs"
 
 
+class Scores(NamedTuple):
+    """The names of a task's scores in results.json, and their titles."""
+
+    best: str
+    best_title: str
+    second: str
+    second_title: str
+    of_classes: str
+
+
+SCORES = (
+    Scores("miou", "mIoU %", "pixel_accuracy", "pixel accuracy %", "iou"),
+    Scores("top1", "top-1 %", "top5", "top-5 %", "accuracy"),
+)
+
+
 class Run:
     """The files of one run, with local folders replaced by DIR."""
 
@@ -34,17 +52,22 @@ class Run:
                 raise ValueError(f"runs: {folder} has no {name}: expected the directory of a run that has ended")
         self.name = folder.resolve().name
         self.results = json.loads((folder / "results.json").read_text())
-        if "miou" not in self.results:
-            raise ValueError(f"runs: {folder} has no miou in its results.json: expected a run of train_seg.py")
+        known = [scores for scores in SCORES if scores.best in self.results]
+        if not known:
+            names = " or ".join(scores.best for scores in SCORES)
+            raise ValueError(f"runs: {folder} has no {names} in its results.json: expected a run of this project")
+        (self.scores,) = known
         header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
         self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)
-        self.results["config"]["run_dir"] = "DIR"
-        self.results["config"]["data"]["root"] = self.results["config"]["data"]["root"] and "DIR"
-        self.results["checkpoint"] = f"DIR/checkpoints/{Path(self.results['checkpoint']).name}"
+        _hide_folders(self.results)
+        self.others = {
+            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text()))
+            for path in sorted(folder.glob("results_*.json"))
+        }
         self.metrics = (folder / "metrics.jsonl").read_text()
         self.records = [json.loads(line) for line in self.metrics.splitlines()]
-        if self.records[-1].get("miou") != self.results["miou"]:
+        if self.records[-1].get(self.scores.best) != self.results[self.scores.best]:
             raise ValueError(
                 f"runs: the last record of {folder} is not the evaluation in its results.json: expected the directory "
                 f"of a run that has ended"
@@ -72,9 +95,19 @@ class Run:
 
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "results.json").write_text(json.dumps(self.results) + "\n")
+        files = {"results": self.results, **{f"results_{name}": results for name, results in self.others.items()}}
+        for stem, results in files.items():
+            (folder / f"{stem}.json").write_text(json.dumps(results) + "\n")
         (folder / "config.yaml").write_text(f"# {self.command}\n{self.config}")
         (folder / "metrics.jsonl").write_text(self.metrics)
+
+
+def _hide_folders(results: dict) -> dict:
+    """Replace this machine's folders in `results` by DIR; returns it."""
+    results["config"]["run_dir"] = "DIR"
+    results["config"]["data"]["root"] = results["config"]["data"]["root"] and "DIR"
+    results["checkpoint"] = f"DIR/checkpoints/{Path(results['checkpoint']).name}"
+    return results
 
 
 def _without_folders(command: str) -> str:
@@ -85,14 +118,18 @@ def _without_folders(command: str) -> str:
 
 def report(runs: list[Run], title: str, picture: str) -> str:
     """The page in Markdown."""
-    heads = ["", *(run.name for run in runs)]
+    heads, scores = ["", *(run.name for run in runs)], runs[0].scores
     rows = [
-        ["**mIoU %, last checkpoint**", *(f"**{100 * run.results['miou']:.2f}**" for run in runs)],
-        ["pixel accuracy %", *(f"{100 * run.results['pixel_accuracy']:.2f}" for run in runs)],
+        [f"**{scores.best_title}, last checkpoint**", *(f"**{100 * run.results[scores.best]:.2f}**" for run in runs)],
+        [scores.second_title, *(f"{100 * run.results[scores.second]:.2f}" for run in runs)],
     ]
-    for name in runs[0].results["iou"]:
-        ious = (run.results["iou"].get(name) for run in runs)
-        rows.append([name, *("–" if iou is None else f"{100 * iou:.2f}" for iou in ious)])
+    for name in runs[0].others:
+        if all(name in run.others for run in runs):
+            found = (f"{100 * run.others[name][scores.best]:.2f}" for run in runs)
+            rows.append([f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", *found])
+    for name in runs[0].results[scores.of_classes]:
+        values = (run.results[scores.of_classes].get(name) for run in runs)
+        rows.append([name, *("–" if value is None else f"{100 * value:.2f}" for value in values)])
     rows.append(["images evaluated", *(str(run.results["images"]) for run in runs)])
     rows.append(["training images / s, median", *(f"{run.speed():.1f}" for run in runs)])
     rows.append(["peak memory of the process, MiB", *(f"{run.peak_memory():,.0f}" for run in runs)])
@@ -101,7 +138,7 @@ def report(runs: list[Run], title: str, picture: str) -> str:
     lines += [run.command for run in runs]
     lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
-    lines += ["", f"![training loss and validation mIoU over steps]({picture})", ""]
+    lines += ["", f"![training loss and validation {scores.best_title.removesuffix(' %')} over steps]({picture})", ""]
     for run in runs:
         environment = run.results["environment"]
         versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
@@ -111,7 +148,9 @@ def report(runs: list[Run], title: str, picture: str) -> str:
 
 def curves(runs: list[Run]) -> Figure:
     figure = Figure(figsize=(10, 3.6), layout="constrained")
-    panels = (("train", "loss", "training loss"), ("val", "miou", "validation mIoU"))
+    scores = runs[0].scores
+    best = ("val", scores.best, f"validation {scores.best_title.removesuffix(' %')}")
+    panels = (("train", "loss", "training loss"), best)
     for axes, (kind, key, label) in zip(figure.subplots(1, 2), panels, strict=True):
         for run in runs:
             axes.plot(*run.curve(kind, key), label=run.name, marker="o" if kind == "val" else "", markersize=3)
@@ -128,6 +167,8 @@ def compare(values: DictConfig) -> Path:
     names = [run.name for run in runs]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"runs={config.runs}: expected folders with different names, the titles of the columns")
+    if len({run.scores for run in runs}) > 1:
+        raise ValueError(f"runs={config.runs}: expected runs of one task")
     out = Path(config.out)
     for run in runs:
         run.write(out / run.name)

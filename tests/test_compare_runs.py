@@ -6,9 +6,11 @@ import shlex
 import pytest
 from omegaconf import OmegaConf
 
+import train_imagenet
 from datasets import synthetic
+from eval import evaluate
 from scripts.compare_runs import Comparison, compare
-from tests.runs import SHORT, composed
+from tests.runs import SHORT, SHORT_SHAPES, composed
 from train_seg import train
 
 
@@ -43,12 +45,33 @@ def test_a_folder_without_results_is_named(tmp_path):
         compare(values)
 
 
-def test_a_run_of_another_task_is_named(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps({"dataset": "shapes", "top1": 1.0}))
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "val", "step": 1, "top1": 1.0}) + "\n")
-    (tmp_path / "config.yaml").write_text("# python train_shapes.py\ndata:\n  name: shapes\n")
+def test_classifications_are_compared_with_their_other_evaluations(tmp_path):
+    runs, results = [], []
+    for norm in ("inplace", "std"):
+        folder = tmp_path / norm
+        options = (*SHORT_SHAPES, "trainer.steps=2", f"norm={norm}", "norm.backend=eager", f"run_dir={folder}")
+        results.append(train_imagenet.train(composed("train_imagenet", *options)))
+        evaluate(composed("eval", f"checkpoint={folder / 'checkpoints' / 'last.pt'}", "activation=relu", "workers=0"))
+        runs.append(str(folder))
+    text = compare(OmegaConf.structured(Comparison(runs=runs, out=str(tmp_path / "report")))).read_text()
+    expected = " | ".join(f"**{100 * result['top1']:.2f}**" for result in results)
+    assert f"| **top-1 %, last checkpoint** | {expected} |" in text and "| checkerboard |" in text
+    swapped = json.loads((tmp_path / "report" / "std" / "results_relu.json").read_text())
+    (row,) = [line for line in text.splitlines() if line.startswith("| top-1 %, eval.py: relu |")]
+    assert row.endswith(f" {100 * swapped['top1']:.2f} |") and str(tmp_path) not in json.dumps(swapped)
+
+    train(composed("train_seg", f"run_dir={tmp_path / 'other'}", *SHORT, "trainer.steps=1"))
+    values = OmegaConf.structured(Comparison(runs=[runs[0], str(tmp_path / "other")], out=str(tmp_path / "mixed")))
+    with pytest.raises(ValueError, match="expected runs of one task"):
+        compare(values)
+
+
+def test_results_of_an_unknown_task_are_named(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps({"dataset": "words", "perplexity": 1.0}))
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"kind": "val", "step": 1, "perplexity": 1.0}) + "\n")
+    (tmp_path / "config.yaml").write_text("# python train_words.py\ndata:\n  name: words\n")
     values = OmegaConf.structured(Comparison(runs=[str(tmp_path)], out=str(tmp_path / "report")))
-    with pytest.raises(ValueError, match=f"^runs: {tmp_path} has no miou .*: expected a run of train_seg.py$"):
+    with pytest.raises(ValueError, match=f"^runs: {tmp_path} has no miou or top1 in its results.json"):
         compare(values)
 
 

@@ -291,9 +291,7 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
 @pytest.mark.parametrize("override", ["window.size=64", "tta.flip=true", "data.base_size=9", "predictions=DIR"])
 def test_keys_of_a_segmentation_are_refused_for_a_classification(override):
     options = configuration.typed(composed("eval", "checkpoint=x", override), Evaluation)
-    with pytest.raises(
-        ValueError, match=f"^{override.split('=')[0]}=.* is for segmentation, and it"
-    ):
+    with pytest.raises(ValueError, match=f"^{override.split('=')[0]}=.* is for segmentation, and it"):
         refuse_other_tasks(options, "classification", "it")
     refuse_other_tasks(options, "segmentation", "it")
 
