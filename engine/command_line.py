@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -107,18 +107,18 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
 
 
 def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str, str]]:
-    """(group, alternative) of every schema that a choice uses, directly or by other choices."""
-    content = OmegaConf.load(configs / group / f"{choice}.yaml")
-    assert isinstance(content, DictConfig), choice
-    for entry in content.get("defaults", []):
+    """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
+    file = configs / group / f"{choice}.yaml"
+    content = OmegaConf.load(file) if file.is_file() else None
+    for entry in content.get("defaults", []) if isinstance(content, DictConfig) else ():
         if isinstance(entry, DictConfig):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
-                yield from _alternatives(str(other).split("/")[-1], name, configs)
+                yield from _alternatives(str(other).split("/")[-1], str(name), configs)
         elif entry.startswith("/schema/"):
             _, _, own, name = entry.split("/")
             yield own, name
-        elif entry != "_self_":
-            yield from _alternatives(group, entry, configs)
+        else:  # relative to the choice's folder
+            yield from _alternatives(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
 
 
 def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,7 @@ class Learner:
         state: dict[str, Any] = {
             "network": self.network.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
+            "scheduler": without_counters(self.scheduler.state_dict()),
         }
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -211,6 +212,14 @@ class Learner:
         name, norm = _largest(gradients)
         which = f"{len(broken)} of {len(gradients)} are not finite, {broken[0]} first" if broken else "all are finite"
         return f"{which}; the gradient with the largest norm is {name} ({norm:.3g})"
+
+
+def without_counters(state: dict) -> dict:
+    """A scheduler's state in plain containers, without the milestones, which the configuration fixes."""
+    kept = {key: value for key, value in state.items() if not isinstance(value, Counter)}
+    if "_schedulers" in kept:
+        kept["_schedulers"] = [without_counters(part) for part in kept["_schedulers"]]
+    return kept
 
 
 def not_finite(tensors: dict[str, Tensor]) -> list[str]:

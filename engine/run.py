@@ -144,7 +144,7 @@ class Run(Generic[Config, Split]):
             config=configuration.plain(self.config),
         )
         images, whole = evaluated.images, len(self.val_set)
-        of = f" on the first {images} of {whole} images" if images < whole else ""
+        of = f" on {images} of {whole} images" if images < whole else ""
         print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
         evaluate = self.config.evaluation_command(self.directory.last)
         summary = self.metrics.summary(self.directory, lambda score: self.config.score_text(score) + of, evaluate)

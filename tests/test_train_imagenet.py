@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import nn
+from torchvision.transforms import CenterCrop, Resize, TenCrop
+from torchvision.transforms.functional import pil_to_tensor
 
 import train_seg
 from engine import build, checkpoint
@@ -29,6 +32,8 @@ from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import Preempted
 from eval import evaluate
+from models.bodies import resnext101
+from models.layers import ABN
 from models.layers.backends.compiled import compiler_available
 from tests.datasets import classification_trees
 from tests.faults.runs import steps_of
@@ -44,6 +49,7 @@ STEADY = ("trainer.log_every_steps=1", "trainer.checkpoint_every_steps=8", "trai
 RUN = (*SHORT_SHAPES, *STEADY, f"trainer.steps={STEPS}", "trainer.ema_decay=0.5")
 OPTIMS = {
     "sgd, cosine": (),
+    "sgd, step, three epochs": ("lr_schedule=step", "lr_schedule.every_epochs=1", "data.crops_per_minibatch=400"),
     "sgd, linear": ("lr_schedule=linear", "lr_schedule.warmup_steps=4"),
     "adamw, multistep": (
         *("optim=adamw", "optim.head_lr_factor=10", "lr_schedule=multistep", "lr_schedule.epochs=null"),
@@ -97,8 +103,8 @@ def run(run_dir: Path, overrides: tuple[str, ...], stop_at: int | None = None) -
 def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path, whole):
     whole_dir, overrides = whole
     stopped = tmp_path / "stopped"
-    assert run(stopped, overrides, stop_at=5) == 75
-    assert 5 <= checkpoint.load(stopped / "checkpoints" / "last.pt")["step"] < STEPS
+    assert run(stopped, overrides, stop_at=11) == 75
+    assert 11 <= checkpoint.load(stopped / "checkpoints" / "last.pt")["step"] < STEPS
     assert run(stopped, overrides) == 0
     assert_equal_runs(stopped, whole_dir)
 
@@ -127,10 +133,14 @@ def test_a_step_and_an_evaluation_wait_once_for_the_device(tmp_path):
     with host_reads() as reads:
         train_step(learner, nn.CrossEntropyLoss(), minibatch, 6, World())
     assert len(reads) == 1, reads
-    train_shapes(tmp_path, "trainer.steps=1", "trainer.evaluate_batch_size=8")  # three minibatches
-    with host_reads() as reads:
-        evaluate(composed("eval", f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}", "batch_size=100", "workers=0"))
-    assert not [read for read in reads if "Counts" in read or "class_logits" in read], reads
+    train_shapes(tmp_path, "trainer.steps=1")
+    options = (f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}", "workers=0")
+    own = []
+    for batch_size in (1000, 50):  # one minibatch, and twenty
+        with host_reads() as reads:
+            evaluate(composed("eval", *options, f"batch_size={batch_size}"))
+        own.append([read for read in reads if "classification/evaluation.py" in read])
+    assert own[0] == own[1] and all("evaluate_split" in read for read in own[0]), own
 
 
 def gradients(rank: int, order: list[int], parts: int = 1) -> dict[str, torch.Tensor]:
@@ -226,6 +236,14 @@ def test_switches_and_bodies_train(tmp_path, overrides):
     assert train(composed("train_imagenet", *options))["images"] == 24
 
 
+@pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet32"])
+def test_debug_smoke_takes_two_steps_of_anything(tmp_path, choice):
+    cifar = ("body=resnet_cifar_tiny", f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}")
+    options = (choice, "debug=smoke", "norm.backend=eager", *(cifar if "cifar" in choice else ()))
+    results = train(composed("train_imagenet", *options, f"run_dir={tmp_path / 'run'}", "trainer.device=cpu"))
+    assert results["images"] == 2 and checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"] == 2
+
+
 def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(tmp_path):
     run_dir = tmp_path / "run"
     train_shapes(run_dir, "trainer.steps=1")
@@ -266,7 +284,27 @@ def test_a_classifier_starts_from_one_of_other_classes(tmp_path):
     assert after["classifier.fc.weight"].shape == (8, 128) and not (after["classifier.fc.weight"] == 1).any()
 
 
-def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path):
+def expected_logits(file: Path, folder: Path, *overrides: str) -> torch.Tensor:
+    """The logits of all images by torchvision's transforms on Pillow images and a network built by hand."""
+    given = dict(override.split("=") for override in overrides)
+    crop = int(given.get("crop", 32))
+    resize = int(given.get("resize", 36 * crop // 32))
+    crops = TenCrop(crop) if given.get("view") == "ten_crop" else lambda image: [CenterCrop(crop)(image)]
+    state = checkpoint.load(file)
+    norm = partial(ABN, activation=given.get("activation", "leaky_relu"))
+    network = resnext101(norm, 3, structure=(1, 1, 1, 1), groups=1, base_channels=(8, 8, 16), stem_channels=8).eval()
+    network.load_state_dict(state["ema"])
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    logits = []
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with Image.open(path) as image:
+            views = crops(Resize(resize)(image.convert("RGB")))
+        pixels = torch.stack([(pil_to_tensor(view) / 255 - mean) / std for view in views])
+        logits.append(network(pixels).mean(dim=0))
+    return torch.stack(logits).detach()
+
+
+def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path, monkeypatch):
     """The mean of ten crops' logits, a larger crop, and the activation swapped: each has results of its own."""
     root = classification_trees.imagenet(tmp_path / "data")
     data = ("data=imagenet", f"data.root={root}", "data.crop_size=32", "data.resize=36", "data.workers=0")
@@ -275,6 +313,11 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     last = tmp_path / "run" / "checkpoints" / "last.pt"
     options = (f"checkpoint={last}", "workers=0", "device=cpu")
     for more in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
+        with monkeypatch.context() as patch:
+            seen: list[torch.Tensor] = []
+            patch.setattr(Counts, "add", lambda counts, logits, labels, seen=seen: seen.append(logits))
+            evaluate(composed("eval", *options, *more))
+        torch.testing.assert_close(torch.cat(seen), expected_logits(last, root / "val", *more), atol=0.02, rtol=0)
         results = evaluate(composed("eval", *options, *more))
         assert results["images"] == len([path for path in (root / "val").rglob("*") if path.is_file()])
         assert results["view"] == ("ten_crop" if "view=ten_crop" in more else "center")
@@ -315,7 +358,28 @@ def test_counts_of_predictions():
     counts.add(logits, torch.tensor([6, 2, 1]))
     counts.add(logits[:1], torch.tensor([6]))
     assert counts.confusion[6, 6] == 2 and counts.confusion[2, 6] == 1 and counts.confusion[1, 6] == 1
-    assert counts.confusion.sum() == 4 and counts.top5.tolist() == [0, 0, 1, 0, 0, 0, 2]
+    assert counts.confusion.sum() == 4
+    assert counts.of_classes.tolist() == [[0, 1, 1, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0, 2], [0, 0, 1, 0, 0, 0, 2]]
+    assert Counts(101, torch.device("cpu")).confusion is None  # too large to be read
+
+
+def test_a_swapped_activation_has_its_usual_parameter():
+    def swapped(norm: str, to: str) -> tuple[str, float]:
+        config = classification_config(*norm.split(), "trainer.steps=1")
+        configuration.typed(composed("eval", "checkpoint=x", f"activation={to}"), Evaluation).apply_to(config)
+        return config.norm.activation, config.norm.activation_param
+
+    elu = "norm.activation=elu norm.activation_param=1.0"
+    assert swapped(elu, "leaky_relu") == ("leaky_relu", 0.01) and swapped("norm=inplace", "elu") == ("elu", 1.0)
+    assert swapped("norm.activation_param=0.2", "leaky_relu") == ("leaky_relu", 0.2)  # the same one
+    with pytest.raises(ValueError, match="activation=rleu: expected one of"):
+        configuration.typed(composed("eval", "checkpoint=x", "activation=rleu"), Evaluation)
+
+
+def test_a_part_of_the_images_has_every_class(tmp_path):
+    """Files lie by class: the first 40 photographs would be of one. Shapes come in turn, and every 25th is taken."""
+    results = train_shapes(tmp_path, "trainer.steps=1", "trainer.evaluate_images=40")
+    assert [sum(row) for row in results["confusion_matrix"]] == [5] * 8
 
 
 def test_the_entries_share_no_code():

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Dataset, Subset
 
 from datasets import (
     CentreCrop,
@@ -35,7 +36,7 @@ IMAGENET_CLASSES = 1000
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
-    """The training and the validation split. ValueError: see `classified_split`, or their classes differ."""
+    """The training and the validation split. ValueError: see `classified_split`."""
     train_set = classified_split(config, config.train_split, "data.train_split")
     val_set = classified_split(config, config.val_split, "data.val_split")
     assert train_set.classes == val_set.classes, "each dataset compares its splits"
@@ -102,8 +103,14 @@ def classified_images(
     batch_size: int,
     ten_crops: bool = False,
 ) -> Loader:
-    """This rank's share of the first `images` (None: all) of a split, as an evaluation sees them."""
+    """This rank's share of a split as an evaluation sees it.
+
+    With `images`, of as many spread evenly over the split, because files are in the order of their classes.
+    """
     view = None
     if isinstance(config, ImageNetData):
         view = (TenCrops if ten_crops else CentreCrop)(config.resize, config.crop_size)
-    return evaluation_loader(EvaluatedImages(dataset, view), config, world, images, batch_size, collate_fn=collated)
+    source: Dataset = EvaluatedImages(dataset, view)
+    if images is not None and images < len(dataset):
+        source = Subset(source, [number * len(dataset) // images for number in range(images)])
+    return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)

@@ -67,11 +67,13 @@ def lr_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Sched
 def _main_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Schedule, warmup: int) -> LRScheduler:
     """The schedule after `warmup` steps."""
     total = schedule.total_steps - warmup
+    highest = optimizer.param_groups[0]["lr"]
+    if isinstance(config, schema.Linear | schema.Cosine) and config.end > highest:
+        raise ValueError(f"lr_schedule.end={config.end}: expected at most optim.lr={highest:g}")
     if isinstance(config, schema.Poly):  # paper, section 4.2
         return PolynomialLR(optimizer, total_iters=total, power=config.power)
     if isinstance(config, schema.Linear):
-        end = min(config.end / optimizer.param_groups[0]["lr"], 1.0)
-        return LinearLR(optimizer, start_factor=1.0, end_factor=end, total_iters=total)
+        return LinearLR(optimizer, start_factor=1.0, end_factor=config.end / highest, total_iters=total)
     if isinstance(config, schema.Cosine):
         return CosineAnnealingLR(optimizer, T_max=total, eta_min=config.end)
     assert isinstance(config, schema.Step | schema.MultiStep), config

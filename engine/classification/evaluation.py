@@ -65,14 +65,11 @@ def evaluate_split(
             counts.add(
                 class_logits(forward, minibatch["image"]), minibatch["label"].to(world.device, non_blocking=True)
             )
-    for tensor in (counts.confusion, counts.top5):
-        world.sum_(tensor)
-    confusion, top5 = counts.confusion.cpu(), counts.top5.cpu()
-    images_of, right = confusion.sum(dim=1), confusion.diagonal()
-    count = int(images_of.sum())
-    scores = {"top1": _share(right.sum(), count), "top5": _share(top5.sum(), count)}
+    images_of, right, top5 = world.sum_(counts.of_classes).tolist()
+    count = sum(images_of)
+    scores = {"top1": sum(right) / max(count, 1), "top5": sum(top5) / max(count, 1)}
     accuracy = {
-        name: _share(own_right, int(own)) if own else None
+        name: own_right / own if own else None
         for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
     }
     evaluated = Evaluated(
@@ -83,8 +80,9 @@ def evaluate_split(
         curves={f"val/{name}": score for name, score in scores.items()},
         table=partial(accuracy_table, scores, accuracy),
     )
-    if classes > DRAWN_CLASSES:
+    if counts.confusion is None:
         return evaluated
+    confusion = world.sum_(counts.confusion).cpu()
     title = f"{dataset.name} {dataset.split}: % of each class's images"
     return replace(
         evaluated,
@@ -94,19 +92,26 @@ def evaluate_split(
 
 
 class Counts:
-    """Counts of predictions, on the device: `confusion`, int64 (K, K), rows are labels; `top5`, int64 (K,)."""
+    """Counts of predictions, on the device.
+
+    of_classes: int64 (3, K), of each class the images, those whose highest logit is right, and those with the class
+        among the five highest.
+    confusion: int64 (K, K), rows are labels; None above `DRAWN_CLASSES`.
+    """
 
     def __init__(self, classes: int, device: torch.device):
-        self.confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-        self.top5 = torch.zeros(classes, dtype=torch.int64, device=device)
+        self.of_classes = torch.zeros(3, classes, dtype=torch.int64, device=device)
+        drawn = classes <= DRAWN_CLASSES
+        self.confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device) if drawn else None
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Count the predictions of logits (N, K) for labels, int64 (N,)."""
-        classes = len(self.top5)
+        classes = self.of_classes.shape[1]
         ranked = logits.topk(min(5, classes), dim=1).indices  # (N, 5), the highest first
-        cells = labels * classes + ranked[:, 0]
-        self.confusion.view(-1).index_add_(0, cells, torch.ones_like(cells))
-        self.top5.index_add_(0, labels, (ranked == labels[:, None]).any(dim=1).long())
+        found = ranked == labels[:, None]
+        self.of_classes.index_add_(1, labels, torch.stack([torch.ones_like(labels), found[:, 0], found.any(dim=1)]))
+        if self.confusion is not None:
+            self.confusion.view(-1).index_add_(0, labels * classes + ranked[:, 0], torch.ones_like(labels))
 
 
 def accuracy_table(scores: dict, accuracy: dict) -> Table:
@@ -121,10 +126,6 @@ def accuracy_table(scores: dict, accuracy: dict) -> Table:
     table.add_row("top-1", f"{100 * scores['top1']:.2f}", style="bold")
     table.add_row("top-5", f"{100 * scores['top5']:.2f}")
     return table
-
-
-def _share(part: Tensor, whole: int) -> float:
-    return float(part) / whole if whole else 0.0
 
 
 def evaluation_of(run: Run[ClassificationRun, ClassificationDataset], loader: DataLoader) -> Callable[[], Evaluated]:

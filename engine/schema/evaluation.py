@@ -11,9 +11,11 @@ from engine.schema.keys import key
 from engine.schema.network import PackageNorm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
+from models.layers.activations import ACTIVATIONS
 
 OVERLAP = 0.25
-VIEWS = ("center", "ten_crop")
+ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha
+VIEWS, TEN = ("center", "ten_crop"), 10
 SEGMENTATION, CLASSIFICATION = SegmentationRun.task, ClassificationRun.task
 
 
@@ -95,7 +97,8 @@ class Evaluation(TrainedNetwork):
     """One run of eval.py."""
 
     data: EvaluationData = field(default_factory=EvaluationData)
-    activation: str | None = None  # of the norms, instead of the one in training (paper, Table 1); null: as in training
+    # Of the norms, instead of the one in training (paper, Table 1), with its usual parameter; null: as in training.
+    activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
     # The crops whose logits are averaged: the central one; or the corners and the centre, and their mirror images.
     view: str = key("center", one_of=VIEWS, task=CLASSIFICATION)
     crop: int | None = key(None, above=0, task=CLASSIFICATION)  # pixels; null: as in training
@@ -106,8 +109,8 @@ class Evaluation(TrainedNetwork):
     overlay_images: int | None = key(None, above=0, task=SEGMENTATION)  # how many; null: all
     results: str | None = None  # JSON file; null: in the run's folder
     workers: int = key(2, least=0)  # processes that read
-    # Most images predicted at once; null: one (segmentation, where only images of equal size can be), as in training
-    # (classification).
+    # Most images predicted at once; null: one (segmentation, where only images of equal size can be), or as in training
+    # (classification; with ten crops of each, a tenth).
     batch_size: int | None = key(None, above=0)
 
     def check(self) -> None:
@@ -120,7 +123,10 @@ class Evaluation(TrainedNetwork):
         if self.activation is not None:
             self._swap_activation(config)
         if isinstance(config, ClassificationRun):
-            config.trainer.evaluate_batch_size = self.batch_size or config.trainer.evaluate_batch_size
+            usual = config.trainer.evaluate_batch_size
+            config.trainer.evaluate_batch_size = self.batch_size or (
+                max(1, usual // TEN) if self.view == "ten_crop" else usual
+            )
             self._apply_to_classification(config)
 
     def _swap_activation(self, config: TrainingRun) -> None:
@@ -132,16 +138,17 @@ class Evaluation(TrainedNetwork):
                 f"activation; a network trained with norm=inplace can be evaluated with another"
             )
         kept = {entry.name: getattr(norm, entry.name) for entry in fields(StandardNorm)}
+        if self.activation != norm.activation:
+            kept["activation_param"] = ACTIVATION_PARAMS.get(str(self.activation), norm.activation_param)
         config.norm = StandardNorm(**{**kept, "name": "std", "activation": self.activation})
 
     def _apply_to_classification(self, config: ClassificationRun) -> None:
         data, crop, resize = config.data, self.crop, self.resize
         if not isinstance(data, ImageNetData):
-            if crop is not None or resize is not None or self.view != "center":
-                raise ValueError(
-                    f"view={self.view} crop={crop} resize={resize}: {data.name} is evaluated on whole images of "
-                    f"{data.crop_size} pixels; leave these keys out"
-                )
+            given = [f"view={self.view}"] if self.view != "center" else []
+            given += [f"{name}={value}" for name, value in (("crop", crop), ("resize", resize)) if value is not None]
+            if given:
+                raise ValueError(f"{' '.join(given)}: {data.name} is evaluated on whole images; leave this out")
             return
         if resize is None:
             resize = data.resize if crop is None else round(crop * data.resize / data.crop_size)

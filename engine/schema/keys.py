@@ -53,7 +53,7 @@ def key(
 
 
 def refuse_other_tasks(config: Keys, task: str, source: str, prefix: str = "") -> None:
-    """Raise ValueError if a key of another task than `task`, which is that of `source`, is not at its default."""
+    """Raise ValueError if a key that `task` does not have is not at its default. `source` is for `task`."""
     for entry in fields(config):
         value, name, own = getattr(config, entry.name), prefix + entry.name, entry.metadata.get("task")
         if isinstance(value, Keys) and own in (None, task):

@@ -46,7 +46,7 @@ class AdamW(Optim):
 
 @dataclass
 class LRSchedule:
-    """The learning rate of every step, relative to optim.lr. Its last steps need not be its lowest."""
+    """The learning rate of every step, from optim.lr on."""
 
     name: str = MISSING
     # The rate first rises from warmup_factor * lr to lr, linearly; the schedule follows. Give epochs or steps.
@@ -67,7 +67,7 @@ class Poly(LRSchedule):
 @dataclass
 class Linear(LRSchedule):
     name: str = "linear"
-    end: float = key(1e-6, above=0)  # learning rate after the last step
+    end: float = key(1e-6, above=0)  # the body's learning rate after the last step
 
 
 @dataclass

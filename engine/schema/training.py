@@ -23,7 +23,8 @@ class Trainer:
     # The end of the run is always evaluated.
     evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
-    evaluate_images: int | None = key(None, above=0)  # evaluate only the first N images, even at the end; null: all
+    # Evaluate only N images, even at the end: the first, or in classification some of every class; null: all.
+    evaluate_images: int | None = key(None, above=0)
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
     log_every_steps: int = key(20, above=0, free_on_resume=True)
     device: str = key("auto", one_of=DEVICES, per_machine=True)

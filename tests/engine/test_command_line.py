@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from datasets.class_table import UnknownIds
-from engine.command_line import CONFIGS, composed, errors_for_users
+from engine.command_line import CONFIGS, choices, composed, errors_for_users
+from engine.schema.classification import ClassificationRun
+from engine.schema.segmentation import SegmentationRun
 from tests.runs import REPOSITORY
 
 
@@ -36,6 +38,24 @@ def test_tracebacks_are_kept_on_request(monkeypatch):
         raise ValueError("our own mistake")
 
 
+def test_choices_that_refer_to_others_are_followed(tmp_path):
+    """Relative to their folder, as Hydra does; what cannot be found is left to Hydra's message."""
+
+    def write(name: str, *defaults: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("defaults:\n" + "".join(f"  - {entry}\n" for entry in defaults))
+
+    write("data/streets.yaml", "/schema/data/cityscapes", "_self_")
+    write("data/photographs.yaml", "/schema/data/imagenet")
+    write("experiment/mine/a.yaml", "override /data: photographs")
+    write("experiment/mine/b.yaml", "a", "_self_")
+    write("experiment/mine/c.yaml", "b", "override /head: null", "optional gone")
+    write("experiment/d.yaml", "override /data: streets")
+    assert choices("experiment", ClassificationRun, tmp_path) == ["mine/a", "mine/b", "mine/c"]
+    assert choices("experiment", SegmentationRun, tmp_path) == ["d"]
+    assert choices("data", SegmentationRun, tmp_path) == ["streets"]
+
+
 COMMANDS = {
     name: path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
     for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]
@@ -52,6 +72,6 @@ def test_help_says_what_a_command_does_and_lists_the_choices_that_it_accepts(nam
     assert name in about
     groups = dict(line.split(": ") for line in listed.partition("\n\n")[0].split("\n") if line)
     assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file() and "schema" not in listed.partition("\n\n")[0]
-    for group, choices in groups.items():
-        composed(name, f"{group.strip()}={choices.split(', ')[0]}")  # raises if the command does not accept it
-        composed(name, f"{group.strip()}={choices.split(', ')[-1]}")
+    for group, names in groups.items():
+        composed(name, f"{group.strip()}={names.split(', ')[0]}")  # raises if the command does not accept it
+        composed(name, f"{group.strip()}={names.split(', ')[-1]}")

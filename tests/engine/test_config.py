@@ -56,6 +56,24 @@ SHARED = ("body", "data", "optim", "lr_schedule", "trainer", "experiment", "debu
 CLASSIFIED = [f"{group}={name}" for group in SHARED for name in choices(group, ClassificationRun)]
 
 
+EXPERIMENTS = {
+    name: entry
+    for entry, schema in (("train_seg", SegmentationRun), ("train_imagenet", ClassificationRun))
+    for name in choices("experiment", schema)
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_what_an_experiment_says_is_what_its_run_does(name):
+    """No key of the entry's own defaults overrides it."""
+    said = OmegaConf.to_container(OmegaConf.load(runs.REPOSITORY / "configs" / "experiment" / f"{name}.yaml"))
+    del said["defaults"]
+    found = cfg.flat(OmegaConf.to_container(runs.composed(EXPERIMENTS[name], f"experiment={name}")))
+    assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said)
+    (number,) = {found["trainer.epochs"], found["trainer.steps"]} - {None}
+    assert number in (20, 90, 5600)
+
+
 @pytest.mark.parametrize("choice", CLASSIFIED)
 def test_every_choice_of_a_classification_composes_builds_and_steps(choice):
     """Choices that do not fit, such as data of the other task, are not among them."""

@@ -74,6 +74,8 @@ def test_a_warm_up_rises_to_the_rate_that_the_schedule_starts_from(config, expec
         (MultiStep(epochs=[1], steps=[2]), r"lr_schedule.epochs=\[1\] and lr_schedule.steps=\[2\]: give one of them"),
         (Poly(warmup_epochs=1, warmup_steps=2), "give one of them"),
         (Cosine(warmup_epochs=10), "the warm-up takes 200 steps, and the run 200; expected less"),
+        (Linear(end=0.2), "lr_schedule.end=0.2: expected at most optim.lr=0.1"),
+        (Cosine(end=0.2, warmup_steps=2), "lr_schedule.end=0.2: expected at most optim.lr=0.1"),
         (Step(every_epochs=1, warmup_steps=20), "the rate falls after step 20, within the warm-up of 20 steps"),
     ],
 )
