@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint_migrations import FORMAT, migrated
+from engine.console import logger
 from engine.out_of_memory import is_out_of_memory
 from models import torch_files
 
@@ -32,10 +33,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.partial"):
             leftover.unlink()
-        with open(unfinished, "wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        _write(unfinished, {"format": FORMAT, **state})
         _put_in_place(unfinished, path, previous)
     except (OSError, RuntimeError) as error:
         reason = _disk_error(error)
@@ -44,6 +42,33 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise OSError(_not_written(path, state, previous, reason)) from error
+
+
+def write_alone(path: Path, content: dict) -> None:
+    """Write any content to `path`, complete or not at all. Other files stay, even partial ones of a running training.
+
+    Raises:
+        OSError: the disk is full or not writable. A file that was at `path` is kept.
+    """
+    unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
+    try:
+        _write(unfinished, content)
+        _put_in_place(unfinished, path, None)
+    except (OSError, RuntimeError) as error:
+        reason = _disk_error(error)
+        if reason is None:
+            raise
+        raise OSError(f"{path} cannot be written: {reason.strerror or reason}") from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+def _write(path: Path, content: dict) -> None:
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
@@ -173,8 +198,11 @@ _PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
         _are(_are(partial(_is_number, most=255), 3, 3), 1, MOST_CLASSES),
         "an (R, G, B) of 0 to 255 for each class",
     ),
+    "unnamed_classes": (lambda value: value is True, "True"),
 }
-_OPTIONAL = ("ema", "palette")  # present only with averaged weights, and with coloured classes
+# Present only with averaged weights, with coloured classes, and if `classes` are mere numbers because the checkpoint
+# was converted from a file without names.
+_OPTIONAL = ("ema", "palette", "unnamed_classes")
 
 
 def read(path: Path) -> object:
@@ -195,11 +223,14 @@ def load_network(
     `averaged` takes the averaged weights if the checkpoint has them.
 
     Raises:
-        ValueError: `classes` are not the trained ones (only as many, if these are `numbered`), the network cannot be
-            built, or the weights do not fit.
+        ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has
+            `unnamed_classes`), the network cannot be built, or the weights do not fit.
     """
     trained = tuple(state["classes"])
-    if trained != tuple(classes) and not (numbered(trained) and len(trained) == len(classes)):
+    if "unnamed_classes" in state and len(trained) == len(classes):
+        if trained != tuple(classes):
+            logger.info(f"checkpoint {source} does not name its {len(trained)} classes: only their number was compared")
+    elif trained != tuple(classes):
         raise ValueError(
             f"checkpoint {source} was trained on {len(trained)} classes ({', '.join(trained[:3])}, …) and the dataset "
             f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on its own dataset"
@@ -216,8 +247,3 @@ def load_network(
     except RuntimeError as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
     return network
-
-
-def numbered(classes: Sequence[str]) -> bool:
-    """Whether classes are "0", "1", …: converted from a file without names, they stand for any names in this order."""
-    return list(classes) == [str(number) for number in range(len(classes))]

@@ -25,7 +25,7 @@ def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
         tensors: {name: tensor}, without a prefix; tensors on the meta device suffice.
 
     Raises:
-        ValueError: the names are not those of our bodies.
+        ValueError: no body of `models.bodies` has these tensors.
     """
     stem = tensors.get("mod1.conv1.weight")
     structure = _structure(tensors)

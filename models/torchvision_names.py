@@ -15,7 +15,7 @@ _RULES = (
 
 
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the tensors of a torchvision ResNet to those of `models.bodies.ResNet`, whose norms need relu.
+    """Give the tensors of a torchvision ResNet the names in `models.bodies.ResNet`. The norms there need relu.
 
     Raises:
         ValueError: the state dict is not of a torchvision ResNet.

@@ -5,37 +5,42 @@
 
 The first command makes a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
 recognised from the file. A file says neither its scale, which is known for the published files alone, nor its classes:
-without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. The second
+without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
+compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The second
 command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
-standard batch normalisation under the same names.
+standard batch normalisation under the same names. Neither stores the norms' eps and activation: the
+command prints what a reader of the file must use.
 """
 
 import colorsys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from omegaconf import MISSING, DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from datasets import reading_errors
 from datasets.vistas import vistas_classes
 from engine import build, checkpoint
 from engine import config as configuration
 from engine.build import initial_weights
+from engine.checkpoint_migrations import FORMAT
 from engine.command_line import composed, configured, declare
 from engine.console import make_console
 from engine.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
-from engine.schema.network import BODIES, Body
+from engine.schema.network import BODIES, Body, Norm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from models import official
-from models.loading import load_by_name
+from models.loading import listed, load_by_name
+from models.package import PACKAGE_ACTIVATIONS
 from models.recognition import Architecture, body_of, recognised
 
 VISTAS_CLASSES = 65
+NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
 VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
 Colours = list[tuple[int, int, int]]
 
@@ -51,7 +56,7 @@ class Conversion:
     output: str = MISSING
     format: str = key("checkpoint", one_of=("checkpoint", "released", "standard_bn"))  # of the output
     # Whether norms of released files scale by |weight| + eps (released) or by weight (raw): of the input if it is such
-    # a file; else of the output, released by default.
+    # a file; else of the output with format=released, by default released.
     scale: str | None = key(None, one_of=official.SCALES)
     classes: str | None = None  # file with their names, one a line; of Vistas also its config_v1.2.json
     data: ConversionData = field(default_factory=ConversionData)
@@ -77,21 +82,44 @@ def convert(values: DictConfig) -> list[str]:
     writable_folder("output", output.parent)
     if ours:
         weights = initial_weights.of_checkpoint(content, source, name)
-        tensors, lines = weights.converted(), [f"input {weights.source}"]
+        assert weights.norm is not None
+        norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
+        _check_expressible(options, norm, name)
     else:
         file = official.released_file(content, source, name, options.scale)
         if options.format == "released":
             raise ValueError(f"{name} has the released layout already")
+        norm = StandardNorm()  # its eps and activation are the release's
         tensors, lines = file.converted(), [f"input {source}", *file.remarks]
         if options.format == "checkpoint":
             lines += _write_checkpoint(options, tensors, file.scale, source, output)
     if options.format == "released":
-        torch.save(official.to_released(tensors, options.scale or "released"), output)
+        checkpoint.write_alone(output, official.to_released(tensors, options.scale or "released"))
     elif options.format == "standard_bn":
-        torch.save(official.to_standard_bn(tensors), output)
+        checkpoint.write_alone(output, official.to_standard_bn(tensors))
+    if options.format != "checkpoint":
+        slope = f" ({norm.activation_param})" if norm.activation in ("leaky_relu", "elu") else ""
+        lines.append(f"the output needs norms with eps={norm.eps} and {norm.activation}{slope}, but does not say so")
     lines.append(f"output {output}")
     make_console().print("\n".join(lines), soft_wrap=True)
     return lines
+
+
+def _check_expressible(options: Conversion, norm: Norm, name: str) -> None:
+    """ValueError if the output would compute another function than our checkpoint, or if the scale has no effect."""
+    released = options.format == "released"
+    if not released and options.scale is not None:
+        raise ValueError(f"scale={options.scale} has no effect on {name} with format=standard_bn: leave it out")
+    if released and norm.eps != official.EPS:
+        raise ValueError(
+            f"{name} was trained with norm.eps={norm.eps}: expected {official.EPS:g}, which readers of the released "
+            f"layout assume; give format=standard_bn"
+        )
+    if released and options.scale != "raw" and norm.activation not in PACKAGE_ACTIVATIONS:
+        raise ValueError(
+            f"{name} was trained with norm.activation={norm.activation}: the release's in-place layers have "
+            f"{', '.join(PACKAGE_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
+        )
 
 
 def _write_checkpoint(
@@ -105,7 +133,7 @@ def _write_checkpoint(
     config: SegmentationRun | ClassificationRun
     if segments:
         config = _segmentation_config(architecture, norm, tensors, source)
-        network: torch.nn.Module = build.segmentation_network(config, count)
+        network: nn.Module = build.segmentation_network(config, count)
     elif count:
         config = _classification_config(architecture, norm)
         network = build.classification_network(config, count)
@@ -115,16 +143,25 @@ def _write_checkpoint(
     names, colours = _classes(options, config, count)
     advice = "It is not of one network of the release"
     load_by_name(network, tensors, source=str(source), name=f"input={source}", advice=advice)
+    unnamed = options.classes is None and options.data.root is None
     state = {
+        "format": FORMAT,
         "task": config.task,
         "step": 0,
         "config": configuration.plain(config),
         "classes": names,
         "network": network.state_dict(),
+        **({"palette": colours} if segments else {}),
+        **({"unnamed_classes": True} if unnamed else {}),
     }
-    checkpoint.save(output, {**state, "palette": colours} if segments else state)
-    named = "numbered, as the file does not name them" if checkpoint.numbered(names) else f"{names[0]}, …"
-    return [f"{config.task} with norm={norm}, {architecture}", f"{count} classes: {named}"]
+    checkpoint.write_alone(output, state)
+    named = "numbered, as the file does not name them" if unnamed else f"{names[0]}, …"
+    lines = [f"{config.task} with norm={norm}, {architecture}", f"{count} classes: {named}"]
+    if options.classes is not None and not segments:
+        lines.append(NAMES)
+    if architecture.kind == "wider_resnet" and not segments:
+        lines.append("plain WideResNet was assumed: the A2 variant has the same tensors, but computes another function")
+    return lines
 
 
 def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
@@ -140,8 +177,8 @@ def _segmentation_config(
 ) -> SegmentationRun:
     if (count := len(tensors["cls.weight"])) != VISTAS_CLASSES:
         raise ValueError(
-            f"input={source} segments {count} classes: expected {VISTAS_CLASSES}, those of Vistas, because only that "
-            f"network was published; start a training from others with init.weights and init.format=released"
+            f"input={source} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
+            f"segmentation network was published; start a training from it with init.weights and init.format=released"
         )
     declare("train_seg", SegmentationRun)
     values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
@@ -189,15 +226,17 @@ def _lines(file: Path, given: str) -> list[str]:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{given} cannot be read ({error}): expected a text file with one class a line") from error
-    return [line for line in lines if line]
+    names = [line for line in lines if line]
+    if repeated := [name for name, times in Counter(names).items() if times > 1]:
+        raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
+    return names
 
 
 def _colours(count: int) -> Colours:
     """Different colours; neighbours in number differ in hue by a golden section of the circle."""
     colours = []
     for number in range(count):
-        value = 1.0 - 0.25 * (number % 3)
-        red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.7, value)
+        red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.7, 1.0 - 0.25 * (number % 3))
         colours.append((round(255 * red), round(255 * green), round(255 * blue)))
     return colours
 

@@ -1,12 +1,12 @@
 """Converted checkpoints: the same outputs, all that other commands need, and the way back to the bit."""
 
+import errno
 import json
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from engine import build, checkpoint
 from engine import config as cfg
@@ -21,19 +21,12 @@ from tests import released_files as files
 from tests import trees
 from tests.bodies import small_resnext
 from tests.released_files import IMAGES, Released
-from tests.runs import composed
+from tests.runs import classification_config, composed
+from tests.state_dicts import same, without_counts
 
 
 def run(source, output, *overrides: str) -> str:
     return "\n".join(convert(composed("convert_checkpoint", f"input={source}", f"output={output}", *overrides)))
-
-
-def without_counts(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in state.items() if "num_batches" not in name}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 KINDS = {
@@ -57,10 +50,12 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind, scale, norm, layer):
     path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
     printed = run(path, tmp_path / "net.pt", f"scale={scale}")
     assert f"classification with norm={norm}" in printed and "3 classes: numbered" in printed
+    assert ("plain WideResNet was assumed: the A2 variant" in printed) == (kind == "wider")
 
     state = checkpoint.load(tmp_path / "net.pt")
     config = cfg.of_checkpoint(state, ClassificationRun, "it")
     assert (state["step"], state["classes"], getattr(config.body, "stem", None)) == (0, ["0", "1", "2"], stem)
+    assert state["unnamed_classes"]
     assert (config.norm.name, config.norm.activation, config.norm.activation_param) == (norm, "leaky_relu", 0.01)
     assert (config.data.name, config.data.mean, config.data.std) == (
         "imagenet",
@@ -127,7 +122,7 @@ def test_class_names_come_from_the_data_or_a_file(vistas, tmp_path):
     for given in (f"data.root={root}", f"classes={root / 'config.json'}", f"classes={tmp_path / 'names.txt'}"):
         printed = run(vistas[0], tmp_path / "net.pt", "scale=released", given)
         state = checkpoint.load(tmp_path / "net.pt")
-        assert state["classes"] == expected and "65 classes: Class 0, …" in printed
+        assert state["classes"] == expected and "65 classes: Class 0, …" in printed and "unnamed_classes" not in state
         official = [tuple(label["color"]) for label in trees.vistas_config()["labels"][:65]]
         assert (list(map(tuple, state["palette"])) == official) == ("txt" not in given)
         assert state["config"]["data"]["root"] == (str(root) if given.startswith("data.root") else None)
@@ -143,6 +138,13 @@ def test_class_names_of_imagenet(tmp_path):
     (tmp_path / "two.txt").write_text("cat\ndog\n")
     with pytest.raises(ValueError, match="classes=.*two.txt has 2 classes: expected 3"):
         run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'two.txt'}")
+    (tmp_path / "birds.txt").write_text("crane\ncock\ncrane\n")
+    with pytest.raises(ValueError, match=r"birds.txt has crane more than once: .* folders \(n01440764, …\) in sorted"):
+        run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'birds.txt'}")
+    (tmp_path / "numbers.txt").write_text("0\n1\n2\n")  # names that a user gave
+    printed = run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'numbers.txt'}")
+    assert "3 classes: 0, …" in printed and "for ImageNet the class folders (n01440764, …) in sorted order" in printed
+    assert "unnamed_classes" not in checkpoint.load(tmp_path / "net.pt")
 
 
 def test_to_the_released_layout_and_to_standard_norms(vistas, tmp_path):
@@ -169,6 +171,70 @@ def test_to_the_released_layout_and_to_standard_norms(vistas, tmp_path):
     assert torch.equal(raw["body"]["bn_out.weight"], made["body.bn_out.weight"])
 
 
+def with_norm(path, *overrides: str) -> None:
+    """A checkpoint whose norm has these options."""
+    config = classification_config("body=resnext_tiny", *overrides)
+    network = build.classification_network(config, 2)
+    state = {"task": "classification", "step": 1, "config": cfg.plain(config), "network": network.state_dict()}
+    checkpoint.save(path, {**state, "classes": ["cat", "dog"]})
+
+
+@pytest.mark.parametrize(
+    "overrides, refused, printed",
+    [
+        ([], {}, "eps=1e-05 and leaky_relu (0.01)"),
+        (["norm.eps=1e-3"], {"released", "raw"}, "eps=0.001 and leaky_relu (0.01)"),
+        (["norm=std", "norm.activation=relu"], {"released"}, "eps=1e-05 and relu"),
+        (["norm.activation=elu", "norm.activation_param=0.5"], {}, "eps=1e-05 and elu (0.5)"),
+    ],
+)
+def test_formats_without_eps_and_activation(tmp_path, overrides, refused, printed):
+    """The released layout is refused if its readers would compute another function; what they need is printed."""
+    source, output = tmp_path / "net.pt", tmp_path / "out.pth"
+    with_norm(source, *overrides)
+    for scale in ("released", "raw"):
+        if scale in refused:
+            with pytest.raises(ValueError, match=r"net.pt was trained with norm\.(eps=0.001|activation=relu): .* give"):
+                run(source, output, "format=released", f"scale={scale}")
+            assert not output.exists()
+        else:
+            assert f"the output needs norms with {printed}, but" in run(
+                source, output, "format=released", f"scale={scale}"
+            )
+            output.unlink()
+    assert f"the output needs norms with {printed}, but" in run(source, output, "format=standard_bn")
+
+
+def test_other_files_of_the_output_folder_stay(tmp_path):
+    """It may be the folder of a running training."""
+    path, _ = files.small_resnext(tmp_path / "net.pth.tar")
+    (tmp_path / "last.pt.partial").write_bytes(b"half")
+    for output, options in (("net.pt", ["scale=raw"]), ("std.pt", ["scale=raw", "format=standard_bn"])):
+        run(path, tmp_path / output, *options)
+    run(tmp_path / "net.pt", tmp_path / "back.pt", "format=released", "scale=raw")
+    expected = ["back.pt", "last.pt.partial", "net.pt", "net.pth.tar", "std.pt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == expected
+
+
+@pytest.mark.parametrize("output_format", ["released", "standard_bn", "checkpoint"])
+def test_a_full_disk_leaves_the_earlier_output(tmp_path, monkeypatch, output_format):
+    source, output = tmp_path / "source", tmp_path / "out.pt"
+    if output_format == "released":
+        with_norm(source)
+    else:
+        files.small_resnext(source)
+    output.write_bytes(b"earlier")
+
+    def half(_, file) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="out.pt cannot be written: No space left on device"):
+        run(source, output, f"format={output_format}", "scale=raw")
+    assert output.read_bytes() == b"earlier" and set(tmp_path.iterdir()) == {source, output}
+
+
 def test_scales_below_eps_cannot_go_back(tmp_path):
     path, _ = files.small_resnext(tmp_path / "net.pth.tar")
     run(path, tmp_path / "net.pt", "scale=raw")  # negative scales
@@ -187,9 +253,10 @@ def test_what_cannot_be_converted_is_named(vistas, tmp_path):
     for source, target, overrides, message in (
         (path, output, (), "give scale=released if .* or scale=raw"),
         (vistas[1], output, (), "is a checkpoint of this project already: give format=released or standard_bn"),
+        (vistas[1], output, ("format=standard_bn", "scale=raw"), "scale=raw has no effect on .*: leave it out"),
         (path, output, (scale, "format=released"), "has the released layout already"),
         (bare, output, (scale,), "has no classifier: load it with init.weights"),
-        (few, output, (scale,), "segments 19 classes: expected 65"),
+        (few, output, (scale,), "segments 19 classes: expected the 65 of Vistas"),
         (path, tmp_path, (scale,), "is a folder: give another file"),
         (path, path, (scale,), "is the input: give another file"),
         (path, output, (scale, "classes=a.txt", "data.root=b"), "classes=a.txt and data.root=b: give one of them"),

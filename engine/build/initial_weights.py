@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from engine import checkpoint
 from engine.config import group_from_plain
-from engine.schema.network import NORMS, PackageNorm
+from engine.schema.network import NORMS, Norm, PackageNorm
 from engine.schema.training import TrainingRun
 from models import official, torch_files
 from models.layers import ABN, from_released
@@ -25,6 +25,7 @@ class Weights(NamedTuple):
     classes: list[str] | None = None  # None: the file does not name them
     package_eps: float | None = None  # of the released package's norms, whose scale is |weight| + eps
     remarks: tuple[str, ...] = ()  # for the report
+    norm: Norm | None = None  # of the network; None: the file does not say
 
     def converted(self) -> Mapping[str, Tensor]:
         """The tensors with scales as our norms have them."""
@@ -59,8 +60,8 @@ def initialise_from(
     """Load weights by name and shape. The whole body must match, and the whole head if the file has one.
 
     Weights mean the same in standard, checkpointed and in-place norms; the released package's are converted. The
-    classifier is loaded if it has the same classes in the same order; otherwise it stays random. A file without class
-    names only needs as many.
+    classifier is loaded if it has the same classes in the same order; otherwise it stays random. If the file does not
+    name its classes, only their number is compared, and the report says so.
 
     Args:
         network: with its random initialisation.
@@ -102,9 +103,10 @@ def initialise_from(
         f"Give the body{f' ({options})' if options else ''}, head and norm.learn_scale that it was trained with, or "
         f"init.part=body if only the head differs"
     )
-    return load_by_name(
+    report = load_by_name(
         network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
     )
+    return _with_remark_on_classes(report) if weights.classes is None else report
 
 
 def of_checkpoint(content: object, path: Path, name: str) -> Weights:
@@ -121,8 +123,9 @@ def of_checkpoint(content: object, path: Path, name: str) -> Weights:
     return Weights(
         state["ema" if averaged else "network"],
         f"{path}, step {state['step']}{', averaged weights (EMA)' if averaged else ''}",
-        None if checkpoint.numbered(state["classes"]) else list(state["classes"]),
+        None if "unnamed_classes" in state else list(state["classes"]),
         norm.eps if isinstance(norm, PackageNorm) else None,
+        norm=norm,
     )
 
 
@@ -171,6 +174,13 @@ def _check_foreign(content: object, name: str) -> None:
 def is_ours(content: object) -> bool:
     """Whether the content of a file claims to be a checkpoint of this project."""
     return isinstance(content, dict) and "format" in content
+
+
+def _with_remark_on_classes(report: Loaded) -> Loaded:
+    if not any(map(is_of_classifier, report.matched)):
+        return report
+    remark = "the file does not name its classes: only their number was compared"
+    return report._replace(remarks=(*report.remarks, remark))
 
 
 def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:

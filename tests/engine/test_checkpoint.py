@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from engine import checkpoint
+from engine.console import logger
 
 
 def state_of(step: int, **more) -> dict:
@@ -180,11 +181,12 @@ def test_unusable_files_are_named(tmp_path):
             )
         ),
         ("palette", [[0, 0, 0]], "2, as classes"),
+        *(("unnamed_classes", value, "True") for value in (False, None, 1)),
     ],
 )
 def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, expected):
     path = tmp_path / "net.pt"
-    state = state_of(3, ema={"w": torch.ones(1)}, palette=[[0, 0, 0], [1, 2, 255]])
+    state = state_of(3, ema={"w": torch.ones(1)}, palette=[[0, 0, 0], [1, 2, 255]], unnamed_classes=True)
     checkpoint.save(path, state)
     assert checkpoint.load(path)["step"] == 3
     checkpoint.save(path, {**state, key: value})
@@ -192,7 +194,7 @@ def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, exp
         checkpoint.load(path)
     del state[key]
     checkpoint.save(path, state)
-    if key in ("ema", "palette"):
+    if key in ("ema", "palette", "unnamed_classes"):
         assert key not in checkpoint.load(path)
         return
     with pytest.raises(ValueError, match=f"^checkpoint {path} has no {key}: expected {re.escape(expected)}"):
@@ -211,6 +213,51 @@ def test_another_number_of_classes_is_refused(tmp_path):
     state = {"classes": ["road", "sky"], "network": {}}
     with pytest.raises(ValueError, match="2 classes .*road.* has 3 .*a, b, c"):
         checkpoint.load_network(lambda: nn.Linear(2, 2), state, ("a", "b", "c"), tmp_path / "last.pt")
+
+
+def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkeypatch):
+    """Numbers may be names, too, such as a user's folders: without the mark they are compared."""
+    monkeypatch.setattr(logger, "propagate", True)
+    caplog.set_level("INFO", logger=logger.name)
+    state = state_of(1, classes=["0", "1"], network=nn.Linear(2, 2).state_dict())
+
+    def load(state: dict, *classes: str) -> nn.Module:
+        return checkpoint.load_network(lambda: nn.Linear(2, 2), state, classes, tmp_path / "net.pt")
+
+    with pytest.raises(ValueError, match=r"was trained on 2 classes \(0, 1, …\)"):
+        load(state, "road", "sky")
+    unnamed = {**state, "unnamed_classes": True}
+    with pytest.raises(ValueError, match="was trained on 2 classes .* has 1"):
+        load(unnamed, "road")
+    load(unnamed, "0", "1")
+    assert not caplog.messages
+    assert torch.equal(load(unnamed, "road", "sky").weight, state["network"]["weight"])
+    [line] = caplog.messages
+    assert line.endswith("net.pt does not name its 2 classes: only their number was compared")
+
+
+def test_a_lone_file_is_complete_or_absent_and_others_stay(tmp_path, monkeypatch):
+    """The folder may be a running training's."""
+    others = [tmp_path / "last.pt.partial", tmp_path / "net.pt.partial"]
+    for other in others:
+        other.write_bytes(b"half")
+    path = tmp_path / "net.pt"
+    checkpoint.write_alone(path, {"w": torch.arange(4.0)})
+    with files_of_at_most(20_000), pytest.raises(OSError, match=f"^{path} cannot be written: File too large"):
+        checkpoint.write_alone(path, {"w": torch.randn(9000)})
+    assert sorted(tmp_path.iterdir()) == [*others[:1], path, *others[1:]]
+    assert torch.equal(torch.load(path)["w"], torch.arange(4.0))
+
+    rename = os.replace
+
+    def after_a_step_of_the_training(unfinished: Path, final: Path) -> None:
+        if final == path:
+            checkpoint.save(tmp_path / "last.pt", state_of(1))  # removes the training's partial files
+        rename(unfinished, final)
+
+    monkeypatch.setattr(os, "replace", after_a_step_of_the_training)
+    checkpoint.write_alone(path, {"w": torch.zeros(2)})
+    assert torch.equal(torch.load(path)["w"], torch.zeros(2))
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(2**62, 8), lambda: nn.Linear(2**70, 8), lambda: nn.Linear(3, 2)])

@@ -29,15 +29,7 @@ from tests.bodies import (
     trained,
 )
 from tests.released_files import IMAGES, Released
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def without_counts(network: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in network.state_dict().items() if "num_batches" not in name}
-
+from tests.state_dicts import same, without_counts
 
 FULL = {
     "resnext101": ("resnext", dict(structure=(3, 4, 23, 3), base=(128, 128, 256), groups=64, channels=64)),
@@ -68,7 +60,7 @@ def test_names_and_shapes_of_the_published_networks(name):
     released.classified(features, 1000)
     with torch.device("meta"):
         network = getattr(bodies, name)(classes=1000)
-    shapes = {key: tensor.shape for key, tensor in without_counts(network).items()}
+    shapes = {key: tensor.shape for key, tensor in without_counts(network.state_dict()).items()}
     assert shapes == {key: tensor.shape for key, tensor in released.tensors.items()}
 
     found = recognised(released.tensors)
@@ -86,7 +78,9 @@ def test_the_full_vistas_head_has_the_released_names():
     released.head(torch.empty(1, 4096, 8, 8, dtype=torch.float64, device="meta"), 256, 256)
     with torch.device("meta"):
         head = DeepLabV3(4096, pooling_size=84)
-    assert {n: t.shape for n, t in without_counts(head).items()} == {n: t.shape for n, t in released.tensors.items()}
+    assert {n: t.shape for n, t in without_counts(head.state_dict()).items()} == {
+        n: t.shape for n, t in released.tensors.items()
+    }
 
 
 NETWORKS = {
@@ -318,7 +312,7 @@ def test_to_the_released_layout_and_back_to_the_bit(tmp_path, name, norm):
     torch.save(content, tmp_path / "net.pth.tar")
     again = SMALL_BODIES[name](classes=3)
     load_released(again, tmp_path / "net.pth.tar")
-    assert same(without_counts(again), without_counts(network))
+    assert same(without_counts(again.state_dict()), without_counts(network.state_dict()))
 
 
 def scales(values: Tensor) -> dict[str, Tensor]:
@@ -348,7 +342,9 @@ def test_scales_that_the_release_cannot_have_are_counted():
         to_released(network.state_dict())
     assert "the smaller scales of 2 norms: mod2.block1.bn1 (2 of 4), bn_out (2 of 64)" in str(error.value)
     raw = to_released(network.state_dict(), "raw")["state_dict"]
-    assert same({name.removeprefix("module."): tensor for name, tensor in raw.items()}, without_counts(network))
+    assert same(
+        {name.removeprefix("module."): tensor for name, tensor in raw.items()}, without_counts(network.state_dict())
+    )
 
 
 def test_a_segmentation_network_in_the_released_layout(tmp_path):
@@ -361,7 +357,7 @@ def test_a_segmentation_network_in_the_released_layout(tmp_path):
     assert content["state_dict"]["cls"].keys() == {"weight", "bias"}
     torch.save(content, tmp_path / "net.pth.tar")
     load_released(again, tmp_path / "net.pth.tar")
-    assert same(without_counts(again), without_counts(network))
+    assert same(without_counts(again.state_dict()), without_counts(network.state_dict()))
 
 
 def test_a_state_dict_with_standard_norms_computes_the_same():

@@ -8,13 +8,12 @@ from torch import nn
 from engine import build, checkpoint
 from engine import config as cfg
 from engine.build.initial_weights import initialise, initialise_from
-from engine.command_line import composed, declare
-from engine.schema.classification import ClassificationRun
 from models.bodies import resnext101
 from models.layers import ABN
 from models.official import load_released
 from tests import released_files
-from tests.runs import run_config
+from tests.runs import classification_config, run_config
+from tests.state_dicts import same, without_counts
 
 CLASSES = ("road", "sky", "tree")
 
@@ -34,10 +33,6 @@ def write(path, trained, *overrides: str, classes=CLASSES, **more) -> None:
     config = cfg.plain(run_config(*overrides))
     state = {"task": "segmentation", "step": 5, "config": config, "classes": list(classes)}
     checkpoint.save(path, {**state, "network": trained.state_dict(), **more})
-
-
-def same(a: dict, b: dict, prefix: str = "") -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a if name.startswith(prefix))
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +136,13 @@ def test_averaged_weights_are_preferred(file, trained):
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, wrapped, zipped):
     """As other programs write it: below "state_dict", from DataParallel, without counters, in the old format."""
-    tensors = {name: tensor for name, tensor in trained.state_dict().items() if "num_batches" not in name}
+    tensors = without_counts(trained.state_dict())
     if wrapped:
         tensors = {"epoch": 3, "state_dict": {f"module.{name}": tensor for name, tensor in tensors.items()}}
     torch.save(tensors, tmp_path / "net.pth", _use_new_zipfile_serialization=zipped)
     tuned = network()
     report = initialise_from(tuned, tmp_path / "net.pth", CLASSES, format="standard_bn")
-    own = {name: tensor for name, tensor in tuned.state_dict().items() if "num_batches" not in name}
-    assert same(own, {name: trained.state_dict()[name] for name in own})
+    assert same(without_counts(tuned.state_dict()), without_counts(trained.state_dict()))
     assert all(name.endswith("num_batches_tracked") for name in report.new) and not report.skipped
     with pytest.raises(ValueError, match="net.pth is not a checkpoint of this project: give init.format=standard_bn"):
         initialise_from(tuned, tmp_path / "net.pth", CLASSES)
@@ -192,7 +186,7 @@ def test_scales_of_the_released_package_become_ours(tmp_path):
     """|w| + eps; its layers have no counters. The package loads its own scales unchanged, but cannot load ours."""
     options = ("norm=package", "norm.eps=0.25", "norm.activation=leaky_relu")
     trained = network(seed=1)
-    state = {name: tensor for name, tensor in trained.state_dict().items() if "num_batches" not in name}
+    state = without_counts(trained.state_dict())
     scales = {f"{name}.weight" for name, module in trained.named_modules() if isinstance(module, ABN)}
     assert (state["head.red_bn.weight"] < 0).any()
     write(tmp_path / "last.pt", trained, *options, network=state)
@@ -224,11 +218,6 @@ SMALL_RESNEXT = (
     "body.groups=2",
     "body.stem_channels=4",
 )
-
-
-def classification_config(*overrides: str) -> ClassificationRun:
-    declare("train_imagenet", ClassificationRun)
-    return cfg.typed(composed("train_imagenet", *overrides), ClassificationRun)
 
 
 @pytest.mark.parametrize("scale", ["released", "raw"])
@@ -325,9 +314,15 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
         _, report = tuned(tmp_path / "net.pt", classes, **options)
         assert report.skipped == dict.fromkeys(report.new, reason)
         assert report.new == ["classifier.fc.weight", "classifier.fc.bias"]
-    checkpoint.save(tmp_path / "net.pt", {**state, "classes": ["0", "1", "2"]})
-    numbered, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))  # names are not known: only their number counts
-    assert same(numbered.state_dict(), source.state_dict()) and not report.skipped
+
+    numbered, remark = {**state, "classes": ["0", "1", "2"]}, "the file does not name its classes: only their number"
+    checkpoint.save(tmp_path / "net.pt", numbered)  # folders may have such names
+    _, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))
+    assert set(report.skipped.values()) == {"for other classes, such as 0 in place of a"} and remark not in str(report)
+    checkpoint.save(tmp_path / "net.pt", {**numbered, "unnamed_classes": True})
+    unnamed, report = tuned(tmp_path / "net.pt", ("a", "b", "c"))
+    assert same(unnamed.state_dict(), source.state_dict()) and not report.skipped and remark in str(report)
+    assert remark not in str(tuned(tmp_path / "net.pt", ("a", "b"))[1])
 
     part = {name: tensor for name, tensor in source.state_dict().items() if "mod4" not in name}
     checkpoint.save(tmp_path / "part.pt", {**state, "classes": list(CLASSES), "network": part})
