@@ -17,7 +17,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 test: $(INSTALLED)  ## run the tests; PYTEST="-k name" adds options
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
-faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (8 minutes)
+faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (10 minutes)
 	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "injects and not gpu" --faults-out docs/results/faults.json $(PYTEST)
 
 lint: $(INSTALLED)  ## check style and types

@@ -17,7 +17,7 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
     figure = Figure(figsize=(side + 0.8, side), layout="constrained")
     axes = figure.subplots()
     shown = axes.imshow(percent, cmap="Blues", norm=PowerNorm(0.5, vmin=0, vmax=100))  # keeps a few percent visible
-    for row, column in zip(*np.nonzero(percent >= 0.5), strict=True):
+    for row, column in zip(*np.nonzero(percent > 0.5), strict=True):
         colour = "white" if percent[row, column] > 40 else "black"
         text = f"{percent[row, column]:.0f}"
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
