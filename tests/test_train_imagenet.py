@@ -236,7 +236,7 @@ def test_switches_and_bodies_train(tmp_path, overrides):
     assert train(composed("train_imagenet", *options))["images"] == 24
 
 
-@pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet32"])
+@pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet14"])
 def test_debug_smoke_takes_two_steps_of_anything(tmp_path, choice):
     cifar = ("body=resnet_cifar_tiny", f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}")
     options = (choice, "debug=smoke", "norm.backend=eager", *(cifar if "cifar" in choice else ()))

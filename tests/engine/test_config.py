@@ -139,8 +139,8 @@ def test_groups_reach_what_they_build():
         (["body=densenet121"], ("DenseNet", 7_020_032, 8)),
         (["body=densenet169"], ("DenseNet", 12_550_656, 8)),
         (["body=densenet201"], ("DenseNet", 18_159_104, 8)),
-        (["body=resnet_cifar_small"], ("ResNet", 466_256, 4)),
-        (["body=resnet_cifar_small", "body.output_stride=2"], ("ResNet", 466_256, 2)),
+        (["body=resnet_cifar_small"], ("ResNet", 695_328, 4)),
+        (["body=resnet_cifar_small", "body.output_stride=2"], ("ResNet", 695_328, 2)),
         (["body=resnext_cifar_small"], ("ResNeXt", 294_816, 4)),
     ],
 )
