@@ -15,7 +15,7 @@ from datasets.layout import Layout
 from datasets.segmentation import restorable
 from datasets.small_pictures import Pictures, in_folders, in_zip
 
-IMAGES = {"train": 50_000, "test": 10_000}  # of both, in the official splits
+IMAGES = {"train": 50_000, "test": 10_000}  # in the official splits of CIFAR-10 and CIFAR-100
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """

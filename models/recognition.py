@@ -43,9 +43,9 @@ def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
 
 
 def differences(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Options of the body in `tensors` that differ from those of the body in `own`; {} if one is unknown.
+    """How a file's body (`tensors`) differs from the network's (`own`): {option: the file's value}.
 
-    Names may have the prefix `body.`. Another kind of body is {"name": kind}.
+    Names may have the prefix `body.`. {"name": kind} for another kind of body; {} if either body is unknown.
     """
     try:
         theirs, ours = recognised(body_of(tensors)), recognised(body_of(own))

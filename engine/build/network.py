@@ -1,6 +1,7 @@
 """Configuration keys -> norms, bodies and forward passes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,28 +43,19 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
     return partial(ABN, **options)
 
 
+_BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
+    schema.DenseNetBody: bodies.DenseNet,
+    schema.ResNetBody: bodies.ResNet,
+    schema.ResNeXtBody: bodies.ResNeXt,
+    schema.WiderResNetBody: bodies.WiderResNet,
+}
+
+
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    if isinstance(config, schema.WiderResNetBody):
-        return bodies.WiderResNet(
-            config.structure,
-            config.channels,
-            norm,
-            classes,
-            config.output_stride,
-            downsampling=config.downsampling,
-            dropout=config.dropout,
-            stem_channels=config.stem_channels,
-        )
-    assert isinstance(config, schema.StemmedBody), config
-    first = (config.structure, norm, classes, config.output_stride)
-    stem: dict[str, Any] = dict(stem_channels=config.stem_channels, stem=config.stem)
-    if isinstance(config, schema.ResNetBody):
-        return bodies.ResNet(*first, base_channels=config.base_channels, **stem)
-    if isinstance(config, schema.ResNeXtBody):
-        return bodies.ResNeXt(*first, base_channels=config.base_channels, groups=config.groups, **stem)
-    assert isinstance(config, schema.DenseNetBody), config
-    return bodies.DenseNet(*first, growth=config.growth, **stem)
+    options = {entry.name: getattr(config, entry.name) for entry in fields(config)}
+    del options["name"], options["output_stride"]
+    return _BODIES[type(config)](norm, classes, config.output_stride, **options)
 
 
 def trained_forward(

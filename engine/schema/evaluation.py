@@ -97,7 +97,7 @@ class Evaluation(TrainedNetwork):
     """One run of eval.py."""
 
     data: EvaluationData = field(default_factory=EvaluationData)
-    # Of the norms, instead of the one in training (paper, Table 1), with its usual parameter; null: as in training.
+    # Replaces the activation of every norm (paper, Table 1), with its default parameter; null: as in training.
     activation: str | None = key(None, one_of=tuple(ACTIVATIONS))
     # The crops whose logits are averaged: the central one; or the corners and the centre, and their mirror images.
     view: str = key("center", one_of=VIEWS, task=CLASSIFICATION)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -56,12 +57,12 @@ class DenseNet(nn.Module):
     A transition halves the channels and, unless its stage is dilated, the resolution.
 
     Args:
-        structure: layers in each of the four dense modules; with the CIFAR stem, three or four. DenseNet-121 has
-            (6, 12, 24, 16), -169 (6, 12, 32, 32), -201 (6, 12, 48, 32) and -264 (6, 12, 64, 48).
         norm_act: number of channels -> norm followed by an activation. It may write over its input.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
         output_stride: 32, or 16 or 8 to dilate the last one or two modules and leave out the pooling before them. The
             parameters stay the same. With the CIFAR stem also 4 or 2.
+        structure: layers in each of the four dense modules; with the CIFAR stem, three or four. DenseNet-121 has
+            (6, 12, 24, 16), -169 (6, 12, 32, 32), -201 (6, 12, 48, 32) and -264 (6, 12, 64, 48).
         growth: channels that each layer adds.
         stem_channels: channels of mod1.
         stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
@@ -85,11 +86,11 @@ class DenseNet(nn.Module):
 
     def __init__(
         self,
-        structure: Sequence[int],
         norm_act: NormAct = InPlaceABN,
         classes: int = 0,
         output_stride: int = 32,
         *,
+        structure: Sequence[int],
         growth: int = 32,
         stem_channels: int = 64,
         stem: str = "3x3",
@@ -135,23 +136,4 @@ def _transition(in_channels: int, stride: int, norm_act: NormAct) -> nn.Sequenti
     return nn.Sequential(layers)
 
 
-def densenet264(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = (6, 12, 64, 48),
-    growth: int = 32,
-    stem_channels: int = 64,
-    stem: str = "3x3",
-) -> DenseNet:
-    """DenseNet-264: 30,714,880 parameters without the classifier; see `DenseNet`."""
-    return DenseNet(
-        structure,
-        norm_act,
-        classes,
-        output_stride,
-        growth=growth,
-        stem_channels=stem_channels,
-        stem=stem,
-    )
+densenet264 = partial(DenseNet, structure=(6, 12, 64, 48))  # 30,714,880 parameters without classifier

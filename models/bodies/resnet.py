@@ -17,13 +17,13 @@ class ResNet(nn.Module):
     The function of torchvision's ResNets, whose stride is also on the 3x3 convolution; ABN with relu has their norms.
 
     Args:
-        structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         norm_act: number of channels -> norm followed by an activation, which must be an attribute `activation` of the
             norm, see `models.blocks.without_activation`.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
         output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding, from their first block
             on as in the release. The parameters stay the same. Features differ a little, because the strided 3x3
             convolution of a stage is not dilated. With the CIFAR stem also 4 or 2.
+        structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         base_channels: channels of the convolutions in mod2's blocks, doubled in each later stage: two values (3x3, 3x3)
             or three (1x1, 3x3, 1x1).
         stem_channels: channels of mod1.
@@ -45,11 +45,11 @@ class ResNet(nn.Module):
 
     def __init__(
         self,
-        structure: Sequence[int],
         norm_act: NormAct = InPlaceABN,
         classes: int = 0,
         output_stride: int = 32,
         *,
+        structure: Sequence[int],
         base_channels: Sequence[int] = (64, 64, 256),
         stem_channels: int = 64,
         stem: str = "7x7",
@@ -79,67 +79,6 @@ class ResNet(nn.Module):
         return x if self.classifier is None else self.classifier(x)
 
 
-def resnet34(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = (3, 4, 6, 3),
-    base_channels: Sequence[int] = (64, 64),
-    stem_channels: int = 64,
-    stem: str = "7x7",
-) -> ResNet:
-    """ResNet-34: 21,284,672 parameters without the classifier; see `ResNet`."""
-    return ResNet(
-        structure,
-        norm_act,
-        classes,
-        output_stride,
-        base_channels=base_channels,
-        stem_channels=stem_channels,
-        stem=stem,
-    )
-
-
-def resnet50(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = (3, 4, 6, 3),
-    base_channels: Sequence[int] = (64, 64, 256),
-    stem_channels: int = 64,
-    stem: str = "7x7",
-) -> ResNet:
-    """ResNet-50: 23,508,032 parameters without the classifier; see `ResNet`."""
-    return ResNet(
-        structure,
-        norm_act,
-        classes,
-        output_stride,
-        base_channels=base_channels,
-        stem_channels=stem_channels,
-        stem=stem,
-    )
-
-
-def resnet101(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = (3, 4, 23, 3),
-    base_channels: Sequence[int] = (64, 64, 256),
-    stem_channels: int = 64,
-    stem: str = "7x7",
-) -> ResNet:
-    """ResNet-101: 42,500,160 parameters without the classifier; see `ResNet`."""
-    return ResNet(
-        structure,
-        norm_act,
-        classes,
-        output_stride,
-        base_channels=base_channels,
-        stem_channels=stem_channels,
-        stem=stem,
-    )
+resnet34 = partial(ResNet, structure=(3, 4, 6, 3), base_channels=(64, 64))  # 21,284,672 parameters without classifier
+resnet50 = partial(ResNet, structure=(3, 4, 6, 3))  # 23,508,032
+resnet101 = partial(ResNet, structure=(3, 4, 23, 3))  # 42,500,160

@@ -15,12 +15,12 @@ class ResNeXt(nn.Module):
     """A stem (mod1), stages of grouped bottlenecks (mod2, mod3, …) and a final norm (bn_out).
 
     Args:
-        structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         norm_act: number of channels -> norm followed by an activation.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
         output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
             same, and every second or fourth cell of the dilated network has the strided network's features. With the
             CIFAR stem also 4 or 2.
+        structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         groups: cardinality of the 3x3 convolutions.
         base_channels: channels of the three convolutions in mod2's bottlenecks; doubled in each later stage.
         stem_channels: channels of mod1.
@@ -42,11 +42,11 @@ class ResNeXt(nn.Module):
 
     def __init__(
         self,
-        structure: Sequence[int],
         norm_act: NormAct = InPlaceABN,
         classes: int = 0,
         output_stride: int = 32,
         *,
+        structure: Sequence[int],
         groups: int = 64,
         base_channels: Sequence[int] = (128, 128, 256),
         stem_channels: int = 64,
@@ -84,50 +84,5 @@ class ResNeXt(nn.Module):
 
 # The paper does not say which stem it used. The released checkpoints have the 3x3 one, hence the default.
 
-
-def resnext101(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = (3, 4, 23, 3),
-    groups: int = 64,
-    base_channels: Sequence[int] = (128, 128, 256),
-    stem_channels: int = 64,
-    stem: str = "3x3",
-) -> ResNeXt:
-    """ResNeXt-101, 64 groups: 40,853,312 parameters without the classifier; see `ResNeXt`."""
-    return ResNeXt(
-        structure,
-        norm_act,
-        classes,
-        output_stride,
-        groups=groups,
-        base_channels=base_channels,
-        stem_channels=stem_channels,
-        stem=stem,
-    )
-
-
-def resnext152(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = (3, 8, 36, 3),
-    groups: int = 64,
-    base_channels: Sequence[int] = (128, 128, 256),
-    stem_channels: int = 64,
-    stem: str = "3x3",
-) -> ResNeXt:
-    """ResNeXt-152, 64 groups: 56,110,912 parameters without the classifier; see `ResNeXt`."""
-    return ResNeXt(
-        structure,
-        norm_act,
-        classes,
-        output_stride,
-        groups=groups,
-        base_channels=base_channels,
-        stem_channels=stem_channels,
-        stem=stem,
-    )
+resnext101 = partial(ResNeXt, structure=(3, 4, 23, 3))  # 40,853,312 parameters without classifier
+resnext152 = partial(ResNeXt, structure=(3, 8, 36, 3))  # 56,110,912

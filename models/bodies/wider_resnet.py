@@ -19,11 +19,11 @@ class WiderResNet(nn.Module):
     """A convolution of stride 1 (mod1), six stages of identity residual blocks (mod2 … mod7), a final norm (bn_out).
 
     Args:
-        structure: blocks in each of the six stages.
-        channels: per stage, channels of a block's convolutions: two values for 3x3, 3x3, three for a bottleneck.
         norm_act: number of channels -> norm followed by an activation.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
         output_stride: 32, 16 or 8 with strided convolutions; 32 with max-pooling.
+        structure: blocks in each of the six stages.
+        channels: per stage, channels of a block's convolutions: two values for 3x3, 3x3, three for a bottleneck.
         downsampling: "pool" (plain): max-pooling before mod2 … mod6. "stride" (A2): max-pooling before mod2 and mod3,
             a strided first convolution in mod4, mod5 and mod6. Parameter names and shapes are the same, so ImageNet
             weights of the plain network load into A2.
@@ -57,12 +57,12 @@ class WiderResNet(nn.Module):
 
     def __init__(
         self,
-        structure: Sequence[int] = WRN38_STRUCTURE,
-        channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
         norm_act: NormAct = InPlaceABN,
         classes: int = 0,
         output_stride: int = 32,
         *,
+        structure: Sequence[int] = WRN38_STRUCTURE,
+        channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
         downsampling: str = "pool",
         dropout: Sequence[float] = NO_DROPOUT,
         stem_channels: int = 64,
@@ -120,39 +120,7 @@ def _downsampling_plan(downsampling: str, output_stride: int) -> tuple[tuple[int
     return (2, 3, 4, 5, 6), [(1, 1)] * 6
 
 
-def wider_resnet38(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = WRN38_STRUCTURE,
-    channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
-    stem_channels: int = 64,
-) -> WiderResNet:
-    """The plain network, for classification: 105,070,912 parameters without the classifier; see `WiderResNet`."""
-    return WiderResNet(
-        structure, channels, norm_act, classes, output_stride, downsampling="pool", stem_channels=stem_channels
-    )
-
-
-def wider_resnet38_a2(
-    norm_act: NormAct = InPlaceABN,
-    classes: int = 0,
-    output_stride: int = 32,
-    *,
-    structure: Sequence[int] = WRN38_STRUCTURE,
-    channels: Sequence[Sequence[int]] = WRN38_CHANNELS,
-    stem_channels: int = 64,
-    dropout: Sequence[float] = (0.0, 0.0, 0.0, 0.0, 0.3, 0.5),
-) -> WiderResNet:
-    """The A2 variant, for segmentation: `wider_resnet38` with strides and dropout, same names; see `WiderResNet`."""
-    return WiderResNet(
-        structure,
-        channels,
-        norm_act,
-        classes,
-        output_stride,
-        downsampling="stride",
-        dropout=dropout,
-        stem_channels=stem_channels,
-    )
+# 105,070,912 parameters without classifier, for classification.
+wider_resnet38 = partial(WiderResNet, downsampling="pool")
+# The same parameters, for segmentation.
+wider_resnet38_a2 = partial(WiderResNet, downsampling="stride", dropout=(0.0, 0.0, 0.0, 0.0, 0.3, 0.5))

@@ -119,7 +119,7 @@ def test_colours_change_the_crop_last_and_do_not_change_its_place():
 
 
 def test_lighting_adds_alexnets_shift():
-    """Its covariance is that of ImageNet's colours, times strength^2, as in the formula of the paper."""
+    """The shifts' covariance is strength^2 times the covariance of ImageNet's colours (AlexNet, section 4.1)."""
     grey = np.full((1, 1, 3), 128, np.uint8)
     rng = np.random.default_rng(0)
     shifts = np.array([Lighting(0.1)(grey, rng)[0, 0].astype(float) - 128 for _ in range(20000)])

@@ -99,7 +99,7 @@ NETWORKS = {
 @pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
 def test_released_networks_compute_what_their_description_says(tmp_path, name, scale):
-    """In float64, with scales of both signs."""
+    """Compared in float64; the files hold positive and negative scales."""
     build, describe, options = NETWORKS[name]
     released = Released(plain=scale == "raw")
     expected = released.classified(describe(released, IMAGES, **options), 3)
@@ -320,7 +320,7 @@ def scales(values: Tensor) -> dict[str, Tensor]:
 
 
 def test_scales_above_eps_survive_but_for_one_rounding():
-    """Where half a unit in the last place of a scale is that of eps, no weight gives every second scale."""
+    """Between 2^-14 and 2^-13, |w| + eps ties and rounds to even, so no weight gives every second scale."""
     generator = torch.Generator().manual_seed(0)
     random = 2.0 ** torch.empty(200_000).uniform_(-16.6, 10, generator=generator)
     above = torch.nextafter(torch.tensor(1e-5), torch.tensor(1.0)).reshape(1)

@@ -146,7 +146,7 @@ def test_windows_equal_the_whole_image_away_from_their_borders(size, base_size, 
 def test_windows_of_a_dilated_body_equal_the_whole_image_away_from_their_borders():
     """Its cells lie where the whole image's do, though 401 x 387 pixels are no whole number of them."""
     torch.manual_seed(0)
-    network = without_head(ResNeXt((1, 1, 1, 1), ABN, output_stride=8, groups=1, base_channels=(4, 4, 8)))
+    network = without_head(ResNeXt(ABN, output_stride=8, structure=(1, 1, 1, 1), groups=1, base_channels=(4, 4, 8)))
     images = pictures(401, 387)
     whole, windows = predicted(network, images), predicted(network, images, window=256, overlap=0.4)
     rows, columns = (far_from_windows(side, 8, 256, 0.4, reach=67 + 8) for side in (401, 387))

@@ -42,7 +42,7 @@ def test_names_and_shapes_of_the_release():
 @pytest.mark.parametrize("depth", STRUCTURES)
 def test_the_other_depths_have_torchvision_s_parameters_behind_the_stem(depth):
     with torch.device("meta"):
-        ours = DenseNet(STRUCTURES[depth], classes=1000)
+        ours = DenseNet(structure=STRUCTURES[depth], classes=1000)
         theirs = getattr(torchvision.models, f"densenet{depth}")()
     stem = parameters(theirs.features.conv0, theirs.features.norm0)
     assert parameters(ours) - parameters(ours.mod1) == parameters(theirs) - stem

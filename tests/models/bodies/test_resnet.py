@@ -29,11 +29,11 @@ def released_name(name: str) -> str:
     return re.sub(r"^layer(\d)\.(\d+)\.(.*)", in_block, name)
 
 
-@pytest.mark.parametrize("build", [resnet34, resnet50, resnet101])
-def test_torchvision_s_weights_give_torchvision_s_function(build):
+@pytest.mark.parametrize("name, build", [("resnet34", resnet34), ("resnet50", resnet50), ("resnet101", resnet101)])
+def test_torchvision_s_weights_give_torchvision_s_function(name, build):
     """In eval and in training mode, with the statistics that the latter leaves and the first convolution's gradient."""
     torch.manual_seed(0)
-    theirs = trained(getattr(torchvision.models, build.__name__)(num_classes=7))
+    theirs = trained(getattr(torchvision.models, name)(num_classes=7))
     ours = build(RELU, classes=7).double().eval()
     ours.load_state_dict({released_name(name): tensor for name, tensor in theirs.state_dict().items()}, strict=True)
     images = torch.randn(3, 3, 65, 64, dtype=torch.float64)
