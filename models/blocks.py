@@ -42,38 +42,11 @@ class IdentityResidualBlock(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        if len(channels) == 2:
-            if groups != 1:
-                raise ValueError(
-                    f"groups={groups} with channels={tuple(channels)}: expected three channel values, for "
-                    f"a bottleneck; two 3x3 convolutions have no groups"
-                )
-            first, last = channels
-            layers["conv1"] = conv3x3(in_channels, first, stride=stride, dilation=dilation)
-            layers["bn2"] = norm_act(first)
-            if dropout:
-                layers["dropout"] = nn.Dropout2d(dropout)
-            layers["conv2"] = conv3x3(first, last, dilation=dilation)
-        elif len(channels) == 3:
-            first, middle, last = channels
-            if first % groups or middle % groups:
-                raise ValueError(
-                    f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's "
-                    f"3x3 convolution: choose a divisor of both, or other channels"
-                )
-            layers["conv1"] = nn.Conv2d(in_channels, first, 1, stride=stride, bias=False)
-            layers["bn2"] = norm_act(first)
-            layers["conv2"] = conv3x3(first, middle, dilation=dilation, groups=groups)
-            layers["bn3"] = norm_act(middle)
-            if dropout:
-                layers["dropout"] = nn.Dropout2d(dropout)
-            layers["conv3"] = nn.Conv2d(middle, last, 1, bias=False)
-        else:
-            raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
-
+        last = channels[-1]
         self.bn1 = norm_act(in_channels)
-        self.convs = nn.Sequential(layers)
+        self.convs = convolutions(
+            in_channels, channels, norm_act, stride=stride, dilation=dilation, groups=groups, dropout=dropout
+        )
         needs_projection = stride != 1 or in_channels != last
         self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
 
@@ -93,6 +66,50 @@ class IdentityResidualBlock(nn.Module):
                 f"inject a norm that writes to a new buffer (overwrite_input=False); it saves as much memory"
             )
         return self.convs(activated) + x
+
+
+def convolutions(
+    in_channels: int,
+    channels: Sequence[int],
+    norm_act: NormAct,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    groups: int = 1,
+    dropout: float = 0.0,
+) -> nn.Sequential:
+    """The convolutions of a pre-activation residual function, with norms between them; see `IdentityResidualBlock`."""
+    if len(channels) == 2:
+        if groups != 1:
+            raise ValueError(
+                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
+                f"two 3x3 convolutions have no groups"
+            )
+        convs = [
+            conv3x3(in_channels, channels[0], stride=stride, dilation=dilation),
+            conv3x3(*channels, dilation=dilation),
+        ]
+    elif len(channels) == 3:
+        first, middle, last = channels
+        if first % groups or middle % groups:
+            raise ValueError(
+                f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's 3x3 convolution: "
+                f"choose a divisor of both, or other channels"
+            )
+        convs = [
+            nn.Conv2d(in_channels, first, 1, stride=stride, bias=False),
+            conv3x3(first, middle, dilation=dilation, groups=groups),
+            nn.Conv2d(middle, last, 1, bias=False),
+        ]
+    else:
+        raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+    layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=convs[0])
+    for number, conv in enumerate(convs[1:], start=2):
+        layers[f"bn{number}"] = norm_act(conv.in_channels)
+        if dropout and number == len(convs):
+            layers["dropout"] = nn.Dropout2d(dropout)
+        layers[f"conv{number}"] = conv
+    return nn.Sequential(layers)
 
 
 class ResidualBlock(nn.Module):
@@ -183,14 +200,21 @@ def without_activation(norm_act: NormAct) -> NormAct:
 
 
 def residual_stage(
-    block: Callable[..., nn.Module], in_channels: int, channels: Sequence[int], blocks: int, *, stride: int = 1
+    block: Callable[..., nn.Module],
+    in_channels: int,
+    channels: Sequence[int],
+    blocks: int,
+    *,
+    stride: int = 1,
+    first_block: Callable[..., nn.Module] | None = None,
 ) -> nn.Sequential:
     """Chain `blocks` residual blocks, named block1, block2, …; the first changes stride and channels.
 
-    block: called with in_channels, channels and the keyword stride, e.g. a partial of `ResidualBlock`.
+    block: called with in_channels, channels and the keyword stride, e.g. a partial of `ResidualBlock`. `first_block`:
+    the same for the first one, if it is built differently.
     """
     check_blocks(blocks)
-    stage = nn.Sequential(OrderedDict(block1=block(in_channels, channels, stride=stride)))
+    stage = nn.Sequential(OrderedDict(block1=(first_block or block)(in_channels, channels, stride=stride)))
     for number in range(2, blocks + 1):
         stage.add_module(f"block{number}", block(channels[-1], channels, stride=1))
     return stage
@@ -200,33 +224,6 @@ def check_blocks(blocks: int) -> None:
     """Raise ValueError if a stage is empty."""
     if blocks < 1:
         raise ValueError(f"structure has a stage of {blocks} blocks: expected at least 1 block per stage")
-
-
-def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: int) -> list[tuple[int, int]]:
-    """The (stride, dilation) of each stage for a network that stops downsampling at `output_stride`.
-
-    Once the output stride is reached, further strides multiply the dilation instead, starting with the first block of
-    their stage. At output stride 8, strides (1, 2, 2, 2) after a stem of stride 4 become dilations (1, 1, 2, 4).
-
-    Raises:
-        ValueError: output_stride is not a power of two from twice the stem's stride to 32.
-    """
-    possible = [stride for stride in (2, 4, 8, 16, 32) if stride >= 2 * stem_stride]
-    if output_stride not in possible:
-        raise ValueError(
-            f"output_stride={output_stride}: expected {', '.join(map(str, possible[:-1]))} or {possible[-1]} after a "
-            f"stem of stride {stem_stride}; 8 is usual for segmentation, 32 for classification"
-        )
-    plan = []
-    reached, dilation = stem_stride, 1
-    for stride in strides:
-        if reached < output_stride:
-            reached *= stride
-            plan.append((stride, dilation))
-        else:
-            dilation *= stride
-            plan.append((1, dilation))
-    return plan
 
 
 def pooled_classifier(in_channels: int, classes: int) -> nn.Sequential:

@@ -1,8 +1,11 @@
-"""Weight initialisation as in the in-place ABN release, for training from scratch."""
+"""Weight initialisation for training from scratch, as in the releases of in-place ABN and RevNet."""
 
 import math
 
+import torch
 from torch import nn
+
+_WITHIN_TWO = math.erf(math.sqrt(2))  # probability of a normal number within two standard deviations
 
 
 def initialise(network: nn.Module, negative_slope: float = 0.01) -> None:
@@ -21,6 +24,28 @@ def initialise(network: nn.Module, negative_slope: float = 0.01) -> None:
             nn.init.xavier_normal_(module.weight, gain)
         elif isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight, 0.1)
+        else:
+            continue
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def initialise_truncated(network: nn.Module) -> None:
+    """Initialise the convolutions and linear layers of a network in place, as RevNet's release does.
+
+    Convolutions: normal with var = 2 / (kernel area * output channels), truncated at two standard deviations. Linear
+    layers: uniform with var = 1 / fan_in. Biases: 0. Random numbers come from torch's global generator.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d):
+            std = math.sqrt(2 / (module.kernel_size[0] * module.kernel_size[1] * module.out_channels))
+            # By the inverse of the distribution function: torch's own draws again where it must, and so reads values.
+            nn.init.uniform_(module.weight, -_WITHIN_TWO, _WITHIN_TWO)
+            with torch.no_grad():
+                module.weight.erfinv_().mul_(math.sqrt(2) * std)
+        elif isinstance(module, nn.Linear):
+            bound = math.sqrt(3 / module.in_features)
+            nn.init.uniform_(module.weight, -bound, bound)
         else:
             continue
         if module.bias is not None:

@@ -71,6 +71,7 @@ def test_imports_point_down(path):
         assert all(name.startswith("models.layers.") for name in ours)
         standard_library = {
             "collections",
+            "contextlib",
             "copy",
             "dataclasses",
             "functools",

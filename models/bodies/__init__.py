@@ -3,22 +3,42 @@
 from models.bodies.densenet import DenseNet, densenet264
 from models.bodies.resnet import ResNet, resnet34, resnet50, resnet101
 from models.bodies.resnext import ResNeXt, resnext101, resnext152
+from models.bodies.revnet import (
+    RevNet,
+    preact_resnet101,
+    resnet32_cifar,
+    resnet110_cifar,
+    resnet164_cifar,
+    revnet38_cifar,
+    revnet104,
+    revnet110_cifar,
+    revnet164_cifar,
+)
 from models.bodies.wider_resnet import WiderResNet, wider_resnet38, wider_resnet38_a2
 
-Body = DenseNet | ResNet | ResNeXt | WiderResNet
+Body = DenseNet | ResNet | ResNeXt | RevNet | WiderResNet
 
 __all__ = [
     "Body",
     "DenseNet",
     "ResNeXt",
     "ResNet",
+    "RevNet",
     "WiderResNet",
     "densenet264",
+    "preact_resnet101",
     "resnet101",
+    "resnet110_cifar",
+    "resnet164_cifar",
+    "resnet32_cifar",
     "resnet34",
     "resnet50",
     "resnext101",
     "resnext152",
+    "revnet104",
+    "revnet110_cifar",
+    "revnet164_cifar",
+    "revnet38_cifar",
     "wider_resnet38",
     "wider_resnet38_a2",
 ]

@@ -1,4 +1,4 @@
-"""What ResNet, ResNeXt and DenseNet share: the stem (mod1), and where the stages after it downsample."""
+"""What several bodies share: the stem (mod1), and where the stages after it downsample."""
 
 import math
 from collections import OrderedDict
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from models.blocks import NormAct, conv3x3, dilate_strides
+from models.blocks import NormAct, conv3x3
 
 STEM_STRIDES = {"3x3": 4, "7x7": 4, "cifar": 1}
 
@@ -55,3 +55,30 @@ def downsampling(structure: Sequence[int], kind: str, output_stride: int) -> tup
     stem_stride = STEM_STRIDES[kind]
     plan = dilate_strides((1, 2, 2, 2)[: len(structure)], stem_stride=stem_stride, output_stride=output_stride)
     return plan, stem_stride * math.prod(stride for stride, _ in plan)
+
+
+def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: int) -> list[tuple[int, int]]:
+    """The (stride, dilation) of each stage for a network that stops downsampling at `output_stride`.
+
+    Once the output stride is reached, further strides multiply the dilation instead, starting with the first block of
+    their stage. At output stride 8, strides (1, 2, 2, 2) after a stem of stride 4 become dilations (1, 1, 2, 4).
+
+    Raises:
+        ValueError: output_stride is not a power of two from twice the stem's stride to 32.
+    """
+    possible = [stride for stride in (2, 4, 8, 16, 32) if stride >= 2 * stem_stride]
+    if output_stride not in possible:
+        raise ValueError(
+            f"output_stride={output_stride}: expected {', '.join(map(str, possible[:-1]))} or {possible[-1]} after a "
+            f"stem of stride {stem_stride}; 8 is usual for segmentation, 32 for classification"
+        )
+    plan = []
+    reached, dilation = stem_stride, 1
+    for stride in strides:
+        if reached < output_stride:
+            reached *= stride
+            plan.append((stride, dilation))
+        else:
+            dilation *= stride
+            plan.append((1, dilation))
+    return plan

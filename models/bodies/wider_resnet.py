@@ -6,7 +6,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.blocks import IdentityResidualBlock, NormAct, dilate_strides, pooled_classifier, residual_stage
+from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, residual_stage
+from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
 

@@ -1,6 +1,5 @@
 """Checkpointed batch normalisation and activation: strategies (b) and (c) of the paper's Figure 2."""
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -10,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .abn import ABN
 from .bn_act import Strategy, is_node, recompute_output
+from .saved import Kept, current_hooks
 
 STORES = ("x", "x_hat")
 
@@ -127,7 +127,7 @@ class _Recomputation(saved_tensors_hooks):
 
     def __init__(self) -> None:
         super().__init__(self.pack, self.unpack)
-        self.outer: tuple[Callable, Callable] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.outer = current_hooks()
 
     def pack(self, tensor: Tensor) -> Any:
         # Views and differentiable in-place operations replace grad_fn. In-place operations that autograd does not see
@@ -135,19 +135,7 @@ class _Recomputation(saved_tensors_hooks):
         node = tensor.grad_fn
         if is_node(node) and node.strategy.recompute_output and tensor._version == node.output_version:
             return node
-        if self.outer is not None:
-            return self.outer[0](tensor)
-        return tensor.detach(), tensor._version  # detached, or an operation's own output would keep itself alive
+        return Kept(tensor, self.outer)
 
     def unpack(self, packed: Any) -> Tensor:
-        if is_node(packed):
-            return recompute_output(packed)
-        if self.outer is not None:
-            return self.outer[1](packed)
-        tensor, version = packed
-        if tensor._version != version:  # autograd does not check this under hooks
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace "
-                f"operation: it is at version {tensor._version}, expected version {version}"
-            )
-        return tensor
+        return recompute_output(packed) if is_node(packed) else packed.get()

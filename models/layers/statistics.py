@@ -18,6 +18,8 @@ class _Norm(Protocol):
     momentum: float | None
     running_mean: Tensor
     running_var: Tensor
+    training: bool
+    _buffers: dict[str, Tensor | None]
 
     def train(self, mode: bool = True) -> object: ...
 
@@ -38,7 +40,7 @@ def renew_statistics(
         forward: calls the network on a minibatch, e.g. `lambda pair: network(pair[0])` for a loader of images and
             labels, or under autocast; by default the network itself.
     """
-    norms = [module for module in network.modules() if _has_running_statistics(module)]
+    norms = [module for module in network.modules() if has_running_statistics(module)]
     momenta = [norm.momentum for norm in norms]
     network.eval()
     for number, minibatch in enumerate(minibatches, start=1):
@@ -56,5 +58,6 @@ def renew_statistics(
     network.eval()
 
 
-def _has_running_statistics(module: object) -> TypeGuard[_Norm]:
+def has_running_statistics(module: object) -> TypeGuard[_Norm]:
+    """Whether a module is a norm, of any kind, with running statistics."""
     return getattr(module, "running_mean", None) is not None and hasattr(module, "momentum")  # a frozen norm has none

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from models.blocks import IdentityResidualBlock, ResidualBlock, dilate_strides, residual_stage, without_activation
+from models.blocks import IdentityResidualBlock, ResidualBlock, residual_stage, without_activation
+from models.bodies.stem import dilate_strides
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 
 

@@ -1,0 +1,256 @@
+"""RevNets, and the pre-activation ResNets that they are compared with (Gomez et al., 2017, section 5 and table 5)."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.blocks import NormAct, convolutions, pooled_classifier, residual_stage
+from models.bodies.stem import build_stem, downsampling
+from models.initialisation import initialise_truncated
+from models.layers import AdditiveCoupling, InPlaceABN, recompute_activations, run_reversibly
+
+
+class RevNet(nn.Module):
+    """A stem (mod1), stages of residual units (mod2, mod3, …) and a final norm (bn_out).
+
+    In a RevNet each half of the channels is updated by a residual function of the other, and the backward pass restores
+    every unit's input from its output. The stem's output and the last output of every stage are kept.
+
+    Under autocast the residual functions compute in low precision, but the sums that they are added to are in float32:
+    their rounding errors would add up in the restored inputs.
+
+    Args:
+        norm_act: number of channels -> norm followed by an activation. It may not write over its input.
+        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
+        output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
+            same. With the CIFAR stem also 4 or 2.
+        structure: units in each of the four stages; with the CIFAR stem, three or four.
+        channels: per stage, channels of a unit's convolutions: two values for 3x3, 3x3, three for a bottleneck of 1x1,
+            3x3, 1x1. A reversible unit has two residual functions with half as many channels each.
+        stem_channels: channels of mod1.
+        stem: "7x7" (ImageNet), "3x3" or "cifar", see `build_stem`. A norm follows its last convolution.
+        reversible: False for a ResNet: each unit adds one residual function of all channels to its input.
+        keep_activations: compute the same as a RevNet, but keep all activations.
+
+    Attributes:
+        out_channels: C of the features.
+        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
+        classes: as given.
+
+    Raises:
+        ValueError: an option has a value not listed above, or a reversible unit has an odd number of channels.
+    """
+
+    mod2: nn.Sequential
+    mod3: nn.Sequential
+    mod4: nn.Sequential
+    mod5: nn.Sequential
+
+    def __init__(
+        self,
+        norm_act: NormAct = InPlaceABN,
+        classes: int = 0,
+        output_stride: int = 32,
+        *,
+        structure: Sequence[int],
+        channels: Sequence[Sequence[int]],
+        stem_channels: int,
+        stem: str = "cifar",
+        reversible: bool = True,
+        keep_activations: bool = False,
+    ):
+        super().__init__()
+        if len(channels) != len(structure):
+            raise ValueError(
+                f"channels={tuple(map(tuple, channels))}: expected one entry per stage, and "
+                f"structure={tuple(structure)} has {len(structure)}"
+            )
+        plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
+        in_channels = stem_channels
+        unit = ReversibleUnit if reversible else ResidualUnit
+        stages = zip(structure, channels, plan, strict=True)
+        for number, (units, widths, (stride, dilation)) in enumerate(stages, start=2):
+            block = partial(unit, norm_act=norm_act, dilation=dilation)
+            first = partial(block, after_stem=True) if number == 2 else block
+            stage = residual_stage(block, in_channels, widths, units, stride=stride, first_block=first)
+            self.add_module(f"mod{number}", stage)
+            in_channels = widths[-1]
+        self.bn_out = norm_act(in_channels)
+        self.classifier = pooled_classifier(in_channels, classes) if classes else None
+
+        self.stages = len(structure)
+        self.reversible = reversible
+        self.keep_activations = keep_activations
+        self.out_channels = in_channels
+        self.classes = classes
+        initialise_truncated(self)
+        recompute_activations(self)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
+        x = self.mod1(images)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        units = [unit for number in range(2, self.stages + 2) for unit in getattr(self, f"mod{number}")]
+        if self.reversible:
+            x = run_reversibly(units, x, disable=self.keep_activations)
+        else:
+            for unit in units:
+                x = unit(x)
+        x = self.bn_out(x)
+        return x if self.classifier is None else self.classifier(x)
+
+
+class ReversibleUnit(AdditiveCoupling):
+    """y1 = short(x1) + F(x2); y2 = short(x2) + G(y1), with the channels in two halves (section 3.2).
+
+    A unit that changes the resolution or the number of channels cannot be inverted, as its shortcuts cannot. Only F
+    strides. Arguments as in `residual_function`, for all channels; F and G have half of them.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        *,
+        norm_act: NormAct,
+        stride: int = 1,
+        dilation: int = 1,
+        after_stem: bool = False,
+    ):
+        if any(value % 2 for value in (in_channels, *channels)):
+            raise ValueError(
+                f"channels={tuple(channels)} after {in_channels} channels: a reversible unit halves them, so expected "
+                f"even numbers"
+            )
+        halves = [value // 2 for value in channels]
+        first = partial(residual_function, in_channels // 2, halves, norm_act, stride=stride, dilation=dilation)
+        second = residual_function(halves[-1], halves, norm_act, dilation=dilation)
+        super().__init__(first(activated=after_stem), second)
+        shortcuts = [shortcut(in_channels // 2, halves, stride) for _ in range(2)]
+        self.short1, self.short2 = shortcuts
+        for branch in (self.Fm, self.Gm):
+            recompute_activations(branch)
+
+    @property
+    def invertible(self) -> bool:  # type: ignore[override]
+        return isinstance(self.short1, nn.Identity)
+
+    def couple(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
+        """(N, in_channels / 2, H, W) twice -> (N, channels[-1] / 2, ceil(H / stride), …) twice."""
+        y1 = self.short1(x1).to(x1.dtype) + self.Fm(x2)
+        return y1, self.short2(x2).to(x2.dtype) + self.Gm(y1)
+
+
+class ResidualUnit(nn.Module):
+    """y = short(x) + F(x), with the shortcut and F as in a RevNet. Arguments as in `residual_function`."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        *,
+        norm_act: NormAct,
+        stride: int = 1,
+        dilation: int = 1,
+        after_stem: bool = False,
+    ):
+        super().__init__()
+        self.Fm = residual_function(
+            in_channels, channels, norm_act, stride=stride, dilation=dilation, activated=after_stem
+        )
+        self.short = shortcut(in_channels, channels, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
+        return self.short(x).to(x.dtype) + self.Fm(x)
+
+
+def residual_function(
+    in_channels: int,
+    channels: Sequence[int],
+    norm_act: NormAct,
+    *,
+    stride: int = 1,
+    dilation: int = 1,
+    activated: bool = False,
+) -> nn.Sequential:
+    """F: norm and activation (bn1) before every convolution.
+
+    Args:
+        in_channels: C of the input.
+        channels: of two 3x3 convolutions, or of a bottleneck's three: 1x1, 3x3, 1x1.
+        norm_act: number of channels -> norm followed by an activation.
+        stride: of the first convolution.
+        dilation: of every 3x3 convolution.
+        activated: the input comes from the stem's activation, so bn1 is left out.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict() if activated else OrderedDict(bn1=norm_act(in_channels))
+    layers.update(convolutions(in_channels, channels, norm_act, stride=stride, dilation=dilation).named_children())
+    return nn.Sequential(layers)
+
+
+def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Module:
+    """Identity if nothing changes; otherwise a 1x1 convolution in a bottleneck, or `PooledShortcut` (section 5.1)."""
+    if stride == 1 and in_channels == channels[-1]:
+        return nn.Identity()
+    if len(channels) == 3:
+        return nn.Conv2d(in_channels, channels[-1], 1, stride=stride, bias=False)
+    return PooledShortcut(channels[-1] - in_channels, stride)
+
+
+class PooledShortcut(nn.Module):
+    """Average-pools by the stride and adds channels of zeros, half of them on each side."""
+
+    def __init__(self, added_channels: int, stride: int):
+        super().__init__()
+        if added_channels < 0:
+            raise ValueError(
+                f"a stage has {-added_channels} channels less than the one before: expected at least as many"
+            )
+        self.added_channels = added_channels
+        self.stride = stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C + added_channels, ceil(H / stride), ceil(W / stride))."""
+        if self.stride > 1:
+            x = F.avg_pool2d(x, self.stride, ceil_mode=True)
+        before = self.added_channels // 2
+        return F.pad(x, (0, 0, 0, 0, before, self.added_channels - before))
+
+
+def _basic(*widths: int) -> list[tuple[int, int]]:
+    return [(width, width) for width in widths]
+
+
+def _bottleneck(*widths: int) -> list[tuple[int, int, int]]:
+    return [(width, width, 4 * width) for width in widths]
+
+
+_residual = partial(RevNet, stem_channels=16, reversible=False)
+_coupled = partial(RevNet, stem_channels=32)
+
+# Parameters with CIFAR-10's classifier and with CIFAR-100's.
+resnet32_cifar = partial(_residual, structure=(5, 5, 5), channels=_basic(16, 32, 64))  # 464,154 and 470,004
+resnet110_cifar = partial(_residual, structure=(18, 18, 18), channels=_basic(16, 32, 64))  # 1,727,962 and 1,733,812
+resnet164_cifar = partial(_residual, structure=(18, 18, 18), channels=_bottleneck(16, 32, 64))  # 1,703,258, 1,726,388
+revnet38_cifar = partial(_coupled, structure=(3, 3, 3), channels=_basic(32, 64, 112))  # 464,890 and 475,060
+revnet110_cifar = partial(_coupled, structure=(9, 9, 9), channels=_basic(32, 64, 128))  # 1,729,194 and 1,740,804
+revnet164_cifar = partial(_coupled, structure=(9, 9, 9), channels=_bottleneck(32, 64, 128))  # 1,748,778 and 1,794,948
+
+# Parameters with ImageNet's classifier.
+preact_resnet101 = partial(  # 44,541,480
+    RevNet,
+    structure=(3, 4, 23, 3),
+    channels=_bottleneck(64, 128, 256, 512),
+    stem_channels=64,
+    stem="7x7",
+    reversible=False,
+)
+revnet104 = partial(  # 45,428,072
+    RevNet, structure=(2, 2, 11, 2), channels=_bottleneck(128, 256, 512, 832), stem_channels=128, stem="7x7"
+)

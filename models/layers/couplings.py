@@ -1,0 +1,231 @@
+"""Couplings: invertible layers around any two modules (RevNet, equations 6 to 8; MemCNN, equations 1 and 2)."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Streams = tuple[Tensor, ...]  # two halves
+
+
+class HalfStep(NamedTuple):
+    """One of the two updates of a coupling: streams[target] = combine(streams[target], branch(streams[1 - target])).
+
+    `undo` is the inverse of `combine` in its first argument. `combine_saves`: whether autograd keeps something for it.
+    """
+
+    branch: nn.Module
+    target: int
+    combine: Callable[[Tensor, Any], Tensor]
+    undo: Callable[[Tensor, Any], Tensor]
+    combine_saves: bool
+
+    def inverted(self) -> "HalfStep":
+        """The update that undoes this one; the branch's input is the same."""
+        return self._replace(combine=self.undo, undo=self.combine)
+
+    def run(self, streams: Streams) -> Streams:
+        """Return the updated streams. ValueError: see `output`."""
+        return self.replaced(streams, self.combine(streams[self.target], self.output(streams)))
+
+    def output(self, streams: Streams) -> Any:
+        """Output of the branch. ValueError if it does not fit the stream, or the branch wrote over its input."""
+        x = streams[1 - self.target]
+        version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
+        output = self.branch(x)
+        if version is not None and x._version != version:
+            raise ValueError(
+                f"{type(self.branch).__name__} wrote over its input, which the coupling still needs: begin it with a "
+                f"module that is not inplace"
+            )
+        parts = output if isinstance(output, tuple) else (output,)
+        wanted = streams[self.target].shape
+        if any(part.shape != wanted for part in parts):
+            found = ", ".join(str(tuple(part.shape)) for part in parts)
+            raise ValueError(
+                f"{type(self.branch).__name__} returned the shape {found} for an input of shape {tuple(x.shape)}; a "
+                f"coupling needs a branch that returns the other half's shape, {tuple(wanted)}"
+            )
+        return output
+
+    def replaced(self, streams: Streams, values: Tensor) -> Streams:
+        """The streams with other values in the target."""
+        return (values, streams[1]) if self.target == 0 else (streams[0], values)
+
+
+class Coupling(nn.Module):
+    """What the couplings share: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
+
+    Args:
+        Fm: any module that returns what `combine` takes.
+        Gm: another; None copies Fm, with parameters of its own.
+        split_dim: dimension in which the input is split and the output concatenated; not 0, the batch.
+    """
+
+    combine_saves = True
+    invertible = True  # a subclass may have instances that are not
+
+    def __init__(self, Fm: nn.Module, Gm: nn.Module | None = None, split_dim: int = 1):
+        super().__init__()
+        self.Fm = Fm
+        self.Gm = copy.deepcopy(Fm) if Gm is None else Gm
+        self.split_dim = split_dim
+
+    @staticmethod
+    def combine(x: Tensor, output: Any) -> Tensor:
+        """One half of y, from the same half of x and the output of a branch."""
+        raise NotImplementedError
+
+    @staticmethod
+    def undo(y: Tensor, output: Any) -> Tensor:
+        """The inverse of `combine` in its first argument."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x -> y of the same shape. ValueError if the input cannot be halved or a branch does not fit."""
+        return self.join(self.couple(*self.split(x)))
+
+    def couple(self, x1: Tensor, x2: Tensor) -> Streams:
+        """`forward` on halves."""
+        streams: Streams = (x1, x2)
+        for half in self.half_steps():
+            streams = half.run(streams)
+        return streams
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """y -> x, up to rounding. ValueError as from `forward`."""
+        streams = self.split(y)
+        for half in reversed(self.half_steps()):
+            streams = half.inverted().run(streams)
+        return self.join(streams)
+
+    def half_steps(self) -> tuple[HalfStep, HalfStep]:
+        """The two updates, in order."""
+        how = (self.combine, self.undo, self.combine_saves)
+        return HalfStep(self.Fm, 0, *how), HalfStep(self.Gm, 1, *how)
+
+    def split(self, x: Tensor) -> Streams:
+        """Two halves of x, as views. ValueError if they would differ in size, or the dimension is not there."""
+        dim = self.split_dim
+        if not -x.dim() <= dim < x.dim() or dim % x.dim() == 0:
+            raise ValueError(
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)} and split_dim={dim}: expected a "
+                f"dimension of the input other than the first, the batch"
+            )
+        if x.shape[dim] % 2:
+            raise ValueError(
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)}: dimension {dim} has the odd size "
+                f"{x.shape[dim]} and cannot be halved; expected an even one"
+            )
+        first, second = x.chunk(2, dim)
+        return first, second
+
+    def join(self, streams: Streams) -> Tensor:
+        """The inverse of `split`."""
+        return torch.cat(streams, self.split_dim)
+
+    def extra_repr(self) -> str:
+        return f"split_dim={self.split_dim}"
+
+
+class AdditiveCoupling(Coupling):
+    """y1 = x1 + Fm(x2); y2 = x2 + Gm(y1) (RevNet, equation 7; MemCNN, equation 1).
+
+    Arguments as in `Coupling`. A half and the output of its branch may differ in dtype; y has the wider one.
+    """
+
+    combine_saves = False
+
+    @staticmethod
+    def combine(x: Tensor, output: Tensor) -> Tensor:
+        return x + _single(output)
+
+    @staticmethod
+    def undo(y: Tensor, output: Tensor) -> Tensor:
+        return y - output
+
+
+class AffineCoupling(Coupling):
+    """y1 = s * x1 + t with (s, t) = Fm(x2); y2 = s' * x2 + t' with (s', t') = Gm(y1) (Dinh et al. 2017, equation 7).
+
+    Args:
+        Fm: any module; with an adapter, one output is enough.
+        Gm: another; None copies Fm.
+        adapter: makes a module that returns (s, t) from one that does not, such as `AffineAdapterNaive`. None: Fm and
+            Gm return tuples (s, t) themselves.
+        split_dim: as in `Coupling`.
+    """
+
+    def __init__(
+        self,
+        Fm: nn.Module,
+        Gm: nn.Module | None = None,
+        adapter: Callable[[nn.Module], nn.Module] | None = None,
+        split_dim: int = 1,
+    ):
+        super().__init__(Fm, Gm, split_dim)
+        if adapter is not None:
+            self.Fm, self.Gm = adapter(self.Fm), adapter(self.Gm)
+
+    @staticmethod
+    def combine(x: Tensor, output: Streams) -> Tensor:
+        scale, shift = _pair(output)
+        return x * scale + shift
+
+    @staticmethod
+    def undo(y: Tensor, output: Streams) -> Tensor:
+        scale, shift = output
+        return (y - shift) / scale
+
+
+class AffineAdapterNaive(nn.Module):
+    """s = exp(f(x)), t = f(x), with `module` as f."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.f = module
+
+    def forward(self, x: Tensor) -> Streams:
+        """x -> (s, t), both with the shape of f(x)."""
+        shift = self.f(x)
+        return shift.exp(), shift
+
+
+class AffineAdapterSigmoid(nn.Module):
+    """t = h[0::2], s = sigmoid(h[1::2] + 2) with h = f(x): even and odd channels of `module`'s output."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.f = module
+
+    def forward(self, x: Tensor) -> Streams:
+        """x -> (s, t), each with half the channels of f(x). ValueError if their number is odd."""
+        h = self.f(x)
+        if h.shape[1] % 2:
+            raise ValueError(
+                f"AffineAdapterSigmoid got {h.shape[1]} channels from {type(self.f).__name__}: expected an even "
+                f"number, twice those of its input"
+            )
+        return (h[:, 1::2] + 2).sigmoid(), h[:, 0::2]
+
+
+def _single(output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise ValueError(f"AdditiveCoupling got a {type(output).__name__} from a branch: expected one tensor")
+    return output
+
+
+def _pair(output: Any) -> Streams:
+    if isinstance(output, tuple) and len(output) == 2:
+        return output
+    raise ValueError(
+        f"AffineCoupling got a {type(output).__name__} from a branch: expected a tuple (scale, shift); give "
+        f"adapter=AffineAdapterNaive or AffineAdapterSigmoid for modules with a single output"
+    )
+
+
+def detached(output: Any) -> Any:
+    """The output of a branch, without its graph."""
+    return tuple(part.detach() for part in output) if isinstance(output, tuple) else output.detach()

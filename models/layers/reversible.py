@@ -1,0 +1,190 @@
+"""Modules that do not keep their inputs: they restore them from their outputs in the backward pass (RevNet, MemCNN)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .couplings import Coupling
+from .replay import statistics_kept
+from .reversal import Pass, as_tuple
+from .traced_reversal import run_traced, traceable
+
+
+class InvertibleModuleWrapper(nn.Module):
+    """Any invertible module, without its activations: the backward pass computes them again, from its output.
+
+    Chains forget everything but the last output: if the input of a wrapper is the output of another, that output is
+    no longer kept. An input that somebody else holds stays as it is. Gradients, hooks and running statistics are those
+    of `fn` itself. Without gradients (`torch.no_grad`) the wrapper does nothing, and inside `torch.compile` it only
+    saves memory around couplings.
+
+    A coupling's branches run once more in the backward pass, other modules twice: once to invert them. With standard
+    floating-point numbers the restored input differs by rounding.
+
+    Args:
+        fn: a module with `forward` and `inverse`, from one or several tensors to one or several tensors. It computes
+            the same when it runs again; dropout does, see `preserve_rng_state`. It must not write over its input.
+        keep_input: keep the input of `forward` instead; `fn` needs no inverse then.
+        keep_input_inverse: the same for `inverse`.
+        num_bwd_passes: for compatibility with MemCNN; any number of backward passes works, with `retain_graph=True` for
+            all but the last.
+        disable: only call `fn`.
+        preserve_rng_state: restore the random numbers for the second run. False saves little time, and gives wrong
+            gradients if `fn` draws some.
+
+    Raises:
+        ValueError: `fn` has no inverse, or num_bwd_passes is below 1.
+    """
+
+    def __init__(
+        self,
+        fn: nn.Module,
+        keep_input: bool = False,
+        keep_input_inverse: bool = False,
+        num_bwd_passes: int = 1,
+        disable: bool = False,
+        preserve_rng_state: bool = True,
+    ):
+        super().__init__()
+        if num_bwd_passes < 1:
+            raise ValueError(f"num_bwd_passes={num_bwd_passes}: expected at least 1")
+        if not keep_input and _inverse_of(fn) is None:
+            raise ValueError(
+                f"{type(fn).__name__} has no method inverse: expected an invertible module, such as a coupling; "
+                f"keep_input=True works with any module"
+            )
+        self._fn: Any = fn
+        self.keep_input = keep_input
+        self.keep_input_inverse = keep_input_inverse
+        self.num_bwd_passes = num_bwd_passes
+        self.disable = disable
+        self.preserve_rng_state = preserve_rng_state
+
+    def forward(self, *xin: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """fn(*xin). Errors are those of `fn`."""
+        if self.disable or not torch.is_grad_enabled():
+            return self._fn(*xin)
+        forward = Pass(xin, preserve_rng_state=self.preserve_rng_state)
+        if self.keep_input:
+            forward.keep_input(self._fn, self._fn)
+        elif isinstance(self._fn, Coupling):
+            forward.couple(self._fn)
+        else:
+            forward.invert(self._fn, self._fn, self._fn.inverse)
+        return _single_or_several(forward.finish())
+
+    def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """fn.inverse(*yin), without keeping yin."""
+        inverse = self._fn.inverse
+        if self.disable or not torch.is_grad_enabled():
+            return inverse(*yin)
+        backward = Pass(yin, preserve_rng_state=self.preserve_rng_state)
+        if self.keep_input_inverse:
+            backward.keep_input(self._fn, inverse)
+        elif isinstance(self._fn, Coupling):
+            backward.uncouple(self._fn)
+        else:
+            backward.invert(self._fn, inverse, self._fn)
+        return _single_or_several(backward.finish())
+
+
+class ReversibleSequence(nn.Module):
+    """Invertible modules one after the other; only the output of the last is kept (RevNet, Algorithm 1).
+
+    Couplings with the same `split_dim` pass their halves on, so nothing is concatenated between them. A coupling that
+    is not invertible (`Coupling.invertible`), and any module without a method `inverse`, keeps its input.
+
+    Args:
+        blocks: the modules; each takes the output of the one before, a single tensor.
+        disable: keep all activations, as any other network does.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], disable: bool = False):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.disable = disable
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x -> y. Errors are those of the blocks."""
+        return run_reversibly(self.blocks, x, self.disable)
+
+    def inverse(self, y: Tensor) -> Tensor:
+        """y -> x. ValueError if a block has no inverse."""
+        for block in reversed(self.blocks):
+            inverse = _inverse_of(block)
+            if inverse is None:
+                raise ValueError(f"{type(block).__name__} of a ReversibleSequence has no inverse")
+            y = inverse(y)
+        return y
+
+
+def run_reversibly(blocks: Iterable[nn.Module], x: Tensor, disable: bool = False) -> Tensor:
+    """Run modules as a `ReversibleSequence` of them does."""
+    blocks = list(blocks)
+    forget = torch.is_grad_enabled() and not disable
+    compiling = torch.compiler.is_compiling()
+    if forget and compiling and (couplings := traceable(blocks)) is not None:
+        return run_traced(couplings, x)
+    forward = Pass((x,), forget=forget and not compiling)
+    for block in blocks:
+        if isinstance(block, Coupling):
+            forward.couple(block)
+        elif (inverse := _inverse_of(block)) is not None:
+            forward.invert(block, block, inverse)
+        else:
+            forward.keep_input(block, block)
+    (y,) = forward.finish()
+    return y
+
+
+@torch.no_grad()
+def is_invertible_module(
+    module_in: nn.Module,
+    test_input_shape: Sequence[int] | Sequence[Sequence[int]],
+    test_input_dtype: torch.dtype = torch.float32,
+    atol: float = 1e-6,
+    random_seed: int = 42,
+) -> bool:
+    """Whether inverse(forward(x)) and forward(inverse(x)) are x, tried on random numbers in the module's present mode.
+
+    Leaves the global random numbers, the running statistics and the module's parameters as they are.
+
+    Args:
+        module_in: any module; without methods `forward` and `inverse` the answer is no.
+        test_input_shape: of its input, or a sequence of the shapes of its inputs.
+        test_input_dtype: of its inputs.
+        atol: largest difference.
+        random_seed: of the inputs and of whatever the module draws, e.g. for dropout.
+    """
+    inverse = _inverse_of(module_in)
+    if inverse is None:
+        return False
+    several = bool(test_input_shape) and not isinstance(test_input_shape[0], int)
+    shapes: Any = test_input_shape if several else [test_input_shape]
+    device = next((tensor.device for tensor in module_in.parameters()), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(random_seed)
+    inputs = [torch.rand(*shape, generator=generator).to(device, test_input_dtype) for shape in shapes]
+
+    def close(first: Callable, second: Callable) -> bool:
+        torch.manual_seed(random_seed)
+        between = as_tuple(first(*(tensor.clone() for tensor in inputs)))
+        torch.manual_seed(random_seed)
+        found = as_tuple(second(*(tensor.clone() for tensor in between)))
+        pairs = zip(inputs, found, strict=False)
+        return len(found) == len(inputs) and all(
+            x.shape == y.shape and torch.allclose(x, y, atol=atol) for x, y in pairs
+        )
+
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), statistics_kept(module_in):
+        return close(module_in, inverse) and close(inverse, module_in)
+
+
+def _single_or_several(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    return values if len(values) > 1 else values[0]
+
+
+def _inverse_of(module: object) -> Callable | None:
+    inverse = getattr(module, "inverse", None)
+    return inverse if callable(inverse) and getattr(module, "invertible", True) else None

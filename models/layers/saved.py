@@ -1,0 +1,40 @@
+"""Tensors that a graph keeps for its backward pass outside autograd's own saved variables."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def current_hooks() -> Hooks | None:
+    """The saved-tensor hooks that autograd uses at present, such as those of `save_on_cpu`."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+class Kept:
+    """A tensor that the graph needs, kept as autograd would: through `hooks`, and refused if it was changed."""
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None):
+        self.hooks = hooks
+        # Detached: an operation's own output would keep itself alive.
+        self.packed: Any = hooks[0](tensor) if hooks else tensor.detach()
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        """The tensor. RuntimeError if it was modified in place, which autograd does not check under hooks."""
+        if self.hooks:
+            return self.hooks[1](self.packed)
+        check_version(self.packed, self.version)
+        return self.packed
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise RuntimeError if a tensor was modified in place since it had this version."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace operation: it "
+            f"is at version {tensor._version}, expected version {version}"
+        )

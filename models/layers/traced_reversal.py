@@ -1,0 +1,131 @@
+"""Reversible modules inside `torch.compile`, which cannot trace the hooks of `reversal`: one node for a whole chain."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .abn import ABN
+from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached
+from .statistics import has_running_statistics
+
+Values = tuple[Tensor, ...]
+
+# Modules that compute the same each time; inside a graph random numbers cannot be drawn again.
+_REPEATABLE = {
+    AffineAdapterNaive,
+    AffineAdapterSigmoid,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ELU,
+    nn.GELU,
+    nn.GroupNorm,
+    nn.Hardswish,
+    nn.Identity,
+    nn.LayerNorm,
+    nn.LeakyReLU,
+    nn.Linear,
+    nn.ReLU,
+    nn.Sequential,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.SyncBatchNorm,
+    nn.Tanh,
+}
+
+
+def traceable(blocks: Sequence[nn.Module]) -> list[Coupling] | None:
+    """The blocks, if they are couplings of one `split_dim` whose modules compute the same each time; else None."""
+    couplings = [block for block in blocks if isinstance(block, Coupling)]
+    if len(couplings) < len(blocks) or len({coupling.split_dim for coupling in couplings}) != 1:
+        return None
+    parts = [part for coupling in couplings for branch in (coupling.Fm, coupling.Gm) for part in branch.modules()]
+    return couplings if all(type(part) in _REPEATABLE or isinstance(part, ABN) for part in parts) else None
+
+
+def run_traced(blocks: list[Coupling], x: Tensor) -> Tensor:
+    """Run couplings of one `split_dim`. Only the last output is kept, and the inputs of couplings without inverse."""
+    moves: list[HalfStep | Coupling] = []
+    for block in blocks:
+        moves += block.half_steps() if block.invertible else [block]
+    parameters = [parameter for move in moves for parameter in _trained(move)]
+    autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+    return blocks[-1].join(_Chain.apply(moves, autocast, *blocks[0].split(x), *parameters))
+
+
+class _Chain(torch.autograd.Function):
+    """Updates of halves, one after the other (RevNet, Algorithm 1)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, moves: list[HalfStep | Coupling], autocast: tuple[bool, torch.dtype], *tensors: Tensor
+    ) -> Values:
+        """tensors: two halves, then the parameters of each move, which autograd must know to ask for gradients."""
+        kept: list[Tensor] = []
+        halves: Values = tensors[:2]
+        for move in moves:
+            if isinstance(move, Coupling):
+                kept += halves
+                halves = move.couple(*halves)
+            else:
+                halves = move.run(halves)
+        ctx.save_for_backward(*halves, *kept)
+        ctx.moves, ctx.autocast = moves, autocast
+        return halves
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        enabled, dtype = ctx.autocast
+        y1, y2, *kept = ctx.saved_tensors
+        halves: Values = (y1, y2)
+        of_parameters: list[Tensor | None] = []
+        for move in reversed(ctx.moves):
+            with _statistics_restored(move), torch.enable_grad(), torch.autocast(y1.device.type, dtype, enabled):
+                if isinstance(move, Coupling):
+                    halves, kept = (_leaf(kept[-2]), _leaf(kept[-1])), kept[:-2]
+                    outputs = move.couple(*halves)
+                else:
+                    halves, outputs = _undone(move, halves)
+                inputs = (*halves, *_trained(move))
+                first, second, *rest = torch.autograd.grad(outputs, inputs, gradients, allow_unused=True)
+            gradients = (first, second)
+            of_parameters = [*rest, *of_parameters]
+        return None, None, *gradients, *of_parameters
+
+
+def _undone(half: HalfStep, halves: Values) -> tuple[Values, Values]:
+    """The halves before an update, and after it again with a graph."""
+    halves = (_leaf(halves[0]), _leaf(halves[1]))
+    output = half.output(halves)
+    before = _leaf(half.undo(halves[half.target].detach(), detached(output)))
+    inputs = half.replaced(halves, before)
+    return inputs, half.replaced(inputs, half.combine(before, output))
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_()
+
+
+def _module(move: HalfStep | Coupling) -> nn.Module:
+    return move if isinstance(move, Coupling) else move.branch
+
+
+def _trained(move: HalfStep | Coupling) -> list[nn.Parameter]:
+    return [parameter for parameter in _module(move).parameters() if parameter.requires_grad]
+
+
+@contextmanager
+def _statistics_restored(move: HalfStep | Coupling) -> Iterator[None]:
+    """Context after which the running statistics of all norms are what they were before it."""
+    norms = [norm for norm in _module(move).modules() if norm.training and has_running_statistics(norm)]
+    buffers = [values for norm in norms for values in norm._buffers.values() if values is not None]
+    before = [values.clone() for values in buffers]
+    yield
+    for values, value in zip(buffers, before, strict=True):
+        values.copy_(value)
