@@ -1,17 +1,16 @@
 """RevNets, and the pre-activation ResNets that they are compared with (Gomez et al., 2017, section 5 and table 5)."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import NormAct, convolutions, pooled_classifier, residual_stage
+from models.blocks import NormAct, pooled_classifier, residual_stage
+from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
-from models.layers import AdditiveCoupling, InPlaceABN, recompute_activations, run_reversibly
+from models.layers import InPlaceABN, recompute_activations, run_reversibly
 
 
 class RevNet(nn.Module):
@@ -103,124 +102,6 @@ class RevNet(nn.Module):
                 x = unit(x)
         x = self.bn_out(x)
         return x if self.classifier is None else self.classifier(x)
-
-
-class ReversibleUnit(AdditiveCoupling):
-    """y1 = short(x1) + F(x2); y2 = short(x2) + G(y1), with the channels in two halves (section 3.2).
-
-    A unit that changes the resolution or the number of channels cannot be inverted, as its shortcuts cannot. Only F
-    strides. Arguments as in `residual_function`, for all channels; F and G have half of them.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        *,
-        norm_act: NormAct,
-        stride: int = 1,
-        dilation: int = 1,
-        after_stem: bool = False,
-    ):
-        if any(value % 2 for value in (in_channels, *channels)):
-            raise ValueError(
-                f"channels={tuple(channels)} after {in_channels} channels: a reversible unit halves them, so expected "
-                f"even numbers"
-            )
-        halves = [value // 2 for value in channels]
-        first = partial(residual_function, in_channels // 2, halves, norm_act, stride=stride, dilation=dilation)
-        second = residual_function(halves[-1], halves, norm_act, dilation=dilation)
-        super().__init__(first(activated=after_stem), second)
-        shortcuts = [shortcut(in_channels // 2, halves, stride) for _ in range(2)]
-        self.short1, self.short2 = shortcuts
-        for branch in (self.Fm, self.Gm):
-            recompute_activations(branch)
-
-    @property
-    def invertible(self) -> bool:  # type: ignore[override]
-        return isinstance(self.short1, nn.Identity)
-
-    def couple(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        """(N, in_channels / 2, H, W) twice -> (N, channels[-1] / 2, ceil(H / stride), …) twice."""
-        y1 = self.short1(x1).to(x1.dtype) + self.Fm(x2)
-        return y1, self.short2(x2).to(x2.dtype) + self.Gm(y1)
-
-
-class ResidualUnit(nn.Module):
-    """y = short(x) + F(x), with the shortcut and F as in a RevNet. Arguments as in `residual_function`."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        channels: Sequence[int],
-        *,
-        norm_act: NormAct,
-        stride: int = 1,
-        dilation: int = 1,
-        after_stem: bool = False,
-    ):
-        super().__init__()
-        self.Fm = residual_function(
-            in_channels, channels, norm_act, stride=stride, dilation=dilation, activated=after_stem
-        )
-        self.short = shortcut(in_channels, channels, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
-        return self.short(x).to(x.dtype) + self.Fm(x)
-
-
-def residual_function(
-    in_channels: int,
-    channels: Sequence[int],
-    norm_act: NormAct,
-    *,
-    stride: int = 1,
-    dilation: int = 1,
-    activated: bool = False,
-) -> nn.Sequential:
-    """F: norm and activation (bn1) before every convolution.
-
-    Args:
-        in_channels: C of the input.
-        channels: of two 3x3 convolutions, or of a bottleneck's three: 1x1, 3x3, 1x1.
-        norm_act: number of channels -> norm followed by an activation.
-        stride: of the first convolution.
-        dilation: of every 3x3 convolution.
-        activated: the input comes from the stem's activation, so bn1 is left out.
-    """
-    layers: OrderedDict[str, nn.Module] = OrderedDict() if activated else OrderedDict(bn1=norm_act(in_channels))
-    layers.update(convolutions(in_channels, channels, norm_act, stride=stride, dilation=dilation).named_children())
-    return nn.Sequential(layers)
-
-
-def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Module:
-    """Identity if nothing changes; otherwise a 1x1 convolution in a bottleneck, or `PooledShortcut` (section 5.1)."""
-    if stride == 1 and in_channels == channels[-1]:
-        return nn.Identity()
-    if len(channels) == 3:
-        return nn.Conv2d(in_channels, channels[-1], 1, stride=stride, bias=False)
-    return PooledShortcut(channels[-1] - in_channels, stride)
-
-
-class PooledShortcut(nn.Module):
-    """Average-pools by the stride and adds channels of zeros, half of them on each side."""
-
-    def __init__(self, added_channels: int, stride: int):
-        super().__init__()
-        if added_channels < 0:
-            raise ValueError(
-                f"a stage has {-added_channels} channels less than the one before: expected at least as many"
-            )
-        self.added_channels = added_channels
-        self.stride = stride
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) -> (N, C + added_channels, ceil(H / stride), ceil(W / stride))."""
-        if self.stride > 1:
-            x = F.avg_pool2d(x, self.stride, ceil_mode=True)
-        before = self.added_channels // 2
-        return F.pad(x, (0, 0, 0, 0, before, self.added_channels - before))
 
 
 def _basic(*widths: int) -> list[tuple[int, int]]:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from .couplings import Coupling
 from .replay import statistics_kept
-from .reversal import Pass, as_tuple
+from .reversal import Pass
+from .steps import as_tuple
 from .traced_reversal import run_traced, traceable
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from models import bodies
 from models.bodies import RevNet, preact_resnet101, revnet38_cifar, revnet104
-from models.bodies.revnet import ResidualUnit, ReversibleUnit
+from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from scripts.bench.measuring import saved_for_backward
 
