@@ -302,6 +302,8 @@ def test_an_option_of_another_alternative_is_an_error():
         (["run_dir=null", "resume=auto"], "resume=auto needs run_dir"),
         (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected 2 numbers: height, width"),
         (["optim.lr=nan"], "optim.lr=nan: expected a number above 0"),
+        (["optim.lr=???"], "optim.lr has no value: give optim.lr=… on the command line"),
+        (["init.weights=???"], "init.weights has no value: this experiment starts from a trained body: give .*=null"),
         (["trainer.steps=0"], "trainer.steps=0: expected a number above 0"),
         (["trainer.accumulation_steps=8"], r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         (["trainer.ema_statistics_minibatches=4"], "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
