@@ -51,7 +51,9 @@ def key(
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task, "if_missing": if_missing})
+    return field(
+        default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task, "if_missing": if_missing}
+    )
 
 
 def refuse_other_tasks(config: Keys, task: str, source: str, prefix: str = "") -> None:

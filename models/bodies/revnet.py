@@ -1,5 +1,6 @@
 """RevNets, and the pre-activation ResNets that they are compared with (Gomez et al., 2017, section 5 and table 5)."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.blocks import NormAct, pooled_classifier, residual_stage
-from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
+from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_autocast_dtype
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
 from models.layers import InPlaceABN, recompute_activations, run_reversibly
@@ -17,7 +18,7 @@ class RevNet(nn.Module):
     """A stem (mod1), stages of residual units (mod2, mod3, …) and a final norm (bn_out).
 
     In a RevNet each half of the channels is updated by a residual function of the other, and the backward pass restores
-    every unit's input from its output. The stem's output and the last output of every stage are kept.
+    every unit's input from its output. Only the images and the last output of every stage are kept.
 
     Under autocast the residual functions compute in low precision, but the sums that they are added to are in float32:
     their rounding errors would add up in the restored inputs.
@@ -69,7 +70,7 @@ class RevNet(nn.Module):
                 f"structure={tuple(structure)} has {len(structure)}"
             )
         plan, self.output_stride = downsampling(structure, stem, output_stride)
-        self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
+        self.mod1 = Stem(OrderedDict(build_stem(stem, stem_channels, norm_act, last_norm=True).named_children()))
         in_channels = stem_channels
         unit = ReversibleUnit if reversible else ResidualUnit
         stages = zip(structure, channels, plan, strict=True)
@@ -92,15 +93,17 @@ class RevNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.mod1(images)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
         units = [unit for number in range(2, self.stages + 2) for unit in getattr(self, f"mod{number}")]
         if self.reversible:
-            x = run_reversibly(units, x, disable=self.keep_activations)
+            # A first unit without inverse would keep the stem's output; with the stem, it keeps only the images.
+            alone = units[0].invertible or self.keep_activations or torch.compiler.is_compiling()
+            first = (self.mod1,) if alone else (self.mod1, units.pop(0))
+            x = run_reversibly([first, *units], images, disable=self.keep_activations)
         else:
+            x = self.mod1(images)
             for unit in units:
                 x = unit(x)
-        x = self.bn_out(x)
+        x = self.bn_out(in_autocast_dtype(x))
         return x if self.classifier is None else self.classifier(x)
 
 

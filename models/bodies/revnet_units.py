@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ class ReversibleUnit(AdditiveCoupling):
     """y1 = short(x1) + F(x2); y2 = short(x2) + G(y1), with the channels in two halves (section 3.2).
 
     A unit that changes the resolution or the number of channels cannot be inverted, as its shortcuts cannot. Only F
-    strides. Arguments as in `residual_function`, for all channels; F and G have half of them.
+    strides. Arguments as in `ResidualFunction`, for all channels; F and G have half of them.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class ReversibleUnit(AdditiveCoupling):
                 f"even numbers"
             )
         halves = [value // 2 for value in channels]
-        first = partial(residual_function, in_channels // 2, halves, norm_act, stride=stride, dilation=dilation)
-        second = residual_function(halves[-1], halves, norm_act, dilation=dilation)
+        first = partial(ResidualFunction, in_channels // 2, halves, norm_act, stride=stride, dilation=dilation)
+        second = ResidualFunction(halves[-1], halves, norm_act, dilation=dilation)
         super().__init__(first(activated=after_stem), second)
         shortcuts = [shortcut(in_channels // 2, halves, stride) for _ in range(2)]
         self.short1, self.short2 = shortcuts
@@ -53,7 +54,7 @@ class ReversibleUnit(AdditiveCoupling):
 
 
 class ResidualUnit(nn.Module):
-    """y = short(x) + F(x), with the shortcut and F as in a RevNet. Arguments as in `residual_function`."""
+    """y = short(x) + F(x), with the shortcut and F as in a RevNet. Arguments as in `ResidualFunction`."""
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class ResidualUnit(nn.Module):
         after_stem: bool = False,
     ):
         super().__init__()
-        self.Fm = residual_function(
+        self.Fm = ResidualFunction(
             in_channels, channels, norm_act, stride=stride, dilation=dilation, activated=after_stem
         )
         self.short = shortcut(in_channels, channels, stride)
@@ -76,15 +77,7 @@ class ResidualUnit(nn.Module):
         return self.short(x).to(x.dtype) + self.Fm(x)
 
 
-def residual_function(
-    in_channels: int,
-    channels: Sequence[int],
-    norm_act: NormAct,
-    *,
-    stride: int = 1,
-    dilation: int = 1,
-    activated: bool = False,
-) -> nn.Sequential:
+class ResidualFunction(nn.Sequential):
     """F: norm and activation (bn1) before every convolution.
 
     Args:
@@ -95,9 +88,41 @@ def residual_function(
         dilation: of every 3x3 convolution.
         activated: the input comes from the stem's activation, so bn1 is left out.
     """
-    layers: OrderedDict[str, nn.Module] = OrderedDict() if activated else OrderedDict(bn1=norm_act(in_channels))
-    layers.update(convolutions(in_channels, channels, norm_act, stride=stride, dilation=dilation).named_children())
-    return nn.Sequential(layers)
+
+    repeatable = True  # computes the same each time, see `models.layers.traced_reversal`
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        norm_act: NormAct,
+        *,
+        stride: int = 1,
+        dilation: int = 1,
+        activated: bool = False,
+    ):
+        layers: OrderedDict[str, nn.Module] = OrderedDict() if activated else OrderedDict(bn1=norm_act(in_channels))
+        layers.update(convolutions(in_channels, channels, norm_act, stride=stride, dilation=dilation).named_children())
+        super().__init__(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride))."""
+        return super().forward(in_autocast_dtype(x))
+
+
+class Stem(nn.Sequential):
+    """A stem whose output is at least float32, also under autocast: the first of the sums that units add to."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """As the sequence."""
+        x = super().forward(images)
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """Convert x to the dtype of autocast, if it is enabled: a norm then keeps its activations in low precision too."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Module:

@@ -121,11 +121,11 @@ class Environment:
 
 
 @contextmanager
-def statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Context in which the forward pass of a module leaves the running statistics of all its norms as they are."""
+def statistics_kept(*modules: nn.Module) -> Iterator[None]:
+    """Context in which forward passes of some modules leave the running statistics of all their norms as they are."""
     kept = []
     try:
-        for norm in module.modules():
+        for norm in (part for module in modules for part in module.modules()):
             if norm.training and has_running_statistics(norm):
                 own = {name: values for name in _STATISTICS if (values := norm._buffers.get(name)) is not None}
                 kept.append((norm, own))

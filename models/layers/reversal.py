@@ -1,7 +1,7 @@
 """One forward pass through reversible modules; see `steps` for what its backward pass does."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -29,25 +29,25 @@ class Pass:
         self._split(coupling)
         if coupling.invertible:
             for half in coupling.half_steps():
-                self._run(half.branch, Update(half))
+                self._run([half.branch], Update(half))
         else:
-            self._run(coupling, Call(coupling.couple))
+            self._run([coupling], Call(coupling.couple))
 
     def uncouple(self, coupling: Coupling) -> None:
         """Run the inverse of a coupling."""
         self._split(coupling)
         for half in reversed(coupling.half_steps()):
-            self._run(half.branch, Update(half.inverted()))
+            self._run([half.branch], Update(half.inverted()))
 
     def invert(self, module: nn.Module, function: Callable, inverse: Callable) -> None:
         """Run a function of a module that has an inverse."""
         self._join()
-        self._run(module, Call(function, inverse))
+        self._run([module], Call(function, inverse))
 
-    def keep_input(self, module: nn.Module, function: Callable) -> None:
-        """Run a function of a module, and keep its input instead of its activations."""
+    def keep_input(self, modules: Sequence[nn.Module], function: Callable) -> None:
+        """Run a function of some modules, and keep its input instead of their activations."""
         self._join()
-        self._run(module, Call(function))
+        self._run(modules, Call(function))
 
     def finish(self) -> Values:
         """The outputs; the last state is kept."""
@@ -59,11 +59,11 @@ class Pass:
                     _metadata(tensor.grad_fn)[_MARK] = (weakref.ref(self.state), position, tensor._version)
         return self.values
 
-    def _run(self, module: nn.Module, move: Update | Call) -> None:
+    def _run(self, modules: Sequence[nn.Module], move: Update | Call) -> None:
         if not self.forget:
             self.values = move.run(self.values)
             return
-        step = Step(module, move, self.state, self.values, *self.options)
+        step = Step(modules, move, self.state, self.values, *self.options)
         self.values = step.run(self.values)
         self.state, self.needed = step.after, move.invertible
 

@@ -1,5 +1,6 @@
 """Modules that do not keep their inputs: they restore them from their outputs in the backward pass (RevNet, MemCNN)."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ from .couplings import Coupling
 from .replay import statistics_kept
 from .reversal import Pass
 from .steps import as_tuple
-from .traced_reversal import run_traced, traceable
+from .traced_reversal import is_traceable, run_traced
+
+Block = nn.Module | tuple[nn.Module, ...]
 
 
 class InvertibleModuleWrapper(nn.Module):
@@ -69,7 +72,7 @@ class InvertibleModuleWrapper(nn.Module):
             return self._fn(*xin)
         forward = Pass(xin, preserve_rng_state=self.preserve_rng_state)
         if self.keep_input:
-            forward.keep_input(self._fn, self._fn)
+            forward.keep_input([self._fn], self._fn)
         elif isinstance(self._fn, Coupling):
             forward.couple(self._fn)
         else:
@@ -83,7 +86,7 @@ class InvertibleModuleWrapper(nn.Module):
             return inverse(*yin)
         backward = Pass(yin, preserve_rng_state=self.preserve_rng_state)
         if self.keep_input_inverse:
-            backward.keep_input(self._fn, inverse)
+            backward.keep_input([self._fn], inverse)
         elif isinstance(self._fn, Coupling):
             backward.uncouple(self._fn)
         else:
@@ -121,23 +124,42 @@ class ReversibleSequence(nn.Module):
         return y
 
 
-def run_reversibly(blocks: Iterable[nn.Module], x: Tensor, disable: bool = False) -> Tensor:
-    """Run modules as a `ReversibleSequence` of them does."""
-    blocks = list(blocks)
+def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) -> Tensor:
+    """Run modules as a `ReversibleSequence` of them does. A tuple of modules is one block, which keeps its input."""
     forget = torch.is_grad_enabled() and not disable
-    compiling = torch.compiler.is_compiling()
-    if forget and compiling and (couplings := traceable(blocks)) is not None:
-        return run_traced(couplings, x)
-    forward = Pass((x,), forget=forget and not compiling)
+    if forget and torch.compiler.is_compiling():
+        return _run_compiled(blocks, x)
+    forward = Pass((x,), forget=forget)
     for block in blocks:
         if isinstance(block, Coupling):
             forward.couple(block)
+        elif isinstance(block, tuple):
+            forward.keep_input(block, functools.partial(_in_turn, block))
         elif (inverse := _inverse_of(block)) is not None:
             forward.invert(block, block, inverse)
         else:
-            forward.keep_input(block, block)
+            forward.keep_input([block], block)
     (y,) = forward.finish()
     return y
+
+
+def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
+    """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
+    row: list[Coupling] = []
+    for block in blocks:
+        if isinstance(block, Coupling) and is_traceable(block, like=row):
+            row.append(block)
+            continue
+        x = run_traced(row, x) if row else x
+        row = []
+        x = _in_turn(block if isinstance(block, tuple) else (block,), x)
+    return run_traced(row, x) if row else x
+
+
+def _in_turn(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
+    for module in modules:
+        x = module(x)
+    return x
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ freed with the graph, and a state that no earlier step needs is gone before anyb
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -132,14 +132,14 @@ class Step:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         move: Update | Call,
         before: State,
         inputs: Values,
         hooks: Hooks | None,
         preserve_rng_state: bool,
     ):
-        self.module, self.move = module, move
+        self.modules, self.move = modules, move
         self.inputs = Inputs(tuple(x.dtype for x in inputs), tuple(x.requires_grad for x in inputs))
         self.environment = Environment(inputs, preserve_rng_state)
         self.section = Section()
@@ -169,7 +169,7 @@ class Step:
 
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
-        with self.environment.restored(), statistics_kept(self.module), context:
+        with self.environment.restored(), statistics_kept(*self.modules), context:
             undo = self.move.again(values, self.inputs)
         before = self.before()
         if before is not None and self.move.invertible:

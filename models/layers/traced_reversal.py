@@ -40,13 +40,15 @@ _REPEATABLE = {
 }
 
 
-def traceable(blocks: Sequence[nn.Module]) -> list[Coupling] | None:
-    """The blocks, if they are couplings of one `split_dim` whose modules compute the same each time; else None."""
-    couplings = [block for block in blocks if isinstance(block, Coupling)]
-    if len(couplings) < len(blocks) or len({coupling.split_dim for coupling in couplings}) != 1:
-        return None
-    parts = [part for coupling in couplings for branch in (coupling.Fm, coupling.Gm) for part in branch.modules()]
-    return couplings if all(type(part) in _REPEATABLE or isinstance(part, ABN) for part in parts) else None
+def is_traceable(coupling: Coupling, like: Sequence[Coupling]) -> bool:
+    """Whether a coupling's branches compute the same each time, and it halves the dimension that others do."""
+    parts = [part for branch in (coupling.Fm, coupling.Gm) for part in branch.modules()]
+    return all(map(_is_repeatable, parts)) and all(other.split_dim == coupling.split_dim for other in like)
+
+
+def _is_repeatable(module: nn.Module) -> bool:
+    """Subclasses may compute anything, but for ours."""
+    return type(module) in _REPEATABLE or isinstance(module, ABN) or getattr(type(module), "repeatable", False)
 
 
 def run_traced(blocks: list[Coupling], x: Tensor) -> Tensor:

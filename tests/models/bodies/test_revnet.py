@@ -139,18 +139,18 @@ def test_saved_bytes_do_not_depend_on_the_depth(norm):
 
 
 def test_streams_are_float32_under_autocast():
-    """Residual functions compute in bfloat16; their sums, which the backward pass restores, do not."""
+    """Residual functions compute in bfloat16; the sums that they are added to, which are restored, do not."""
     network = RevNet(norm_act=RELU, classes=3, **BOTTLENECKS)
-    outputs = {}
+    dtypes = []
     for name, module in network.named_modules():
-        module.register_forward_hook(lambda m, args, y, n=name: outputs.update({n: y.dtype}))
-    inputs = []
-    network.bn_out.register_forward_pre_hook(lambda m, args: inputs.append(args[0].dtype))
+        if name.endswith(("Fm", "Gm")):
+            module.register_forward_hook(lambda m, args, y: dtypes.append((args[0].dtype, y.dtype)))
+        if name.endswith("Fm.bn2"):
+            module.register_forward_hook(lambda m, args, y: dtypes.append((torch.float32, y.dtype)))
     with torch.autocast("cpu", torch.bfloat16):
-        network(torch.randn(2, 3, 32, 32)).float().sum().backward()
-    branches = [dtype for name, dtype in outputs.items() if name.endswith("Fm")]
-    assert set(branches) == {torch.bfloat16} and len(branches) == 6
-    assert inputs == [torch.float32]
+        logits = network(torch.randn(2, 3, 32, 32))
+    logits.float().sum().backward()
+    assert set(dtypes) == {(torch.float32, torch.bfloat16)} and len(dtypes) == 2 * 18
 
 
 @pytest.mark.parametrize(
