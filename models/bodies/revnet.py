@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,18 +94,28 @@ class RevNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        units = [unit for number in range(2, self.stages + 2) for unit in getattr(self, f"mod{number}")]
         if self.reversible:
-            # A first unit without inverse would keep the stem's output; with the stem, it keeps only the images.
-            alone = units[0].invertible or self.keep_activations or torch.compiler.is_compiling()
-            first = (self.mod1,) if alone else (self.mod1, units.pop(0))
-            x = run_reversibly([first, *units], images, disable=self.keep_activations)
+            x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
         else:
             x = self.mod1(images)
-            for unit in units:
+            for unit in self._units():
                 x = unit(x)
         x = self.bn_out(in_autocast_dtype(x))
         return x if self.classifier is None else self.classifier(x)
+
+    @property
+    def reversible_blocks(self) -> list[Any]:
+        """The stem and the units, as `run_reversibly` takes them; none in a ResNet."""
+        if not self.reversible:
+            return []
+        units = self._units()
+        # A first unit without inverse would keep the stem's output; with the stem, it keeps only the images.
+        if units[0].invertible or self.keep_activations or torch.compiler.is_compiling():
+            return [(self.mod1,), *units]
+        return [(self.mod1, units[0]), *units[1:]]
+
+    def _units(self) -> list[Any]:
+        return [unit for number in range(2, self.stages + 2) for unit in getattr(self, f"mod{number}")]
 
 
 def _basic(*widths: int) -> list[tuple[int, int]]:

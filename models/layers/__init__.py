@@ -7,6 +7,7 @@ Imports only torch, and triton if installed, so the folder can be copied into an
 from .abn import ABN
 from .checkpointed_abn import CheckpointedABN, recompute_activations
 from .couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
+from .drift import drift
 from .health import Extreme, layer_health
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .released import from_released
@@ -25,6 +26,7 @@ __all__ = [
     "InPlaceABNSync",
     "InvertibleModuleWrapper",
     "ReversibleSequence",
+    "drift",
     "from_released",
     "is_invertible_module",
     "layer_health",

@@ -1,8 +1,9 @@
-"""How close norm layers are to losing their input: |gamma| near 0, or a poor reconstruction of x_hat."""
+"""How close layers are to losing their input: |gamma| near 0, or poor reconstructions of x_hat and of inputs."""
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from .activations import Activation, invert_activation
 from .backends import backend_for
 from .backends.interface import per_channel
 from .bn_act import floored, is_packed
+from .drift import drift
 from .inplace_abn import InPlaceABN
 
 Extreme = tuple[str, float]  # name of the layer in the network, value
@@ -34,14 +36,18 @@ def layer_health(
         smallest_gamma: over the norms that learn a scale, |gamma| as used in training (in-place layers have a floor;
             for the released package, |weight| without its eps).
         largest_reconstruction_error: over the in-place layers, see `reconstruction_error`.
+        largest_drift: over the modules with an attribute `reversible_blocks`, see `drift`.
         Keys are missing if the network has no such layers. NaN is more extreme than any number.
     """
     norms = {name: layer for name, layer in network.named_modules() if hasattr(layer, "running_mean")}
     gammas = [(name, training_gamma(layer).abs().min()) for name, layer in norms.items() if layer.weight is not None]
     errors: list[tuple[str, Tensor]] = []
+    drifts: list[tuple[str, Tensor]] = []
     inplace = {name: layer for name, layer in norms.items() if isinstance(layer, InPlaceABN)}
-    if inplace:
+    chains = {name: chain for name, chain in network.named_modules() if getattr(chain, "reversible_blocks", [])}
+    if inplace or chains:
         hooks = [layer.register_forward_pre_hook(partial(_measure, errors, name)) for name, layer in inplace.items()]
+        hooks += [chain.register_forward_pre_hook(partial(_follow, drifts, name)) for name, chain in chains.items()]
         modes = [(module, module.training) for module in network.modules()]
         try:
             network.eval()
@@ -54,6 +60,7 @@ def layer_health(
     extremes = {
         "smallest_gamma": _extreme(min, gammas, nan=-math.inf),
         "largest_reconstruction_error": _extreme(max, errors, nan=math.inf),
+        "largest_drift": _extreme(max, drifts, nan=math.inf),
     }
     return {name: extreme for name, extreme in extremes.items() if extreme is not None}
 
@@ -92,6 +99,10 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
 
 def _measure(errors: list[tuple[str, Tensor]], name: str, layer: InPlaceABN, args: tuple[Tensor]) -> None:
     errors.append((name, reconstruction_error(layer, args[0])))
+
+
+def _follow(drifts: list[tuple[str, Tensor]], name: str, chain: Any, args: tuple[Tensor]) -> None:
+    drifts.append((name, drift(chain.reversible_blocks, args[0])))
 
 
 def _extreme(choose: Callable, values: list[tuple[str, Tensor]], nan: float) -> Extreme | None:

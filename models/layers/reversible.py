@@ -110,6 +110,11 @@ class ReversibleSequence(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.disable = disable
 
+    @property
+    def reversible_blocks(self) -> list[nn.Module]:
+        """For `drift`, which `layer_health` reports."""
+        return list(self.blocks)
+
     def forward(self, x: Tensor) -> Tensor:
         """x -> y. Errors are those of the blocks."""
         return run_reversibly(self.blocks, x, self.disable)
@@ -134,7 +139,7 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
         if isinstance(block, Coupling):
             forward.couple(block)
         elif isinstance(block, tuple):
-            forward.keep_input(block, functools.partial(_in_turn, block))
+            forward.keep_input(block, functools.partial(in_turn, block))
         elif (inverse := _inverse_of(block)) is not None:
             forward.invert(block, block, inverse)
         else:
@@ -152,11 +157,12 @@ def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
             continue
         x = run_traced(row, x) if row else x
         row = []
-        x = _in_turn(block if isinstance(block, tuple) else (block,), x)
+        x = in_turn(block if isinstance(block, tuple) else (block,), x)
     return run_traced(row, x) if row else x
 
 
-def _in_turn(modules: tuple[nn.Module, ...], x: Tensor) -> Tensor:
+def in_turn(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """Run modules one after the other."""
     for module in modules:
         x = module(x)
     return x

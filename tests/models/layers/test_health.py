@@ -1,5 +1,7 @@
 """Layer health is exact, names the right layer and does not affect training."""
 
+import copy
+import functools
 import math
 from contextlib import nullcontext
 from functools import partial
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from models.bodies import RevNet
 from models.layers import ABN, InPlaceABN, layer_health
 from models.layers.health import reconstruction_error
 from tests.ranks import Ranks
@@ -143,3 +146,25 @@ def test_synchronised_layers_exchange_nothing(tmp_path):
 def looked_at_by_the_first(rank: int) -> bool:
     net = network(partial(InPlaceABN, sync=True))
     return rank == 0 and set(layer_health(net, images())) > {"smallest_gamma"}
+
+
+def test_drift_of_a_reversible_network():
+    """The error of the input restored by a row of couplings, which grows with the row; none for other networks."""
+    torch.manual_seed(0)
+    options = dict(norm_act=partial(ABN, momentum=1.0), channels=((8, 8), (16, 16), (16, 16)), stem_channels=8)
+    images = torch.randn(2, 3, 32, 32)
+    found = []
+    for units in (2, 40):
+        network = RevNet(structure=(units, 1, 1), **options)
+        network(images)  # statistics
+        weights = copy.deepcopy(network.state_dict())
+        name, error = layer_health(network, images)["largest_drift"]
+        assert name == "" and all(torch.equal(network.state_dict()[key], value) for key, value in weights.items())
+        found.append(error)
+        network.eval()
+        with torch.no_grad():
+            x = network.mod1(images)
+            restored = functools.reduce(lambda y, unit: unit.inverse(y), reversed(network.mod2), network.mod2(x))
+            assert error >= ((restored - x).abs().max() / x.abs().max()).item() > 0
+    assert found[0] < found[1] < 1e-4
+    assert "largest_drift" not in layer_health(RevNet(structure=(2, 1, 1), reversible=False, **options), images)
