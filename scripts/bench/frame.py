@@ -71,7 +71,7 @@ def benchmark(
             clock = Clock()
             environment = {**provenance(), "threads": torch.get_num_threads()}  # as it was at the start
             found = measure(arguments, clock)
-            known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure")}
+            known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", "root")}
             result = {
                 "command": command_line(name, arguments),
                 "arguments": known | found.pop("arguments", {}),
@@ -97,7 +97,9 @@ def benchmark(
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
     changed = [
-        f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
+        "root=DIR"
+        if entry.name == "root"
+        else f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
         for entry in dataclasses.fields(arguments)
         if entry.name not in ("out", "measure") and getattr(arguments, entry.name) != _default(entry)
     ]
