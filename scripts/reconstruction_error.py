@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from omegaconf import MISSING
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
@@ -53,7 +52,7 @@ METHOD = """
 class ReconstructionArguments(frame.Arguments):
     """Arguments of the command."""
 
-    root: str = MISSING  # CIFAR-10, in any form that data=cifar10 takes
+    root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
     body: str = key("revnet38", one_of=tuple(BODIES))
     norm: str = key("std", one_of=tuple(NORMS))
     steps: int = key(600, above=0)

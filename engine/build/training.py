@@ -66,6 +66,7 @@ def learner(
     trained = plain.network
     if trainer.compile:
         check_compiler(world.device.type, asked="trainer.compile=true", instead="trainer.compile=false")
+        torch._dynamo.config.trace_autograd_ops = True  # reversible bodies differentiate in their backward pass
         trained = torch.compile(trained, fullgraph=True, dynamic=False)  # type: ignore[assignment]  # it is a module
     if world.size > 1:
         on_cuda = world.device.type == "cuda"

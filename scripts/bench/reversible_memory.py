@@ -58,21 +58,22 @@ def activations() -> list[dict]:
     return rows
 
 
-def segmentation(crop_size: int = 512) -> list[dict]:
+def segmentation() -> list[dict]:
     """Bytes per input pixel kept by RevNet-104 with a DeepLabV3 head, beside ResNeXt-101."""
-    rows = [_bytes_per_pixel("ResNeXt-101", bodies.resnext101, norm, "float32", crop_size) for norm in NORMS]
+    rows = [bytes_per_pixel("ResNeXt-101", bodies.resnext101, norm, "float32") for norm in NORMS]
     for norm in NORMS:
         for reversible in (False, True):
             build = partial(bodies.revnet104, keep_activations=not reversible)
             for precision in ("float32", "bfloat16"):
-                rows.append(_bytes_per_pixel("RevNet-104", build, norm, precision, crop_size, reversible))
+                rows.append(bytes_per_pixel("RevNet-104", build, norm, precision, reversible))
     return rows
 
 
-def _bytes_per_pixel(
-    title: str, build: Callable[..., nn.Module], norm: str, precision: str, crop_size: int, reversible: bool = False
+def bytes_per_pixel(
+    title: str, build: Callable[..., nn.Module], norm: str, precision: str, reversible: bool = False
 ) -> dict:
-    kept = []
+    """{"case", "bytes_per_pixel"} of a body with the head, at 512 pixels, in float32 or under autocast."""
+    kept, crop_size = [], 512
     with FakeTensorMode():
         network: Any = segmentation_network(build, norm)
         for crops in (2, 3):  # what an additional crop keeps, without low-precision copies of the weights

@@ -25,6 +25,7 @@ class Unknown(nn.Module):
     def __init__(self, unit: nn.Module):
         super().__init__()
         self.unit = unit
+        self.invertible = unit.invertible
         if unit.invertible:
             self.inverse = unit.inverse
 
