@@ -9,6 +9,7 @@ import torch
 
 from models import bodies
 from models.bodies import RevNet
+from models.layers import InPlaceABN
 from scripts import reconstruction_error
 from scripts.bench import reversible, reversible_memory, reversible_steps
 from scripts.bench.frame import MISS, PASS
@@ -34,6 +35,7 @@ def record(tmp_path_factory) -> tuple[dict, str]:
     """A whole run on tiny networks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reversible_memory, "DEPTHS", (2, 8))
+        patch.setitem(reversible_memory.NORMS, "inplace", partial(InPlaceABN, backend="eager"))
         patch.setattr(reversible_steps, "revnet104", SMALL)
         patch.setattr(reversible, "segmentation", lambda: [{"case": case, "bytes_per_pixel": 10} for case in CASES])
         options = ["rounds=2", "images=4", "crop_size=64", "parts=[steps,depths,segmentation]"]
