@@ -75,7 +75,7 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     console, task = make_console(world.rank), TASKS[config.task]
     log_to(console, None, world.rank)
     split = options.data.split or config.data.val_split
-    dataset = task.dataset(config.data, split)
+    dataset = task.dataset(config.data, split, state)
     with world.first_goes_ahead() as first:
         if config.data.verify and first:
             verify_with_progress(dataset, console, task.verify)
@@ -158,16 +158,18 @@ class Task(NamedTuple):
     """What an evaluation needs to know of a task."""
 
     schema: type[TrainingRun]
-    dataset: Callable[[Any, str], Any]  # configuration of the data, split
+    dataset: Callable[[Any, str, dict], Any]  # configuration of the data, split, content of the checkpoint
     verify: Callable[..., None]
     network: Callable[..., nn.Module]
     evaluate: Callable[..., Evaluated]
 
 
 TASKS = {
-    "segmentation": Task(SegmentationRun, build.dataset, verify, build.segmentation_network, segment),
+    "segmentation": Task(
+        SegmentationRun, lambda data, split, _: build.dataset(data, split), verify, build.segmentation_network, segment
+    ),
     "classification": Task(
-        ClassificationRun, build.classified_split, verify_images, build.classification_network, classify
+        ClassificationRun, build.evaluated_split, verify_images, build.classification_network, classify
     ),
 }
 

@@ -1,5 +1,6 @@
 """A classification dataset: a list of images in files or in memory, a class for each, and checked reading."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ class ClassificationDataset(Dataset):
 
     `name`: the dataset's, e.g. "imagenet". `classes`: their names, by label. `labels`: the class of every image, int64
     (images,). `files`: what the dataset is read from, one image each, unless `pixels` holds all images: uint8 (images,
-    3, H, W) RGB, which are called `names`.
+    3, H, W) RGB, which are called `names`. `mean_image`: see `minus`.
     """
 
     palette = None  # classes have no colours
     has_labels = True
+    mean_image: np.ndarray | None = None
 
     def __init__(
         self,
@@ -62,8 +64,20 @@ class ClassificationDataset(Dataset):
         assert self.pixels is None, f"{self.name} is in memory"
         return self.files.path(number)
 
+    def minus(self, mean_image: np.ndarray) -> "ClassificationDataset":
+        """The dataset with `mean_image`, float64 (3, H, W), subtracted from the images in `in_memory`."""
+        other = copy.copy(self)
+        other.mean_image = mean_image
+        return other
+
+    def in_memory(self, numbers: np.ndarray) -> np.ndarray:
+        """Several of `pixels`: uint8 (n, 3, H, W) RGB, or float32 with a `mean_image`, still in levels of 255."""
+        assert self.pixels is not None, f"{self.name} is in files"
+        chosen = self.pixels[numbers]
+        return chosen if self.mean_image is None else (chosen - self.mean_image).astype(np.float32)
+
     def image(self, number: int) -> np.ndarray:
-        """uint8 (H, W, 3) RGB. EXIF orientation is ignored, as in published ImageNet results.
+        """uint8 (H, W, 3) RGB as stored. EXIF orientation is ignored, as in published ImageNet results.
 
         ValueError if the file is missing, truncated or neither PNG nor JPEG, whatever its suffix.
         """
@@ -71,3 +85,9 @@ class ClassificationDataset(Dataset):
             return np.ascontiguousarray(self.pixels[number].transpose(1, 2, 0))
         with restorable():
             return decode_image(self.path(number))
+
+
+def mean_image(dataset: ClassificationDataset) -> np.ndarray:
+    """The mean over all images of a split in memory, float64 (3, H, W)."""
+    assert dataset.pixels is not None, f"{dataset.name} is in files"
+    return dataset.pixels.sum(axis=0, dtype=np.int64) / len(dataset)  # sums of integers are exact

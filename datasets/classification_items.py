@@ -1,4 +1,7 @@
-"""The items of classification: random crops for training, fixed views for evaluation. Pixels stay uint8."""
+"""The items of classification: random crops for training, fixed views for evaluation.
+
+Pixels stay uint8, unless a mean image is subtracted from them: then they are float32, in the same levels of 0 to 255.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -29,6 +32,7 @@ class ClassificationCrops(Dataset):
         seed: int,
         skip_unreadable: bool = False,
     ):
+        assert dataset.mean_image is None or isinstance(transform, PaddedCrop), "others take images as stored"
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
@@ -39,7 +43,7 @@ class ClassificationCrops(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, key: Key) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, "label": int, "name": str, "skipped": str}
+        """{"image": tensor (3, h, w) RGB, uint8 or float32, "label": int, "name": str, "skipped": str}
 
         "skipped" has one line for each unreadable image that this crop replaces.
         """
@@ -50,32 +54,37 @@ class ClassificationCrops(Dataset):
         if self.dataset.pixels is None or not isinstance(self.transform, PaddedCrop):
             return [self[key] for key in keys]
         numbers = np.array([number for _, number in keys])
-        crops = self._minibatch(self.transform, self.dataset.pixels, keys[0][0], numbers)
+        crops = self._minibatch(self.transform, keys[0][0], numbers)
         return {**_minibatch(self.dataset, crops, numbers), "skipped": [""] * len(keys)}
 
     def _crop(self, draw: Draw) -> dict:
         number = draw.image
         if self.dataset.pixels is not None and isinstance(self.transform, PaddedCrop):
-            crops = self._minibatch(self.transform, self.dataset.pixels, draw.epoch, np.array([number]))
+            crops = self._minibatch(self.transform, draw.epoch, np.array([number]))
             return _item(self.dataset, torch.from_numpy(crops[0]), number)
         rng = np.random.default_rng([self.seed, draw.epoch, number])
         crop = self.transform(self.dataset.image(number), rng)
         return _item(self.dataset, torch.from_numpy(np.ascontiguousarray(crop.transpose(2, 0, 1))), number)
 
-    def _minibatch(self, transform: PaddedCrop, pixels: np.ndarray, epoch: int, numbers: np.ndarray) -> np.ndarray:
+    def _minibatch(self, transform: PaddedCrop, epoch: int, numbers: np.ndarray) -> np.ndarray:
+        images = self.dataset.in_memory(numbers)
         # One generator per epoch draws for all images at once: a generator per image would take longer than the crops.
         if self._drawn is None or self._drawn[0] != epoch:
             seeds = np.random.SeedSequence([self.seed, epoch], spawn_key=(_EPOCH_STREAM,))
-            drawn = transform.draw(pixels.shape[2:], len(self), np.random.default_rng(seeds))
+            drawn = transform.draw(images.shape[2:], len(self), np.random.default_rng(seeds))
             self._drawn = (epoch, *drawn)
         _, corners, mirrored = self._drawn
-        return transform.minibatch(pixels[numbers], corners[numbers], mirrored[numbers])
+        return transform.minibatch(images, corners[numbers], mirrored[numbers])
 
 
 class EvaluatedImages(Dataset):
-    """Images as an evaluation sees them: `view` is a `CentreCrop`, `TenCrops`, or None for whole images."""
+    """Images as an evaluation sees them: `view` is a `CentreCrop`, `TenCrops`, or None for whole images.
+
+    Whole images in memory are minus the dataset's mean image, if it has one.
+    """
 
     def __init__(self, dataset: ClassificationDataset, view: Callable[[np.ndarray], np.ndarray] | None):
+        assert dataset.mean_image is None or view is None, "views show images as stored"
         self.dataset = dataset
         self.view = view
 
@@ -83,7 +92,12 @@ class EvaluatedImages(Dataset):
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> dict:
-        """{"image": uint8 tensor (3, h, w) RGB, or (10, 3, h, w) for ten crops, "label": int, "name": str}"""
+        """{"image": tensor (3, h, w) RGB, or (10, 3, h, w) for ten crops, "label": int, "name": str}
+
+        The image is uint8, or float32 with a mean image.
+        """
+        if self.dataset.mean_image is not None:
+            return _item(self.dataset, torch.from_numpy(self.dataset.in_memory(np.array([number]))[0]), number)
         image = self.dataset.image(number)
         seen = image if self.view is None else self.view(image)
         planes = np.ascontiguousarray(np.moveaxis(seen, -1, -3))  # (…, 3, h, w)
@@ -94,13 +108,13 @@ class EvaluatedImages(Dataset):
         if self.dataset.pixels is None or self.view is not None:
             return [self[number] for number in numbers]
         chosen = np.array(numbers)
-        return _minibatch(self.dataset, self.dataset.pixels[chosen], chosen)
+        return _minibatch(self.dataset, self.dataset.in_memory(chosen), chosen)
 
 
 def collated(items: list[dict] | dict) -> dict:
     """`collate_fn` of a DataLoader: a minibatch from its items, unchanged if it was made as a whole.
 
-    "image": uint8 (n, 3, h, w), "label": int64 (n,), all else lists.
+    "image": uint8 or float32 (n, 3, h, w), "label": int64 (n,), all else lists.
     """
     return items if isinstance(items, dict) else default_collate(items)
 

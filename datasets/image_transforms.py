@@ -127,11 +127,11 @@ class PaddedCrop:
         return rng.integers(0, np.add(spare, 1), (images, 2)), rng.random(images) < self.flip
 
     def minibatch(self, pixels: np.ndarray, corners: np.ndarray, mirrored: np.ndarray) -> np.ndarray:
-        """Crop images at `corners`: uint8 (n, 3, H, W) -> uint8 (n, 3, size, size). Arguments as from `draw`."""
+        """Crop images at `corners`: (n, 3, H, W) -> (n, 3, size, size) of the same dtype. Arguments as from `draw`."""
         count, channels, height, width = pixels.shape
         pad, size = self.padding, self.size
-        padded = np.empty((count, channels, height + 2 * pad, width + 2 * pad), np.uint8)
-        padded[:] = np.array([round(value) for value in self.fill], np.uint8)[:, None, None]
+        padded = np.empty((count, channels, height + 2 * pad, width + 2 * pad), pixels.dtype)
+        padded[:] = np.array([round(value) for value in self.fill], pixels.dtype)[:, None, None]
         padded[..., pad : pad + height, pad : pad + width] = pixels
         windows = np.lib.stride_tricks.sliding_window_view(padded, (size, size), axis=(2, 3))
         crops = windows[np.arange(count), :, corners[:, 0], corners[:, 1]]  # (n, 3, size, size)

@@ -81,6 +81,7 @@ class SegmentationDataset(Dataset):
         self.table = table
         self.decode_label = decode_label
         self.decode_instances = decode_instances
+        self.mean_image = None  # only small images have one
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -5,18 +5,16 @@ import reprlib
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from engine.checkpoint_migrations import FORMAT, migrated
+from engine.checkpoint_parts import OPTIONAL, PARTS
 from engine.console import logger
 from engine.out_of_memory import is_out_of_memory
 from models import torch_files
-
-MOST_CLASSES = 65_535
 
 
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
@@ -152,9 +150,9 @@ def checked(state: object, path: Path) -> dict:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which this version writes")
-    for key, (fits, expected) in _PARTS.items():
+    for key, (fits, expected) in PARTS.items():
         absent = key not in state
-        if absent and key in _OPTIONAL:
+        if absent and key in OPTIONAL:
             continue
         if absent or not fits(state[key]):
             found = f"no {key}" if absent else f"{key}={reprlib.repr(state[key])}"
@@ -165,44 +163,6 @@ def checked(state: object, path: Path) -> dict:
             f"checkpoint {path} has {colours} colours in palette: expected {len(state['classes'])}, as classes"
         )
     return state
-
-
-def _are(entry_fits: Callable[[object], bool], least: int, most: int) -> Callable[[object], bool]:
-    """Return a test for sequences of `least` to `most` entries that each pass `entry_fits`."""
-    return lambda value: (
-        isinstance(value, (list, tuple)) and least <= len(value) <= most and all(map(entry_fits, value))
-    )
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _are_tensors(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_name(name) and isinstance(part, Tensor) for name, part in value.items())
-
-
-def _is_number(value: object, most: float) -> bool:
-    return type(value) is int and 0 <= value <= most
-
-
-# What an evaluation needs from a checkpoint: a test of each part, and its description.
-_PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "task": (_is_name, "the name of its task"),
-    "step": (partial(_is_number, most=float("inf")), "a number of steps"),
-    "config": (lambda value: isinstance(value, dict), "the dictionary of the run's configuration"),
-    "classes": (_are(_is_name, 1, MOST_CLASSES), f"1 to {MOST_CLASSES} names"),
-    "network": (_are_tensors, "a dictionary {name: tensor}"),
-    "ema": (_are_tensors, "a dictionary {name: tensor}"),
-    "palette": (
-        _are(_are(partial(_is_number, most=255), 3, 3), 1, MOST_CLASSES),
-        "an (R, G, B) of 0 to 255 for each class",
-    ),
-    "unnamed_classes": (lambda value: value is True, "True"),
-}
-# Present only with averaged weights, with coloured classes, and if `classes` are mere numbers because the checkpoint
-# was converted from a file without names.
-_OPTIONAL = ("ema", "palette", "unnamed_classes")
 
 
 def read(path: Path) -> object:

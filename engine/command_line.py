@@ -117,6 +117,9 @@ def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str,
         elif entry.startswith("/schema/"):
             _, _, own, name = entry.split("/")
             yield own, name
+        elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
+            _, other, name = entry.split("/", 2)
+            yield from _alternatives(other, name, configs)
         else:  # relative to the choice's folder
             yield from _alternatives(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
 

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+
 Item_co = TypeVar("Item_co", covariant=True)
 
 
@@ -17,6 +19,8 @@ class Dataset(Protocol):
     def classes(self) -> tuple[str, ...]: ...  # names, by number
     @property
     def palette(self) -> Sequence[tuple[int, int, int]] | None: ...  # (R, G, B) of each class; None without colours
+    @property
+    def mean_image(self) -> np.ndarray | None: ...  # float64 (3, H, W), subtracted from every image; None: nothing is
     def __len__(self) -> int: ...
     def names_and_sizes(self) -> tuple[str, str]: ...  # hashes: a resumed run needs equal names, and warns of sizes
 

@@ -25,8 +25,8 @@ def train(
 ) -> Evaluated:
     """Train `run.learner`, one optimiser step per minibatch; evaluate when scheduled and at the end.
 
-    `minibatches` holds this rank's share of each: "image" uint8 (N, 3, H, W), "label", and lists of N "name" and
-    "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
+    `minibatches` holds this rank's share of each: "image" (N, 3, H, W) in levels of 0 to 255, "label", and lists of N
+    "name" and "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
 
     Raises:
         FloatingPointError: the loss or gradient of a step, or a weight to be saved, is not finite.

@@ -116,6 +116,8 @@ class Run(Generic[Config, Split]):
         }
         if self.train_set.palette is not None:
             state["palette"] = [list(colour) for colour in self.train_set.palette]
+        if self.train_set.mean_image is not None:
+            state["mean_image"] = torch.from_numpy(self.train_set.mean_image)
         if self.world.first:
             self.directory.start_saving(state, best)
 

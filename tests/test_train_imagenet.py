@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
 import train_seg
+from datasets import cifar10
 from engine import build, checkpoint
 from engine import config as configuration
 from engine.classification.evaluation import Counts, class_logits
@@ -47,10 +50,11 @@ STEPS = 24
 WIDER_CHANNELS = "body.channels=[[4,4],[4,4],[4,4],[4,4],[4,4,8],[4,4,8]]"
 STEADY = ("trainer.log_every_steps=1", "trainer.checkpoint_every_steps=8", "trainer.evaluate_every_steps=12")
 RUN = (*SHORT_SHAPES, *STEADY, f"trainer.steps={STEPS}", "trainer.ema_decay=0.5")
+MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
 OPTIMS = {
     "sgd, cosine": (),
     "sgd, step, three epochs": ("lr_schedule=step", "lr_schedule.every_epochs=1", "data.crops_per_minibatch=400"),
-    "sgd, linear": ("lr_schedule=linear", "lr_schedule.warmup_steps=4"),
+    "sgd, linear, mean image": ("lr_schedule=linear", "lr_schedule.warmup_steps=4", *MEAN_IMAGE),
     "adamw, multistep": (
         *("optim=adamw", "optim.head_lr_factor=10", "lr_schedule=multistep", "lr_schedule.epochs=null"),
         *("lr_schedule.steps=[6,15]", "lr_schedule.warmup_steps=3", "trainer.precision=bfloat16"),
@@ -217,6 +221,8 @@ def test_processes_stop_resume_and_evaluate_together(ranks, tmp_path):
         ("trainer.precision=bfloat16", "trainer.accumulation_steps=2"),
         ("trainer.precision=float16",),
         ("norm=std", "norm.activation=relu", "body=resnet_cifar_tiny", "body.base_channels=[4,4]"),
+        ("body=revnet_tiny", "norm=inplace", "trainer.precision=bfloat16", "trainer.accumulation_steps=2", *MEAN_IMAGE),
+        ("body=revnet_tiny", "body.reversible=false", "norm=std", "norm.activation=relu", "optim.decay=weights"),
         ("body=densenet264", "body.structure=[1,1,1,1]", "body.growth=4", "body.stem=cifar", "body.stem_channels=8"),
         (
             "body=wider_resnet38",
@@ -236,10 +242,11 @@ def test_switches_and_bodies_train(tmp_path, overrides):
     assert train(composed("train_imagenet", *options))["images"] == 24
 
 
-@pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet14"])
+@pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet14", "experiment=cifar10/revnet38"])
 def test_debug_smoke_takes_two_steps_of_anything(tmp_path, choice):
-    cifar = ("body=resnet_cifar_tiny", f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}")
-    options = (choice, "debug=smoke", "norm.backend=eager", *(cifar if "cifar" in choice else ()))
+    cifar = (f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}",) if "cifar" in choice else ()
+    tiny = ("body=resnet_cifar_tiny",) if "resnet14" in choice else ()
+    options = (choice, "debug=smoke", "norm.backend=eager", *cifar, *tiny)
     results = train(composed("train_imagenet", *options, f"run_dir={tmp_path / 'run'}", "trainer.device=cpu"))
     assert results["images"] == 2 and checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"] == 2
 
@@ -249,13 +256,52 @@ def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(tmp_path
     train_shapes(run_dir, "trainer.steps=1")
     last = run_dir / "checkpoints" / "last.pt"
     state = checkpoint.load(last)
-    assert state["task"] == "classification" and "palette" not in state
+    assert state["task"] == "classification" and not {"palette", "mean_image"} & state.keys()
     assert configuration.plain(configuration.of_checkpoint(state, ClassificationRun, "it")) == state["config"]
     refusal = "is for the task classification: expected segmentation"
     with pytest.raises(ValueError, match=refusal):
         configuration.of_checkpoint(state, SegmentationRun, "it")
     with pytest.raises(ValueError, match=f"run_dir={run_dir} {refusal}"):
         train_seg.train(composed("train_seg", *SHORT, "trainer.steps=2", f"run_dir={run_dir}", "resume=auto"))
+
+
+def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):
+    """It does not need the training images."""
+    root = classification_trees.cifar_folders(tmp_path / "cifar")
+    data = ("data=cifar10", f"data.root={root}", "data.crops_per_minibatch=10", "trainer.evaluate_images=null")
+    body = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[4,4],[8,8],[8,8]]", "body.stem_channels=4")
+    steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
+    trained = train(composed("train_imagenet", *data, *body, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    state = checkpoint.load(last)
+    train_set, test_set = (cifar10(root, split) for split in ("train", "test"))
+    assert np.array_equal(state["mean_image"].numpy(), train_set.pixels.mean(axis=0, dtype=np.float64))
+    shutil.rmtree(root / "train")
+    options = ("workers=0", "device=cpu", "results=" + str(tmp_path / "again.json"))
+    again = evaluate(composed("eval", f"checkpoint={last}", *options))
+    assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10
+
+    config = configuration.of_checkpoint(state, ClassificationRun, "it")
+    make, classes = partial(build.classification_network, config), state["classes"]
+    network = checkpoint.load_network(lambda: make(len(classes)), state, classes, last).eval()
+    inputs = (
+        (torch.from_numpy(test_set.pixels) - state["mean_image"]) / 255 / torch.tensor(config.data.std).view(3, 1, 1)
+    )
+    labels = network(inputs.float()).argmax(dim=1)
+    assert np.array(again["confusion_matrix"])[test_set.labels, labels].all()
+
+    for other, message in (
+        ({key: value for key, value in state.items() if key != "mean_image"}, "its mean_image is None: expected"),
+        ({**state, "mean_image": state["mean_image"][:, :1, :1]}, r"\[3, 1, 1\]: expected .* \[3, 32, 32\]"),
+    ):
+        checkpoint.save(tmp_path / "other.pt", other)
+        with pytest.raises(ValueError, match=f"data.mean_image=true, and .*{message}"):
+            evaluate(composed("eval", f"checkpoint={tmp_path / 'other.pt'}", *options))
+
+
+def test_a_mean_image_takes_the_place_of_the_mean_colour():
+    with pytest.raises(ValueError, match="data.mean_image=true with data.mean=.0.485.*give data.mean=.0,0,0."):
+        classification_config("data=cifar10", "data.mean_image=true")
 
 
 def test_a_segmentation_starts_from_the_body_of_a_classification(tmp_path):

@@ -8,6 +8,7 @@ from engine.build.classification import (
     classified_images,
     classified_split,
     classified_splits,
+    evaluated_split,
 )
 from engine.build.data import (
     dataset,

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, Subset
@@ -24,6 +25,7 @@ from datasets import (
     shapes,
 )
 from datasets.cifar import IMAGES as CIFAR_IMAGES
+from datasets.classification import mean_image
 from datasets.imagenet import IMAGES as IMAGENET_IMAGES
 from datasets.shapes import IMAGES as SHAPES_IMAGES
 from datasets.workers import Loader
@@ -36,10 +38,13 @@ IMAGENET_CLASSES = 1000
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
-    """The training and the validation split. ValueError: see `classified_split`."""
+    """The training and the validation split, minus the former's mean image if asked. ValueError: `classified_split`."""
     train_set = classified_split(config, config.train_split, "data.train_split")
     val_set = classified_split(config, config.val_split, "data.val_split")
     assert train_set.classes == val_set.classes, "each dataset compares its splits"
+    if isinstance(config, SmallImagesData) and config.mean_image:
+        mean = mean_image(train_set)
+        return train_set.minus(mean), val_set.minus(mean)
     return train_set, val_set
 
 
@@ -55,6 +60,26 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
         return sources[config.name](config.root, split)
     except ValueError as error:
         raise ValueError(f"{key}={split}: data.root={config.root}: {error}") from error
+
+
+def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
+    """One split as the network of a checkpoint with the content `state` saw its images in training.
+
+    Raises:
+        ValueError: the checkpoint lacks the mean image to subtract; or see `classified_split`.
+    """
+    dataset = classified_split(config, split)
+    if not isinstance(config, SmallImagesData) or not config.mean_image:
+        return dataset
+    assert dataset.pixels is not None, "small images are in memory"
+    mean, shape = state.get("mean_image"), dataset.pixels.shape[1:]
+    if not isinstance(mean, torch.Tensor) or mean.shape != shape:
+        found = list(mean.shape) if isinstance(mean, torch.Tensor) else mean
+        raise ValueError(
+            f"the checkpoint was trained with data.mean_image=true, and its mean_image is {found}: expected a tensor "
+            f"{list(shape)}, as training writes it"
+        )
+    return dataset.minus(mean.numpy())
 
 
 def classified_counts(config: ClassificationData, classes: int) -> dict[str, int]:

@@ -47,6 +47,7 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
     schema.DenseNetBody: bodies.DenseNet,
     schema.ResNetBody: bodies.ResNet,
     schema.ResNeXtBody: bodies.ResNeXt,
+    schema.RevNetBody: bodies.RevNet,
     schema.WiderResNetBody: bodies.WiderResNet,
 }
 

@@ -27,7 +27,7 @@ DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can 
 
 
 def class_logits(forward: Forward, images: Tensor) -> Tensor:
-    """Float32 logits (N, K) of uint8 images (N, 3, h, w), or their mean over the crops (N, crops, 3, h, w)."""
+    """Float32 logits (N, K) of images (N, 3, h, w), or their mean over the crops (N, crops, 3, h, w)."""
     if images.ndim == 4:
         return forward(images).float()
     logits = forward(images.flatten(0, 1)).float()  # (N * crops, K)

@@ -40,6 +40,15 @@ class SmallImagesData(ClassificationData):
     """Images of 32x32 pixels, kept in memory."""
 
     padding: int = key(4, least=0)  # pixels of mean colour around an image before a training crop is drawn
+    # Subtract the mean over all training images, pixel by pixel, before padding; with data.mean=[0,0,0] (RevNet).
+    mean_image: bool = False
+
+    def check(self) -> None:
+        if self.mean_image and any(self.mean):
+            raise ValueError(
+                f"data.mean_image=true with data.mean={self.mean}: the mean image takes the place of the mean colour; "
+                f"give data.mean=[0,0,0]"
+            )
 
 
 CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {

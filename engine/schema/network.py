@@ -120,6 +120,25 @@ class DenseNetBody(StemmedBody):
 
 
 @dataclass
+class RevNetBody(StemmedBody):
+    name: str = "revnet"
+    # Per stage, of the convolutions of a residual unit: two (3x3, 3x3) or three (a bottleneck of 1x1, 3x3, 1x1).
+    channels: list[list[int]] = key(MISSING, above=0)
+    stem_channels: int = key(MISSING, above=0)
+    stem: str = key("cifar", one_of=tuple(STEM_STRIDES))
+    reversible: bool = True  # false: a pre-activation ResNet
+    keep_activations: bool = False  # of a reversible body: compute the same from stored activations
+
+    def check(self) -> None:
+        super().check()
+        if self.keep_activations and not self.reversible:
+            raise ValueError(
+                "body.keep_activations=true with body.reversible=false: a ResNet keeps its activations anyway; leave "
+                "keep_activations out"
+            )
+
+
+@dataclass
 class WiderResNetBody(Body):
     name: str = "wider_resnet"
     structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0)  # blocks in mod2 … mod7
@@ -156,6 +175,7 @@ BODIES: dict[str, type[Body]] = {
     "resnet": ResNetBody,
     "resnext": ResNeXtBody,
     "densenet": DenseNetBody,
+    "revnet": RevNetBody,
     "wider_resnet": WiderResNetBody,
 }
 HEADS = {"deeplabv3": DeepLabV3Head}

@@ -1,3 +1,4 @@
+import itertools
 import os
 
 import numpy as np
@@ -17,6 +18,7 @@ from datasets import (
     collated,
     imagenet,
 )
+from datasets.classification import mean_image
 from datasets.workers import Loader
 from tests.datasets import classification_trees as trees
 
@@ -102,6 +104,48 @@ def test_images_in_memory_may_have_the_input_of_imagenet_and_images_in_files_the
     padded = ClassificationCrops(files, PaddedCrop(32, 0), seed=0)
     assert collated(padded.__getitems__([(0, 1), (0, 2)]))["image"].shape == (2, 3, 32, 32)
     assert torch.equal(padded[5, 1]["image"], padded[5, 1]["image"])
+
+
+def test_a_mean_image_is_subtracted_before_padding(memory):
+    """Exactly: crops of the float64 difference with zeros around it, rounded once. They are where they were without."""
+    images = len(memory)
+    mean = [sum(column) / images for column in memory.pixels.reshape(images, -1).T.tolist()]  # of Python's integers
+    assert np.array_equal(mean_image(memory), np.reshape(mean, (3, 32, 32)))
+    difference = torch.from_numpy(memory.pixels) - torch.tensor(mean, dtype=torch.float64).view(3, 32, 32)
+    transform = PaddedCrop(32, 2, fill=(0, 0, 0))
+    crops = ClassificationCrops(memory.minus(mean_image(memory)), transform, seed=0)
+    numbers = range(0, images, 3)
+    batch = collated(crops.__getitems__([(4, number) for number in numbers]))
+    assert batch["image"].dtype == torch.float32 and batch["image"].is_contiguous()
+    as_stored = ClassificationCrops(memory, transform, seed=0)
+    corners = set()
+    for crop, number in zip(batch["image"], numbers, strict=True):
+        found = [
+            (top, left, mirrored)
+            for top, left, mirrored in itertools.product(range(5), range(5), (False, True))
+            if torch.equal(window(difference[number], top, left, mirrored).float(), crop)
+        ]
+        assert len(found) == 1 and torch.equal(crops[4, number]["image"], crop)
+        stored = as_stored[4, number]["image"]
+        assert torch.equal(window(torch.from_numpy(memory.pixels[number]), *found[0]), stored)
+        corners.update(found)
+    assert len(corners) > 5
+
+
+def window(image: torch.Tensor, top: int, left: int, mirrored: bool) -> torch.Tensor:
+    """A crop of 32x32 pixels of an image (3, 32, 32) with two pixels of zeros around it."""
+    crop = torch.nn.functional.pad(image, (2, 2, 2, 2))[:, top : top + 32, left : left + 32]
+    return crop.flip(2) if mirrored else crop
+
+
+def test_evaluated_images_are_minus_the_mean_image_of_another_split(memory, tmp_path):
+    mean = mean_image(memory)
+    test = cifar10(tmp_path / "cifar", "test")
+    source = EvaluatedImages(test.minus(mean), None)
+    batch = source.__getitems__([3, 0])
+    assert np.array_equal(batch["image"].numpy(), (test.pixels[[3, 0]] - mean).astype(np.float32))
+    assert torch.equal(source[3]["image"], batch["image"][0]) and source[3]["label"] == test.label(3)
+    assert EvaluatedImages(test, None)[3]["image"].dtype == torch.uint8  # the split itself is as it was
 
 
 def test_unreadable_images_are_replaced_by_the_next_ones_only_if_asked(files):

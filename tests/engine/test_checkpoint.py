@@ -182,11 +182,24 @@ def test_unusable_files_are_named(tmp_path):
         ),
         ("palette", [[0, 0, 0]], "2, as classes"),
         *(("unnamed_classes", value, "True") for value in (False, None, 1)),
+        *(
+            ("mean_image", value, "a finite float64 tensor (3, H, W)")
+            for value in (
+                None,
+                [[[1.0]]] * 3,
+                torch.ones(3, 2, 2),
+                torch.ones((), dtype=torch.float64),
+                torch.ones(1, 3, 2, 2, dtype=torch.float64),
+                torch.ones(1, 2, 2, dtype=torch.float64),
+                torch.full((3, 2, 2), float("nan"), dtype=torch.float64),
+            )
+        ),
     ],
 )
 def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, expected):
     path = tmp_path / "net.pt"
     state = state_of(3, ema={"w": torch.ones(1)}, palette=[[0, 0, 0], [1, 2, 255]], unnamed_classes=True)
+    state["mean_image"] = torch.ones(3, 2, 2, dtype=torch.float64)
     checkpoint.save(path, state)
     assert checkpoint.load(path)["step"] == 3
     checkpoint.save(path, {**state, key: value})
@@ -194,7 +207,7 @@ def test_what_a_checkpoint_lacks_or_has_wrong_is_named(tmp_path, key, value, exp
         checkpoint.load(path)
     del state[key]
     checkpoint.save(path, state)
-    if key in ("ema", "palette", "unnamed_classes"):
+    if key in ("ema", "palette", "unnamed_classes", "mean_image"):
         assert key not in checkpoint.load(path)
         return
     with pytest.raises(ValueError, match=f"^checkpoint {path} has no {key}: expected {re.escape(expected)}"):

@@ -16,7 +16,7 @@ from engine import config as cfg
 from engine.distributed import World
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SEGMENTATION_DATASETS
-from engine.schema.network import BODIES, NORMS
+from engine.schema.network import BODIES, NORMS, RevNetBody
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
 from eval import evaluate
@@ -71,7 +71,102 @@ def test_what_an_experiment_says_is_what_its_run_does(name):
     found = cfg.flat(OmegaConf.to_container(runs.composed(EXPERIMENTS[name], f"experiment={name}")))
     assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said)
     (number,) = {found["trainer.epochs"], found["trainer.steps"]} - {None}
-    assert number in (20, 90, 5600)
+    assert number in (20, 90, 5600, 6000, 80_000, 600_000)
+
+
+def reached(config: ClassificationRun) -> dict:
+    """What the keys of an experiment become: of its network, optimiser, schedule and loaders."""
+    schedule = build.schedule_of(config, images=1_281_167 if config.data.name == "imagenet" else 50_000)
+    with torch.device("meta"):
+        network = build.classification_network(config, classes=10)
+    optimizer = build.optimizer(config.optim, network, config.head_modules)
+    scheduler = build.lr_schedule(config.lr_schedule, optimizer, schedule)
+    norms = {(m.activation, m.eps, m.momentum) for m in network.modules() if isinstance(m, ABN)}
+    decays = {(p.ndim > 1, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    groups = {(group["lr"], group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+    return {
+        "body": (type(network).__name__, sum(p.numel() for p in network.parameters()), network.reversible),
+        "norms": (norms, {type(m) for m in network.modules() if isinstance(m, ABN)}),
+        "decays": decays,
+        "groups": groups,
+        "schedule": (sorted(scheduler.milestones), scheduler.gamma, schedule.total_steps),
+        "minibatch": (config.data.crops_per_minibatch, config.trainer.accumulation_steps),
+        "data": config.data.name,
+    }
+
+
+RECIPE = {
+    "norms": ({("relu", 1e-3, 0.01)}, {ABN}),
+    "groups": {(0.1, 0.9, False)},
+    "decays": {(True, 2e-4), (False, 0.0)},  # weights of convolutions and linear layers only
+    "minibatch": (100, 1),
+}
+CIFAR_NETWORKS = {  # with ten classes
+    "resnet32": 464_154,
+    "resnet110": 1_727_962,
+    "resnet164": 1_703_258,
+    "revnet38": 464_890,
+    "revnet110": 1_729_194,
+    "revnet164": 1_748_778,
+}
+
+
+def without(config: ClassificationRun, *keys: str) -> dict:
+    return {key: value for key, value in cfg.flat(cfg.plain(config)).items() if key not in keys}
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+@pytest.mark.parametrize("name", CIFAR_NETWORKS)
+def test_revnet_s_and_memcnn_s_experiments_on_cifar_are_the_paper_s(name, classes):
+    """Section 7.1 and table 2. MemCNN trains the same."""
+    config = runs.classification_config("run_dir=unused", f"experiment=revnet/cifar{classes}_{name}")
+    assert reached(config) == {
+        **RECIPE,
+        "body": ("RevNet", CIFAR_NETWORKS[name], name.startswith("revnet")),
+        "schedule": ([40_000, 60_000], 0.1, 80_000),
+        "data": f"cifar{classes}",
+    }
+    data = config.data
+    assert (data.crop_size, data.padding, data.flip, data.mean_image, data.mean) == (32, 2, 0.5, True, [0, 0, 0])
+    forward = build.forward(config, torch.nn.Identity(), CPU)
+    assert (forward.mean == 0).all() and (forward.std == 1).all()
+    assert config == runs.classification_config("run_dir=unused", f"experiment=memcnn/cifar{classes}_{name}")
+
+
+@pytest.mark.parametrize(
+    "name, parameters, parts", [("resnet101", 44_541_480 - 2049 * 990, 2), ("revnet104", 45_428_072 - 3329 * 990, 1)]
+)
+def test_revnet_s_experiments_on_imagenet_are_the_paper_s(name, parameters, parts):
+    """Without the classifier's rows of 990 classes."""
+    config = runs.classification_config("run_dir=unused", f"experiment=revnet/imagenet_{name}")
+    assert reached(config) == {
+        **RECIPE,
+        "body": ("RevNet", parameters, name.startswith("revnet")),
+        "decays": {(True, 1e-4), (False, 0.0)},
+        "schedule": ([160_000, 320_000, 480_000], 0.1, 600_000),
+        "minibatch": (256, parts),
+        "data": "imagenet",
+    }
+    assert (config.data.crops, config.data.crop_size) == ("release", 224)
+
+
+@pytest.mark.parametrize("name, base", [("preact_resnet32", "cifar10_resnet32"), ("revnet38", "cifar10_revnet38")])
+def test_the_short_runs_are_revnet_s_in_fewer_steps_and_in_bfloat16(name, base):
+    short, whole = (
+        runs.classification_config("run_dir=unused", f"experiment={choice}")
+        for choice in (f"cifar10/{name}", f"revnet/{base}")
+    )
+    changed = ("lr_schedule.steps", "trainer.steps", "trainer.precision", "trainer.evaluate_every_epochs")
+    assert without(short, *changed) == without(whole, *changed)
+    factor = whole.trainer.steps / short.trainer.steps
+    assert [factor * step for step in short.lr_schedule.steps] == whole.lr_schedule.steps
+    assert short.trainer.precision == "bfloat16"
+
+
+def test_the_command_line_wins_over_an_experiment_that_extends_another():
+    choices_made = ("norm=inplace", "norm.activation=leaky_relu", "body=resnet50", "optim.lr=0.3")
+    config = runs.classification_config("experiment=memcnn/cifar100_revnet38", *choices_made)
+    assert (config.norm.name, config.norm.eps, config.body.name, config.optim.lr) == ("inplace", 1e-3, "resnet", 0.3)
 
 
 @pytest.mark.parametrize("choice", CLASSIFIED)
@@ -79,6 +174,8 @@ def test_every_choice_of_a_classification_composes_builds_and_steps(choice):
     """Choices that do not fit, such as data of the other task, are not among them."""
     config = runs.classification_config("run_dir=unused", choice)
     assert cfg.from_plain(cfg.plain(config), ClassificationRun) == config
+    if choice.startswith("experiment=") and isinstance(config.body, RevNetBody):
+        config.body.structure = [1] * len(config.body.structure)  # the body's own file is built in full
     with FakeTensorMode():
         network = build.classification_network(config, classes=10)
         forward = build.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
@@ -142,6 +239,13 @@ def test_groups_reach_what_they_build():
         (["body=resnet_cifar_small"], ("ResNet", 695_328, 4)),
         (["body=resnet_cifar_small", "body.output_stride=2"], ("ResNet", 695_328, 2)),
         (["body=resnext_cifar_small"], ("ResNeXt", 294_816, 4)),
+        (["body=revnet104"], ("RevNet", 45_428_072 - 3329 * 1000, 8)),
+        (["body=revnet104", "body.structure=[2,2,3,2]"], ("RevNet", 27_553_128 - 3329 * 1000, 8)),
+        (["body=preact_resnet101"], ("RevNet", 44_541_480 - 2049 * 1000, 8)),
+        (["body=preact_resnet101", "body.structure=[3,4,6,3]"], ("RevNet", 25_549_352 - 2049 * 1000, 8)),
+        (["body=preact_resnet101", "body.structure=[3,8,36,3]"], ("RevNet", 60_185_128 - 2049 * 1000, 8)),
+        (["body=revnet38_cifar", "body.output_stride=2"], ("RevNet", 464_890 - 113 * 10, 2)),
+        (["body=revnet_tiny"], ("RevNet", 92_432, 4)),
     ],
 )
 def test_bodies_are_the_named_networks(overrides, expected):
@@ -149,6 +253,37 @@ def test_bodies_are_the_named_networks(overrides, expected):
     with torch.device("meta"):
         body = build.body(config.body, build.norm_act(config.norm))
     assert (type(body).__name__, sum(p.numel() for p in body.parameters()), body.output_stride) == expected
+
+
+@pytest.mark.parametrize(
+    "body, structure, depth",
+    [
+        ("preact_resnet101", [3, 4, 6, 3], 50),
+        ("preact_resnet101", [3, 4, 23, 3], 101),
+        ("preact_resnet101", [3, 8, 36, 3], 152),
+        ("revnet104", [2, 2, 3, 2], 56),
+        ("revnet104", [2, 2, 11, 2], 104),
+        ("revnet38_cifar", [3, 3, 3], 38),
+        ("resnet164_cifar", [18, 18, 18], 164),
+    ],
+)
+def test_the_number_in_a_network_s_name_counts_its_layers(body, structure, depth):
+    """Convolutions but for those of shortcuts, and the classifier."""
+    config = runs.classification_config(f"body={body}", f"body.structure={structure}")
+    with torch.device("meta"):
+        network = build.classification_network(config, classes=1000)
+    layers = [
+        m for name, m in network.named_modules() if hasattr(m, "weight") and m.weight.ndim > 1 and "short" not in name
+    ]
+    assert len(layers) == depth
+
+
+def test_keys_of_a_revnet_reach_it():
+    config = run_config("body=revnet_tiny", "body.keep_activations=true", "body.stem_channels=8")
+    with torch.device("meta"):
+        body = build.body(config.body, build.norm_act(config.norm), classes=7)
+    assert (body.reversible, body.keep_activations, body.classifier.fc.out_features) == (True, True, 7)
+    assert body.mod1.conv1.weight.shape == (8, 3, 3, 3)
 
 
 def test_keys_of_a_densenet_reach_it():
@@ -178,9 +313,13 @@ def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
 
 @pytest.mark.parametrize("norm", OUR_NORMS)
 def test_every_norm_fits_every_body(norm):
+    different = []
     for body in choices("body"):
         config = run_config(f"norm={norm}", f"body={body}", "norm.sync=true")
         config.body.structure = [1] * len(config.body.structure)  # deeper ones only repeat these blocks
+        if config.body in different:
+            continue
+        different.append(config.body)
         with FakeTensorMode():
             network = build.segmentation_network(config, classes=3)
             network(torch.empty(2, 3, 64, 96)).square().mean().backward()
@@ -313,6 +452,14 @@ def test_an_option_of_another_alternative_is_an_error():
         (["body=wider_resnet38_a2", "body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),
         (["body=resnet_cifar_small", "body.output_stride=1"], "body.output_stride=1: expected one of 2, 4, 8, 16, 32"),
         (["body=resnet50", "body.stem=5x5"], "body.stem=5x5: expected one of 3x3, 7x7, cifar"),
+        (
+            ["body=resnet32_cifar", "body.keep_activations=true"],
+            "body.reversible=false: a ResNet keeps its activations",
+        ),
+        (
+            ["body=revnet104", "body.output_stride=4"],
+            "body.output_stride=4: expected one of 8, 16, 32 with body.stem=7x7",
+        ),
         (["data.name=kitti"], f"data.name=kitti: {one_of(SEGMENTATION_DATASETS)}$"),
         (["data.mean=[0.5]"], "data.mean=.0.5.: expected 3 numbers: red, green, blue"),
         (["data.scale=[0.5]"], "data.scale=.0.5.: expected 2 numbers: lowest factor, highest factor"),

@@ -11,6 +11,7 @@ from models import bodies
 from models.bodies import RevNet, preact_resnet101, revnet38_cifar, revnet104
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
 from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.package import package_abn
 from scripts.bench.measuring import saved_for_backward
 
 RELU = partial(ABN, activation="relu", eps=1e-3)
@@ -113,6 +114,11 @@ def test_reversible_networks_have_the_gradients_of_stored_ones(options, norm):
     network = RevNet(norm_act=NORMS[norm], classes=3, **options).double()
     stored = copy.deepcopy(network)
     stored.keep_activations = True
+    assert_equal_steps(network, stored)
+
+
+def assert_equal_steps(network, stored) -> None:
+    """Gradients and running statistics of one step."""
     images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
     results = []
     for net in (network, stored):
@@ -120,6 +126,15 @@ def test_reversible_networks_have_the_gradients_of_stored_ones(options, norm):
         results.append([*(p.grad for p in net.parameters()), *net.buffers()])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9 * max(1e-3, expected.abs().max().item()))
+
+
+def test_the_released_package_s_norms_fit_reversible_units():
+    """They get a copy to write over, and their running statistics move once a step."""
+    pytest.importorskip("inplace_abn")
+    network = RevNet(partial(package_abn(), activation="leaky_relu"), classes=3, **BOTTLENECKS).double()
+    stored = copy.deepcopy(network)
+    stored.keep_activations = True
+    assert_equal_steps(network, stored)
 
 
 def kept_bytes(network) -> int:
