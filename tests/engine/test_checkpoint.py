@@ -245,7 +245,7 @@ def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkey
     load(unnamed, "0", "1")
     assert not caplog.messages
     assert torch.equal(load(unnamed, "road", "sky").weight, state["network"]["weight"])
-    [line] = caplog.messages
+    [line] = {*caplog.messages}  # one handler may be there twice
     assert line.endswith("net.pt does not name its 2 classes: only their number was compared")
 
 
