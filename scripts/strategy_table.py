@@ -2,10 +2,10 @@
 
     python -m scripts.strategy_table
 
-prints the tables of docs/memory.md: the strategies in a block and in the release's whole networks, and the ranges in
-which activations can be inverted. Buffers are recognised by their values among the tensors that autograd keeps,
-recomputed operations among the operators that the backward pass calls. The whole networks run on fake tensors,
-which needs little time and memory.
+prints the tables of docs/memory.md: the strategies in a block and in the release's whole networks, checkpointed blocks,
+and the ranges in which activations can be inverted. Buffers are recognised by their values among the tensors that
+autograd keeps, recomputed operations among the operators that the backward pass calls. The whole networks run on fake
+tensors, which needs little time and memory.
 """
 
 import math
@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._ops import OpOverload
@@ -25,11 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.command_line import configured
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
-from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
-from models.segmentation import SegmentationNetwork
 from scripts.bench.measuring import saved_for_backward
+from scripts.recomputation_table import recomputation_table, segmentation_loss
 
 # {norm: (letter in Figure 2, title, layer)}
 STRATEGIES: dict[str, tuple[str, str, Callable[..., ABN]]] = {
@@ -45,6 +43,7 @@ BODIES: dict[str, Callable[..., Body]] = {
     "DenseNet-264": densenet264,
     "ResNet-101": resnet101,
 }
+RECOMPUTED_NORMS = {norm: STRATEGIES[norm][2] for norm in ("std", "inplace")}
 CHANNELS, SLOPE = 16, 0.01
 
 
@@ -106,11 +105,8 @@ def bytes_per_pixel(norm: str, body: str, crop_size: int = 512) -> int:
     """
     norm_act, crops = STRATEGIES[norm][2], 2
     with FakeTensorMode():
-        features = BODIES[body](norm_act, output_stride=8)
-        network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
-        images = torch.empty(crops, 3, crop_size, crop_size)
-        labels = torch.empty(crops, crop_size, crop_size, dtype=torch.long)
-        _, saved = saved_for_backward(lambda: F.cross_entropy(network(images), labels))
+        network, forward = segmentation_loss(BODIES[body], norm_act, crops, crop_size)
+        _, saved = saved_for_backward(forward)
         kept = sum(tensor.untyped_storage().nbytes() for tensor in _without_parameters(saved, network))
     return round(kept / (crops * crop_size**2))
 
@@ -213,6 +209,8 @@ def main(_: DictConfig) -> None:
     print(table([measure(norm) for norm in STRATEGIES]))
     print()
     print(network_table({body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}))
+    print()
+    print(recomputation_table(resnext101, RECOMPUTED_NORMS))
     print()
     print(range_table())
 

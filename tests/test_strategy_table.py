@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+from models.bodies import resnext101
+from scripts.recomputation_table import recomputation_table
 from scripts.strategy_table import (
     BODIES,
     CHANNELS,
+    RECOMPUTED_NORMS,
     STRATEGIES,
     bytes_per_pixel,
     measure,
@@ -43,6 +46,10 @@ def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
     for of_body, expected in zip(kept.values(), (1.96, 1.75, 1.98, 1.21), strict=True):
         for norm in STRATEGIES.keys() - {"std"}:
             assert abs(of_body["std"] / of_body[norm] - expected) < 0.005
+
+
+def test_the_page_states_what_checkpointed_blocks_cost():
+    assert recomputation_table(resnext101, RECOMPUTED_NORMS) in PAGE.read_text()
 
 
 def test_the_page_states_the_ranges_of_inversion():

@@ -106,13 +106,22 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
     assert difference(state["network"], expected) < 1e-2
 
 
+def test_selective_checkpointing_of_parts_changes_no_bit(tmp_path):
+    options = ("trainer.accumulation_steps=2", "data.crops_per_minibatch=8")
+    expected = trained(tmp_path / "stored", *options)["network"]
+    found = trained(tmp_path / "selective", *options, "trainer.recompute=selective")["network"]
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["inplace", "std"])
-def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm):
+@pytest.mark.parametrize(
+    "norm, recompute", [("inplace", "none"), ("std", "none"), ("inplace", "selective"), ("checkpoint", "blocks")]
+)
+def test_compiled_by_inductor_it_trains_the_same(tmp_path, norm, recompute):
     torch.set_default_dtype(torch.float64)  # in float32, rounding becomes visible after a few steps
     try:
         expected = trained(tmp_path / "eager", f"norm={norm}")["network"]
-        state = trained(tmp_path / "compiled", f"norm={norm}", "trainer.compile=true")
+        state = trained(tmp_path / "compiled", f"norm={norm}", f"trainer.recompute={recompute}", "trainer.compile=true")
         assert state["network"]["cls.weight"].dtype == torch.float64
         assert difference(state["network"], expected) < 1e-9
     finally:

@@ -219,7 +219,7 @@ def test_processes_stop_resume_and_evaluate_together(ranks, tmp_path):
     "overrides",
     [
         ("trainer.precision=bfloat16", "trainer.accumulation_steps=2"),
-        ("trainer.precision=float16",),
+        ("trainer.precision=float16", "trainer.recompute=sqrt"),
         ("norm=std", "norm.activation=relu", "body=resnet_cifar_tiny", "body.base_channels=[4,4]"),
         ("body=revnet_tiny", "norm=inplace", "trainer.precision=bfloat16", "trainer.accumulation_steps=2", *MEAN_IMAGE),
         ("body=revnet_tiny", "body.reversible=false", "norm=std", "norm.activation=relu", "optim.decay=weights"),

@@ -96,6 +96,17 @@ def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
     assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
 
 
+def test_checkpointed_blocks_end_with_the_same_bits_also_if_a_resumed_run_changes_them(tmp_path):
+    """With dropout, whose random numbers must come again."""
+    network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
+    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    options = (*network, channels, "trainer.steps=4", "trainer.checkpoint_every_steps=2", "norm=std")
+    train_short(tmp_path / "stored", *options)
+    interrupted(tmp_path / "resumed", 4, *options, "trainer.recompute=blocks")
+    train_short(tmp_path / "resumed", *options, "resume=auto", "trainer.recompute=sqrt")
+    assert equal(weights(tmp_path / "stored"), weights(tmp_path / "resumed"))
+
+
 def test_class_uniform_sampling_resumes_to_the_same_weights_on_another_index(tmp_path):
     """In the middle of an epoch; the index is in the cache folder, or in a folder of its own."""
     options = ("sampler=class_uniform", "sampler.fraction=0.5", "trainer.steps=4", "trainer.checkpoint_every_steps=2")

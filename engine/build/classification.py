@@ -93,7 +93,7 @@ def classification_network(
     config: ClassificationRun, classes: int, group: dist.ProcessGroup | None = None
 ) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
-    return body(config.body, norm_act(config.norm, group), classes)
+    return body(config.body, norm_act(config.norm, group), classes, recompute=config.trainer.recompute)
 
 
 def classified_crops(

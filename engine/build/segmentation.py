@@ -18,7 +18,7 @@ def segmentation_network(
 ) -> SegmentationNetwork:
     """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
     norm = norm_act(config.norm, group)
-    features = body(config.body, norm)
+    features = body(config.body, norm, recompute=config.trainer.recompute)
     head = DeepLabV3(
         features.out_channels,
         config.head.hidden_channels,

@@ -76,6 +76,10 @@ class Body:
     name: str = MISSING
     output_stride: int = key(8, one_of=(8, 16, 32))  # pixels per feature cell
 
+    def forgets_activations(self) -> bool:
+        """Whether the body is reversible, so that it restores its activations in the backward pass."""
+        return False
+
 
 @dataclass
 class StemmedBody(Body):
@@ -128,6 +132,9 @@ class RevNetBody(StemmedBody):
     stem: str = key("cifar", one_of=tuple(STEM_STRIDES))
     reversible: bool = True  # false: a pre-activation ResNet
     keep_activations: bool = False  # of a reversible body: compute the same from stored activations
+
+    def forgets_activations(self) -> bool:
+        return self.reversible
 
     def check(self) -> None:
         super().check()

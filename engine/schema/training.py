@@ -10,6 +10,7 @@ from engine.schema.keys import group, key, override
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 from models.official import SCALES
+from models.recomputation import RECOMPUTE
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("float32", "bfloat16", "float16")
@@ -31,6 +32,9 @@ class Trainer:
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True
+    # Checkpointing of the body's blocks: keep their inputs (blocks), also the outputs of convolutions (selective), or
+    # the inputs of every sqrt(L)-th of L blocks (sqrt), and compute the rest again in the backward pass.
+    recompute: str = key("none", one_of=RECOMPUTE, free_on_resume=True)
     compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights
     accumulation_steps: int = key(1, above=0)  # micro-batches per minibatch in each process
@@ -110,6 +114,11 @@ class TrainingRun:
             raise ValueError(
                 "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
             )
+        if trainer.recompute != "none" and self.body.forgets_activations():
+            raise ValueError(
+                f"trainer.recompute={trainer.recompute} with body={self.body.name}: its reversible units already "
+                f"forget their activations; leave trainer.recompute=none"
+            )
         if self.resume not in (None, "auto"):
             raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")
         if self.resume is not None and self.run_dir is None:
@@ -158,6 +167,8 @@ class TrainingRun:
         ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
         if not isinstance(self.norm, InPlaceNorm):
             ways.append("norm=inplace")
+        if self.trainer.recompute == "none" and not self.body.forgets_activations():
+            ways.append("trainer.recompute=blocks")
         if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
             ways.append("trainer.precision=bfloat16")
         return f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}"

@@ -11,6 +11,7 @@ from models.blocks import NormAct, check_blocks, conv3x3, pooled_classifier
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
+from models.recomputation import Block, run_blocks
 
 BOTTLENECK = 4  # output channels of a 1x1 convolution, in units of the growth
 
@@ -45,10 +46,15 @@ class DenseModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, out_channels, H, W): the input and the outputs of all layers."""
-        parts = [x]
-        for convs1, convs3 in zip(self.convs1, self.convs3, strict=True):
-            parts.append(convs3(convs1(torch.cat(parts, dim=1))))
-        return torch.cat(parts, dim=1)
+        return torch.cat(run_blocks(self.layers(), x, "none"), dim=1)
+
+    def layers(self, transition: nn.Module | None = None) -> list[Block]:
+        """Each layer: [x_0, …, x_j-1] -> [x_0, …, x_j]. The first one begins with a transition, if there is one.
+
+        A checkpointed layer keeps x_j alone. So the bytes of a module grow in proportion to its layers.
+        """
+        starts = [transition] + [None] * (len(self.convs1) - 1)
+        return [partial(_layer, *parts) for parts in zip(starts, self.convs1, self.convs3, strict=True)]
 
 
 class DenseNet(nn.Module):
@@ -71,10 +77,13 @@ class DenseNet(nn.Module):
         out_channels: C of the features.
         output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three modules.
         classes: as given.
+        recompute: how the layers are checkpointed, see `recompute_blocks`.
 
     Raises:
         ValueError: an option has a value not listed above.
     """
+
+    recompute = "none"
 
     mod2: DenseModule
     mod3: DenseModule
@@ -117,12 +126,18 @@ class DenseNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.mod2(self.mod1(images))  # stride 4, or 1 with the CIFAR stem
+        layers = self.mod2.layers()
         for number in range(3, self.stages + 2):
-            x = getattr(self, f"tra{number - 1}")(x)
-            x = getattr(self, f"mod{number}")(x)
-        x = self.bn_out(x)
+            layers += getattr(self, f"mod{number}").layers(getattr(self, f"tra{number - 1}"))
+        parts = run_blocks(layers, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
+        x = self.bn_out(torch.cat(parts, dim=1))
         return x if self.classifier is None else self.classifier(x)
+
+
+def _layer(transition: nn.Module | None, convs1: nn.Module, convs3: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:
+    if transition is not None:
+        parts = (transition(torch.cat(parts, dim=1)),)
+    return *parts, convs3(convs1(torch.cat(parts, dim=1)))
 
 
 def _transition(in_channels: int, stride: int, norm_act: NormAct) -> nn.Sequential:

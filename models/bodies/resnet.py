@@ -9,6 +9,7 @@ from models.blocks import NormAct, ResidualBlock, pooled_classifier, residual_st
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
+from models.recomputation import run_blocks
 
 
 class ResNet(nn.Module):
@@ -33,10 +34,13 @@ class ResNet(nn.Module):
         out_channels: C of the features.
         output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
         classes: as given.
+        recompute: how the blocks are checkpointed, see `recompute_blocks`.
 
     Raises:
         ValueError: an option has a value not listed above, or the norm has no `activation`.
     """
+
+    recompute = "none"
 
     mod2: nn.Sequential
     mod3: nn.Sequential
@@ -73,9 +77,8 @@ class ResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
-        for number in range(2, self.stages + 2):
-            x = getattr(self, f"mod{number}")(x)
+        blocks = [block for number in range(2, self.stages + 2) for block in getattr(self, f"mod{number}")]
+        (x,) = run_blocks(blocks, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
         return x if self.classifier is None else self.classifier(x)
 
 

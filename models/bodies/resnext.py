@@ -9,6 +9,7 @@ from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, res
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
+from models.recomputation import run_blocks
 
 
 class ResNeXt(nn.Module):
@@ -30,10 +31,13 @@ class ResNeXt(nn.Module):
         out_channels: C of the features.
         output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
         classes: as given.
+        recompute: how the blocks are checkpointed, see `recompute_blocks`.
 
     Raises:
         ValueError: an option has a value not listed above, or groups do not divide the channels.
     """
+
+    recompute = "none"
 
     mod2: nn.Sequential
     mod3: nn.Sequential
@@ -75,9 +79,8 @@ class ResNeXt(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
-        for number in range(2, self.stages + 2):
-            x = getattr(self, f"mod{number}")(x)
+        blocks = [block for number in range(2, self.stages + 2) for block in getattr(self, f"mod{number}")]
+        (x,) = run_blocks(blocks, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
         x = self.bn_out(x)
         return x if self.classifier is None else self.classifier(x)
 

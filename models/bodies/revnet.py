@@ -13,6 +13,7 @@ from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_au
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
 from models.layers import InPlaceABN, recompute_activations, run_reversibly
+from models.recomputation import run_blocks
 
 
 class RevNet(nn.Module):
@@ -41,10 +42,13 @@ class RevNet(nn.Module):
         out_channels: C of the features.
         output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
         classes: as given.
+        recompute: how the units of a ResNet are checkpointed, see `recompute_blocks`.
 
     Raises:
         ValueError: an option has a value not listed above, or a reversible unit has an odd number of channels.
     """
+
+    recompute = "none"
 
     mod2: nn.Sequential
     mod3: nn.Sequential
@@ -97,9 +101,7 @@ class RevNet(nn.Module):
         if self.reversible:
             x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
         else:
-            x = self.mod1(images)
-            for unit in self._units():
-                x = unit(x)
+            (x,) = run_blocks(self._units(), self.mod1(images), self.recompute)
         x = self.bn_out(in_autocast_dtype(x))
         return x if self.classifier is None else self.classifier(x)
 

@@ -10,6 +10,7 @@ from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, res
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
+from models.recomputation import Block, run_blocks
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
 WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
@@ -35,6 +36,7 @@ class WiderResNet(nn.Module):
         out_channels: C of the features.
         output_stride: image pixels per feature cell.
         classes: as given.
+        recompute: how the blocks are checkpointed, see `recompute_blocks`.
 
     At output stride 8 every 3x3 convolution of A2 has dilation 2 in mod5 and dilation 4 in mod6 and mod7, as in the
     release. This does not reproduce the strided network's features: mod5 starts with a 3x3 convolution, which is
@@ -43,6 +45,8 @@ class WiderResNet(nn.Module):
     Raises:
         ValueError: an option has a value not listed above.
     """
+
+    recompute = "none"
 
     pool2: nn.Module
     pool3: nn.Module
@@ -96,15 +100,18 @@ class WiderResNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.mod1(images)  # stride 1
-        x = self.mod2(self.pool2(x))
-        x = self.mod3(self.pool3(x))
-        x = self.mod4(self.pool4(x))  # stride 8
-        x = self.mod5(self.pool5(x))
-        x = self.mod6(self.pool6(x))
-        x = self.mod7(x)
+        blocks: list[Block] = []
+        for number in range(2, 8):
+            first, *others = getattr(self, f"mod{number}")
+            pool = getattr(self, f"pool{number}", None)
+            blocks += [first if pool is None else partial(_pooled, pool, first), *others]
+        (x,) = run_blocks(blocks, self.mod1(images), self.recompute)
         x = self.bn_out(x)
         return x if self.classifier is None else self.classifier(x)
+
+
+def _pooled(pool: nn.Module, block: nn.Module, x: Tensor) -> Tensor:
+    return block(pool(x))
 
 
 def _downsampling_plan(downsampling: str, output_stride: int) -> tuple[tuple[int, ...], list[tuple[int, int]]]:

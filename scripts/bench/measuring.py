@@ -2,12 +2,16 @@
 
 import os
 import time
-from collections.abc import Callable
-from typing import TypeVar
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
 Step = Callable[[], object]
@@ -62,6 +66,51 @@ def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()
     return result, list(kept.values())
+
+
+class MadeTensors(TorchDispatchMode):
+    """Context that counts the bytes of all tensors made in it, fake ones too, for as long as they exist.
+
+    This includes what autograd and checkpointing keep for the backward pass.
+
+    Attributes:
+        bytes: of those that exist now.
+        peak: the largest number of bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self.references: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(
+        self,
+        function: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in given and storage._cdata not in self.references:
+                self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+
+        def freed(_: object) -> None:
+            del self.references[address]
+            self.bytes -= size
+
+        self.references[address] = weakref.ref(storage, freed)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+
+def _storages(values: object) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if torch.is_tensor(value)]
 
 
 def peak_bytes(step: Callable[[], object], device_type: str) -> int:

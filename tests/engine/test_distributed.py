@@ -78,10 +78,11 @@ def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", NORMS)
-def test_compiled_they_step_as_a_whole_minibatch_that_is_not(ranks, norm):
+@pytest.mark.parametrize("norm, recompute", [(norm, how) for norm in NORMS for how in ("none", "blocks", "selective")])
+def test_compiled_they_step_as_a_whole_minibatch_that_is_not(ranks, norm, recompute):
     order = list(range(8))
-    compiled = ranks.run(steps, norm, order, 1, ("trainer.compile=true",), timeout=300)
+    overrides = ("trainer.compile=true", f"trainer.recompute={recompute}")
+    compiled = ranks.run(steps, norm, order, 1, overrides, timeout=300)
     assert_equal_to_rounding(compiled, steps(0, norm, order))
 
 
@@ -121,6 +122,23 @@ def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm):
     together = order.view(size, parts, -1).transpose(0, 1).flatten()
     assert together.tolist() != order.tolist()
     assert_equal_to_rounding(ranks.run(steps, norm, order.tolist(), parts), steps(0, norm, together.tolist(), parts))
+
+
+@pytest.mark.parametrize(
+    "norm, recompute",
+    [
+        ("inplace", "blocks"),
+        pytest.param("std", "selective", marks=pytest.mark.slow),
+        pytest.param("checkpoint", "sqrt", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpointed_blocks_step_as_stored_ones(ranks, norm, recompute):
+    """In the backward pass, norms exchange their statistics again, while gradients leave. Two micro-batches."""
+    size, parts = len(ranks.processes), 2
+    order = torch.arange(2 * size * parts)
+    together = order.view(size, parts, -1).transpose(0, 1).flatten()
+    found = ranks.run(steps, norm, order.tolist(), parts, (f"trainer.recompute={recompute}",))
+    assert_equal_to_rounding(found, steps(0, norm, together.tolist(), parts))
 
 
 def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:

@@ -33,10 +33,10 @@ def test_no_process_is_advised_what_would_be_refused():
 
 def test_no_change_is_advised_that_the_run_has_already_or_cannot_have():
     for overrides, advised in (
-        (("norm=inplace",), ["trainer.precision=bfloat16"]),
-        (("norm=std",), ["norm=inplace", "trainer.precision=bfloat16"]),
-        (("norm=inplace_1", "trainer.precision=bfloat16"), []),
-        (("norm=package",), ["norm=inplace"]),  # computes in float32 only
+        (("norm=inplace",), ["trainer.recompute=blocks", "trainer.precision=bfloat16"]),
+        (("norm=std", "trainer.recompute=sqrt"), ["norm=inplace", "trainer.precision=bfloat16"]),
+        (("norm=inplace_1", "trainer.precision=bfloat16"), ["trainer.recompute=blocks"]),
+        (("norm=package",), ["norm=inplace", "trainer.recompute=blocks"]),  # computes in float32 only
     ):
         advice = run_config("data.crop_size=96", *overrides).memory_advice(processes=1)
         ways = advice.partition(": ")[2].split("; ")

@@ -1,0 +1,231 @@
+"""Checkpointed blocks: gradients, statistics and names stay the same; what a block keeps is counted to the byte."""
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import nn
+
+from models.bodies import ResNet, ResNeXt, RevNet
+from models.bodies.densenet import DenseModule
+from models.layers import ABN, InPlaceABN
+from models.recomputation import RECOMPUTE, recompute_blocks, run_blocks
+from scripts.bench.measuring import MadeTensors, saved_for_backward
+from scripts.strategy_table import STRATEGIES
+from tests.bodies import SMALL_BODIES
+
+
+class PlainNorm(nn.BatchNorm2d):
+    """PyTorch's own; it does not notice that it runs a second time."""
+
+    activation, activation_param = "identity", 0.0
+
+
+NORMS = {norm: layer for norm, (_, _, layer) in STRATEGIES.items()} | {"nn.BatchNorm2d": PlainNorm}
+RESIDUAL = partial(RevNet, structure=(1, 2, 1), stem_channels=4, reversible=False)
+BODIES = {
+    "resnet": SMALL_BODIES["resnet"],
+    "resnet-basic": SMALL_BODIES["resnet-cifar"],
+    "resnext": SMALL_BODIES["resnext-cifar"],
+    "densenet": partial(SMALL_BODIES["densenet"], stem="cifar"),
+    "wider": SMALL_BODIES["wider"],
+    "wider-a2": SMALL_BODIES["wider-a2"],  # with dropout
+    "preact": partial(RESIDUAL, channels=((4, 4), (8, 8), (16, 16))),
+    "preact-bottleneck": partial(RESIDUAL, channels=((4, 4, 16), (8, 8, 16), (8, 8, 32))),
+}
+FORGETTING = RECOMPUTE[1:]
+every_choice = pytest.mark.parametrize("recompute", FORGETTING)
+
+
+def built(name: str, norm: str, recompute: str, **options) -> nn.Module:
+    torch.manual_seed(0)
+    network = BODIES[name](NORMS[norm], **options)
+    recompute_blocks(network, recompute)
+    return network
+
+
+def step(name: str, norm: str, recompute: str, compiled: bool = False) -> dict[str, torch.Tensor]:
+    """Logits, gradients and running statistics after two micro-batches in float64."""
+    network = built(name, norm, recompute, classes=5).double()
+    for module in network.modules():
+        if isinstance(module, (ABN, PlainNorm)):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.uniform_(module.bias, -0.5, 0.5)
+    forward = network
+    if compiled:
+        torch._dynamo.reset()
+        forward = torch.compile(network, backend="aot_eager", fullgraph=True)
+    results = {}
+    for part, images in enumerate(torch.randn(2, 2, 3, 32, 32, dtype=torch.float64)):
+        logits = forward(images)
+        (logits * torch.randn_like(logits)).sum().backward()
+        results[f"logits {part}"] = logits.detach()
+    gradients = {f"gradient of {key}": parameter.grad for key, parameter in network.named_parameters()}
+    return results | gradients | dict(network.named_buffers())
+
+
+stored_step = cache(partial(step, recompute="none"))
+
+
+def assert_equal_steps(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        scale = max(1, values.abs().max().item())
+        torch.testing.assert_close(found[key], values, rtol=0, atol=1e-10 * scale, msg=key)
+
+
+@every_choice
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", BODIES)
+def test_gradients_are_those_of_stored_activations_and_statistics_move_once(name, norm, recompute):
+    assert_equal_steps(step(name, norm, recompute), stored_step(name, norm))
+
+
+ALL_COMPILED = [(name, norm, how) for name in BODIES for norm in ("std", "inplace") for how in FORGETTING]
+QUICKLY_COMPILED = [
+    ("preact", "inplace", "blocks"),
+    ("resnet-basic", "std", "selective"),
+    ("resnext", "nn.BatchNorm2d", "blocks"),
+    ("densenet", "nn.BatchNorm2d", "sqrt"),
+    ("wider-a2", "nn.BatchNorm2d", "selective"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, norm, recompute",
+    [*QUICKLY_COMPILED, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_COMPILED)],
+)
+def test_compiled_as_one_graph_they_are_too(name, norm, recompute):
+    assert_equal_steps(step(name, norm, recompute, compiled=True), stored_step(name, norm))
+
+
+@every_choice
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_gradients_are_the_same_to_the_bit(dtype, recompute):
+    def gradients(recompute: str) -> list[torch.Tensor]:
+        network = built("wider-a2", "inplace", recompute, classes=5)
+        with torch.autocast("cpu", dtype):
+            logits = network(torch.randn(3, 3, 32, 32))
+        assert logits.dtype == dtype
+        logits.float().sum().backward()
+        return [parameter.grad for parameter in network.parameters()]
+
+    assert all(map(torch.equal, gradients(recompute), gradients("none")))
+
+
+@every_choice
+@pytest.mark.parametrize("norm", ["std", "nn.BatchNorm2d"])
+def test_frozen_norms_and_parameters(norm, recompute):
+    def step(recompute: str) -> list[torch.Tensor | None]:
+        network = built("resnext", norm, recompute, classes=5).double().eval()
+        network.mod1.requires_grad_(False)
+        network.mod2.requires_grad_(False)
+        network(torch.randn(2, 3, 32, 32, dtype=torch.float64)).sum().backward()
+        return [parameter.grad for parameter in network.parameters()] + list(network.buffers())
+
+    found, expected = step(recompute), step("none")
+    assert any(values is None for values in expected)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "sqrt"])
+def test_two_backward_passes_move_the_statistics_once(recompute):
+    def step(recompute: str) -> list[torch.Tensor]:
+        network = built("preact", "nn.BatchNorm2d", recompute, classes=5).double()
+        loss = network(torch.randn(2, 3, 32, 32, dtype=torch.float64)).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [parameter.grad for parameter in network.parameters()] + list(network.buffers())
+
+    torch.testing.assert_close(step(recompute), step("none"), rtol=0, atol=1e-10)
+
+
+PIXELS = 2 * 16 * 16  # of the first stage below
+STAGES = dict(stem="cifar", stem_channels=16)
+FIRST_STAGE = {
+    "resnext": partial(ResNeXt, groups=2, base_channels=(8, 8, 16), **STAGES),
+    "resnet": partial(ResNet, base_channels=(4, 4, 16), **STAGES),
+    "preact": partial(RevNet, channels=((16, 16), (16, 16), (16, 16)), reversible=False, **STAGES),
+}
+# {body: channels that one more block keeps}: its input, and with "selective" also the outputs of its convolutions; but
+# nothing needs the last output of a pre-activation block.
+CHANNELS = {
+    "resnext": {"blocks": 16, "selective": 16 + 8 + 8},
+    "resnet": {"blocks": 16, "selective": 16 + 4 + 4 + 16},
+    "preact": {"blocks": 16, "selective": 16 + 16},
+}
+
+
+def kept_values(name: str, norm: str, recompute: str, blocks: int) -> int:
+    """Values that the forward pass of a network with so many blocks leaves behind in a stage of PIXELS, and others."""
+    network = FIRST_STAGE[name](NORMS[norm], structure=(blocks - 2, 1, 1))
+    recompute_blocks(network, recompute)
+    images = torch.randn(2, 3, 16, 16)
+    with MadeTensors() as made:
+        features = network(images)
+    assert features.requires_grad
+    return made.bytes // 4
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", FIRST_STAGE)
+def test_one_more_block_keeps_its_input_whatever_the_norm(name, norm):
+    for recompute, channels in CHANNELS[name].items():
+        more = kept_values(name, norm, recompute, 5) - kept_values(name, norm, recompute, 4)
+        assert more == channels * PIXELS, recompute
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("recompute, channels", [("blocks", 4), ("selective", 16 + 4), ("sqrt", 4)])
+def test_a_dense_layer_keeps_its_output(norm, recompute, channels):
+    """And no concatenation, so that bytes grow in proportion to the layers; with "selective" its first convolution."""
+    module = DenseModule(8, 9, growth=4, norm_act=NORMS[norm])
+    with MadeTensors() as made:
+        outputs = run_blocks(module.layers(), torch.randn(2, 8, 16, 16), recompute)
+    assert made.bytes // 4 == (8 + 9 * channels) * PIXELS and len(outputs) == 1 + 9
+
+
+@pytest.mark.parametrize("norm", ["std", "inplace"])
+@pytest.mark.parametrize("name", ["resnext", "resnet", "preact"])
+def test_with_sqrt_n_squared_blocks_keep_n_inputs(name, norm):
+    kept = [kept_values(name, norm, "sqrt", blocks) for blocks in (4, 9, 16)]
+    assert [more - less for less, more in zip(kept, kept[1:], strict=False)] == [16 * PIXELS] * 2
+
+
+def test_compiled_a_block_keeps_its_input_too():
+    def kept(blocks: int) -> int:
+        torch._dynamo.reset()
+        network = FIRST_STAGE["preact"](ABN, structure=(blocks - 2, 1, 1))
+        recompute_blocks(network, "blocks")
+        forward = torch.compile(network, backend="aot_eager", fullgraph=True)
+        _, saved = saved_for_backward(lambda: forward(torch.randn(2, 3, 16, 16)))
+        return sum(tensor.numel() for tensor in saved if tensor.shape == (2, 16, 16, 16))
+
+    assert kept(5) - kept(4) == 16 * PIXELS
+
+
+@every_choice
+def test_without_gradients_nothing_is_kept_and_nothing_changes(recompute):
+    network = built("resnext", "nn.BatchNorm2d", recompute)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad(), MadeTensors() as made:
+        features = network.eval()(images)
+    assert made.bytes == features.nbytes and not features.requires_grad
+    recompute_blocks(network, "none")
+    assert torch.equal(network(images), features)
+
+
+@every_choice
+def test_names_stay_the_same(recompute):
+    for name in BODIES:
+        stored = built(name, "inplace", "none").state_dict()
+        assert built(name, "inplace", recompute).state_dict().keys() == stored.keys()
+
+
+def test_mistakes_are_named():
+    body = RevNet(InPlaceABN, structure=(1, 1, 1), channels=((4, 4),) * 3, stem_channels=4)
+    with pytest.raises(ValueError, match="recompute='blocks' for a reversible RevNet: it already forgets"):
+        recompute_blocks(body, "blocks")
+    recompute_blocks(body, "none")
+    with pytest.raises(ValueError, match="recompute='all': expected one of none, blocks, selective, sqrt"):
+        recompute_blocks(body, "all")
