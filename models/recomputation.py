@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from models.layers.replay import statistics_kept
+from models.layers.environment import statistics_kept
 
 RECOMPUTE = ("none", "blocks", "selective", "sqrt")
 

@@ -19,6 +19,8 @@ class ReversibleUnit(AdditiveCoupling):
     strides. Arguments as in `ResidualFunction`, for all channels; F and G have half of them.
     """
 
+    couples_in_half_steps = True
+
     def __init__(
         self,
         in_channels: int,
@@ -49,6 +51,9 @@ class ReversibleUnit(AdditiveCoupling):
 
     def couple(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
         """(N, in_channels / 2, H, W) twice -> (N, channels[-1] / 2, ceil(H / stride), …) twice."""
+        if self.invertible:
+            first, second = super().couple(x1, x2)
+            return first, second
         y1 = self.short1(x1).to(x1.dtype) + self.Fm(x2)
         return y1, self.short2(x2).to(x2.dtype) + self.Gm(y1)
 
@@ -136,6 +141,8 @@ def shortcut(in_channels: int, channels: Sequence[int], stride: int) -> nn.Modul
 
 class PooledShortcut(nn.Module):
     """Average-pools by the stride and adds channels of zeros, half of them on each side."""
+
+    repeatable = True  # see `ResidualFunction`
 
     def __init__(self, added_channels: int, stride: int):
         super().__init__()

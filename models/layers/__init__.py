@@ -5,9 +5,9 @@ Imports only torch, and triton if installed, so the folder can be copied into an
 """
 
 from .abn import ABN
+from .affine_adapters import AffineAdapterNaive, AffineAdapterSigmoid
 from .checkpointed_abn import CheckpointedABN, recompute_activations
-from .couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
-from .drift import drift
+from .couplings import AdditiveCoupling, AffineCoupling
 from .health import Extreme, layer_health
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .released import from_released
@@ -26,7 +26,6 @@ __all__ = [
     "InPlaceABNSync",
     "InvertibleModuleWrapper",
     "ReversibleSequence",
-    "drift",
     "from_released",
     "is_invertible_module",
     "layer_health",

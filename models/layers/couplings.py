@@ -1,8 +1,8 @@
 """Couplings: invertible layers around any two modules (RevNet, equations 6 to 8; MemCNN, equations 1 and 2)."""
 
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,20 @@ class HalfStep(NamedTuple):
     def output(self, streams: Streams) -> Any:
         """Output of the branch. ValueError if it does not fit the stream, or the branch wrote over its input."""
         x = streams[1 - self.target]
-        version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
+        before = versions([x])
         output = self.branch(x)
-        if version is not None and x._version != version:
+        if versions([x]) != before:
             raise ValueError(
                 f"{type(self.branch).__name__} wrote over its input, which the coupling still needs: begin it with a "
                 f"module that is not inplace"
             )
         parts = output if isinstance(output, tuple) else (output,)
         wanted = streams[self.target].shape
+        if not all(isinstance(part, Tensor) for part in parts):
+            raise ValueError(
+                f"{type(self.branch).__name__} returned a {type(output).__name__}: a coupling needs a branch that "
+                f"returns a tensor, or a tuple of tensors"
+            )
         if any(part.shape != wanted for part in parts):
             found = ", ".join(str(tuple(part.shape)) for part in parts)
             raise ValueError(
@@ -57,6 +62,8 @@ class HalfStep(NamedTuple):
 
 class Coupling(nn.Module):
     """What the couplings share: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
+
+    Subclasses define `combine` and `undo`. One that overrides more is reversed as any other module, see `in_halves`.
 
     Args:
         Fm: any module that returns what `combine` takes.
@@ -95,7 +102,9 @@ class Coupling(nn.Module):
         return streams
 
     def inverse(self, y: Tensor) -> Tensor:
-        """y -> x, up to rounding. ValueError as from `forward`."""
+        """y -> x, up to rounding. ValueError as from `forward`, or if this coupling has no inverse."""
+        if not self.invertible:
+            raise ValueError(f"this {type(self).__name__} changes the size of its input, so it has no inverse")
         streams = self.split(y)
         for half in reversed(self.half_steps()):
             streams = half.inverted().run(streams)
@@ -180,37 +189,6 @@ class AffineCoupling(Coupling):
         return (y - shift) / scale
 
 
-class AffineAdapterNaive(nn.Module):
-    """s = exp(f(x)), t = f(x), with `module` as f."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.f = module
-
-    def forward(self, x: Tensor) -> Streams:
-        """x -> (s, t), both with the shape of f(x)."""
-        shift = self.f(x)
-        return shift.exp(), shift
-
-
-class AffineAdapterSigmoid(nn.Module):
-    """t = h[0::2], s = sigmoid(h[1::2] + 2) with h = f(x): even and odd channels of `module`'s output."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.f = module
-
-    def forward(self, x: Tensor) -> Streams:
-        """x -> (s, t), each with half the channels of f(x). ValueError if their number is odd."""
-        h = self.f(x)
-        if h.shape[1] % 2:
-            raise ValueError(
-                f"AffineAdapterSigmoid got {h.shape[1]} channels from {type(self.f).__name__}: expected an even "
-                f"number, twice those of its input"
-            )
-        return (h[:, 1::2] + 2).sigmoid(), h[:, 0::2]
-
-
 def _single(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise ValueError(f"AdditiveCoupling got a {type(output).__name__} from a branch: expected one tensor")
@@ -224,6 +202,27 @@ def _pair(output: Any) -> Streams:
         f"AffineCoupling got a {type(output).__name__} from a branch: expected a tuple (scale, shift); give "
         f"adapter=AffineAdapterNaive or AffineAdapterSigmoid for modules with a single output"
     )
+
+
+def in_halves(module: object) -> TypeGuard[Coupling]:
+    """Whether a module is a coupling that may run as `couple`, on halves, or as its half-steps if it is invertible.
+
+    Not if somebody overrides other methods or has hooks on the module, which would be passed by. A subclass that
+    overrides `couple` says that it agrees with `half_steps` by an attribute `couples_in_half_steps` of its own.
+    """
+    if not isinstance(module, Coupling) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return False
+    kind = type(module)
+    methods = ["forward", "inverse", "split", "join", "half_steps"]
+    methods += [] if "couples_in_half_steps" in vars(kind) else ["couple"]
+    return "forward" not in vars(module) and all(getattr(kind, name) is getattr(Coupling, name) for name in methods)
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was written in place, where PyTorch counts it."""
+    if torch.compiler.is_compiling():
+        return []
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def detached(output: Any) -> Any:

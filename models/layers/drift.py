@@ -5,15 +5,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .couplings import Coupling
-from .reversible import Block, in_turn
+from .couplings import Coupling, in_halves
+from .reversible import Block, in_turn, inverse_of
 
 
 @torch.no_grad()
 def drift(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """Largest error of a restored input, relative to the largest value of that input: a scalar.
 
-    A row of couplings restores its input from its last output, so rounding errors add up over the row.
+    A row of couplings restores its input from its last output, so rounding errors add up over the row. Call it in eval
+    mode: in training mode norms see the minibatch twice, and dropout differs.
 
     Args:
         blocks: as for `run_reversibly`.
@@ -22,13 +23,19 @@ def drift(blocks: Iterable[Block], x: Tensor) -> Tensor:
     errors = [torch.zeros((), device=x.device)]
     row: list[Coupling] = []
     for block in blocks:
-        if isinstance(block, Coupling) and block.invertible and (not row or row[0].split_dim == block.split_dim):
+        if in_halves(block) and block.invertible and (not row or row[0].split_dim == block.split_dim):
             row.append(block)
             continue
         x, error = _through(row, x)
         errors.append(error)
-        row = []
-        x = in_turn(block if isinstance(block, tuple) else (block,), x)
+        row = [block] if in_halves(block) and block.invertible else []
+        if row:
+            continue
+        y = in_turn(block if isinstance(block, tuple) else (block,), x)
+        inverse = None if isinstance(block, tuple) else inverse_of(block)
+        if inverse is not None:
+            errors.append((inverse(y) - x).abs().max().float() / x.abs().max().clamp(min=1e-30))
+        x = y
     errors.append(_through(row, x)[1])
     return torch.stack(errors).max()
 

@@ -10,7 +10,7 @@ from .couplings import Coupling
 from .saved import current_hooks
 from .steps import Call, Regrouping, State, Step, Update, Values
 
-_MARK = "reversible state"  # in the metadata of an output's node: its state, its position there, its version
+_MARK = "reversible state"  # in the metadata of an output's node
 
 
 class Pass:
@@ -20,9 +20,11 @@ class Pass:
         self.forget = forget  # False: an ordinary forward pass
         self.values = inputs
         self.state = (_state_of(inputs) if forget else None) or State()
-        self.needed = False  # whether the last step needs the state after it
+        self.start: tuple[State, Step | Regrouping] | None = None  # the last state of another pass, and who follows it
+        self.restores = False  # whether the last step restores the state before it, from the one after it
         self.halves_of: Coupling | None = None  # the values are its halves; None: as in the beginning
-        self.options = (current_hooks() if forget else None, preserve_rng_state)
+        self.hooks = current_hooks() if forget else None
+        self.preserve_rng_state = preserve_rng_state
 
     def couple(self, coupling: Coupling) -> None:
         """Run a coupling."""
@@ -52,20 +54,38 @@ class Pass:
     def finish(self) -> Values:
         """The outputs; the last state is kept."""
         self._join()
-        if self.needed:
-            self.state.keep(self.values, self.options[0])
-            for position, tensor in enumerate(self.values):
+        if self.start is not None:
+            state, first = self.start
+            state.leave_to(first)
+        if self.restores:
+            self.state.keep(self.values, self.hooks)
+            self.state.outputs = [(weakref.ref(tensor), tensor._version) for tensor in self.values]
+            for tensor in self.values:
                 if tensor.grad_fn is not None:
-                    _metadata(tensor.grad_fn)[_MARK] = (weakref.ref(self.state), position, tensor._version)
+                    _metadata(tensor.grad_fn)[_MARK] = weakref.ref(self.state)
         return self.values
 
     def _run(self, modules: Sequence[nn.Module], move: Update | Call) -> None:
         if not self.forget:
             self.values = move.run(self.values)
             return
-        step = Step(modules, move, self.state, self.values, *self.options)
-        self.values = step.run(self.values)
-        self.state, self.needed = step.after, move.invertible
+        step = Step(modules, move, self.state, self.values, self.hooks, self.preserve_rng_state)
+        before, self.state.taken = self.state, True
+        try:
+            self.values = step.run(self.values)
+        except BaseException:
+            before.taken = False  # a second try may follow
+            raise
+        if move.invertible:
+            self._follow(step)
+        self.state, self.restores = step.after, move.invertible
+
+    def _follow(self, step: Step | Regrouping) -> None:
+        """Let a step restore the state before it. Another pass's last state stays kept until this pass succeeds."""
+        if self.state.kept is None:
+            self.state.leave_to(step)
+        elif self.start is None:
+            self.start = (self.state, step)
 
     def _split(self, coupling: Coupling) -> None:
         if self.halves_of is not None and self.halves_of.split_dim == coupling.split_dim:
@@ -82,19 +102,21 @@ class Pass:
     def _regroup(self, function: Callable[[Values], Values], back: Callable[[Values], Values]) -> None:
         self.values = function(self.values)
         if self.forget:
-            self.state = Regrouping(back, self.state).after
+            step = Regrouping(back, self.state)
+            self._follow(step)
+            self.state = step.after
 
 
 def _state_of(values: Values) -> State | None:
-    """The state that these tensors are the last values of, if they are untouched outputs of one reversible pass."""
-    marks = [None if tensor.grad_fn is None else _metadata(tensor.grad_fn).get(_MARK) for tensor in values]
-    found = [mark for mark in marks if mark is not None]
-    if len(found) < len(values) or len({id(reference) for reference, *_ in found}) > 1:
+    """The state that these tensors are the last values of, if they are the untouched outputs of one reversible pass."""
+    marks = [_metadata(tensor.grad_fn).get(_MARK) for tensor in values if tensor.grad_fn is not None]
+    state = marks[0]() if marks and marks[0] is not None else None
+    if state is None or state.taken or len(state.outputs) != len(values):
         return None
-    state = found[0][0]()
-    untouched = [mark[1:] for mark in found] == [(place, tensor._version) for place, tensor in enumerate(values)]
-    return state if state is not None and untouched and len(state.kept or ()) == len(values) else None
+    pairs = zip(state.outputs, values, strict=True)
+    return state if all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs) else None
 
 
 def _metadata(node: Node) -> dict:
+    """A node's own dictionary, which lives as long as it; PyTorch's anomaly mode has other keys there."""
     return node.metadata  # type: ignore[return-value]  # torch's hints take the property for a method

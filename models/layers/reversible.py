@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .couplings import Coupling
-from .replay import statistics_kept
+from .couplings import Coupling, in_halves
+from .environment import statistics_kept
 from .reversal import Pass
 from .steps import as_tuple
 from .traced_reversal import is_traceable, run_traced
@@ -54,7 +54,7 @@ class InvertibleModuleWrapper(nn.Module):
         super().__init__()
         if num_bwd_passes < 1:
             raise ValueError(f"num_bwd_passes={num_bwd_passes}: expected at least 1")
-        if not keep_input and _inverse_of(fn) is None:
+        if not keep_input and inverse_of(fn) is None:
             raise ValueError(
                 f"{type(fn).__name__} has no method inverse: expected an invertible module, such as a coupling; "
                 f"keep_input=True works with any module"
@@ -66,14 +66,22 @@ class InvertibleModuleWrapper(nn.Module):
         self.disable = disable
         self.preserve_rng_state = preserve_rng_state
 
+    @property
+    def invertible(self) -> bool:
+        """Whether `fn` has an inverse."""
+        return inverse_of(self._fn) is not None
+
     def forward(self, *xin: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """fn(*xin). Errors are those of `fn`."""
+        """fn(*xin). Errors are those of `fn`; ValueError if something else than tensors goes in or out."""
         if self.disable or not torch.is_grad_enabled():
             return self._fn(*xin)
+        as_tuple(xin)
+        if torch.compiler.is_compiling():
+            return self._fn(*xin) if self.keep_input or len(xin) > 1 else _run_compiled([self._fn], *xin)
         forward = Pass(xin, preserve_rng_state=self.preserve_rng_state)
         if self.keep_input:
             forward.keep_input([self._fn], self._fn)
-        elif isinstance(self._fn, Coupling):
+        elif in_halves(self._fn):
             forward.couple(self._fn)
         else:
             forward.invert(self._fn, self._fn, self._fn.inverse)
@@ -82,12 +90,13 @@ class InvertibleModuleWrapper(nn.Module):
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
         """fn.inverse(*yin), without keeping yin."""
         inverse = self._fn.inverse
-        if self.disable or not torch.is_grad_enabled():
+        if self.disable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return inverse(*yin)
+        as_tuple(yin)
         backward = Pass(yin, preserve_rng_state=self.preserve_rng_state)
         if self.keep_input_inverse:
             backward.keep_input([self._fn], inverse)
-        elif isinstance(self._fn, Coupling):
+        elif in_halves(self._fn):
             backward.uncouple(self._fn)
         else:
             backward.invert(self._fn, inverse, self._fn)
@@ -111,18 +120,23 @@ class ReversibleSequence(nn.Module):
         self.disable = disable
 
     @property
+    def invertible(self) -> bool:
+        """Whether every block has an inverse."""
+        return all(inverse_of(block) is not None for block in self.blocks)
+
+    @property
     def reversible_blocks(self) -> list[nn.Module]:
-        """For `drift`, which `layer_health` reports."""
-        return list(self.blocks)
+        """The blocks, for `drift`, with those of sequences inside."""
+        return [part for block in self.blocks for part in _flat(block)]
 
     def forward(self, x: Tensor) -> Tensor:
         """x -> y. Errors are those of the blocks."""
-        return run_reversibly(self.blocks, x, self.disable)
+        return run_reversibly(self.reversible_blocks, x, self.disable)
 
     def inverse(self, y: Tensor) -> Tensor:
         """y -> x. ValueError if a block has no inverse."""
         for block in reversed(self.blocks):
-            inverse = _inverse_of(block)
+            inverse = inverse_of(block)
             if inverse is None:
                 raise ValueError(f"{type(block).__name__} of a ReversibleSequence has no inverse")
             y = inverse(y)
@@ -136,11 +150,11 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
         return _run_compiled(blocks, x)
     forward = Pass((x,), forget=forget)
     for block in blocks:
-        if isinstance(block, Coupling):
+        if in_halves(block):
             forward.couple(block)
         elif isinstance(block, tuple):
             forward.keep_input(block, functools.partial(in_turn, block))
-        elif (inverse := _inverse_of(block)) is not None:
+        elif (inverse := inverse_of(block)) is not None:
             forward.invert(block, block, inverse)
         else:
             forward.keep_input([block], block)
@@ -152,12 +166,12 @@ def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
     row: list[Coupling] = []
     for block in blocks:
-        if isinstance(block, Coupling) and is_traceable(block, like=row):
+        if in_halves(block) and is_traceable(block, row):
             row.append(block)
             continue
         x = run_traced(row, x) if row else x
-        row = []
-        x = in_turn(block if isinstance(block, tuple) else (block,), x)
+        row = [block] if in_halves(block) and is_traceable(block, []) else []
+        x = x if row else in_turn(block if isinstance(block, tuple) else (block,), x)
     return run_traced(row, x) if row else x
 
 
@@ -187,33 +201,50 @@ def is_invertible_module(
         atol: largest difference.
         random_seed: of the inputs and of whatever the module draws, e.g. for dropout.
     """
-    inverse = _inverse_of(module_in)
+    inverse = inverse_of(module_in)
     if inverse is None:
         return False
     several = bool(test_input_shape) and not isinstance(test_input_shape[0], int)
     shapes: Any = test_input_shape if several else [test_input_shape]
     device = next((tensor.device for tensor in module_in.parameters()), torch.device("cpu"))
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     generator = torch.Generator().manual_seed(random_seed)
     inputs = [torch.rand(*shape, generator=generator).to(device, test_input_dtype) for shape in shapes]
 
+    def seed() -> None:
+        torch.default_generator.manual_seed(random_seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(random_seed)
+
     def close(first: Callable, second: Callable) -> bool:
-        torch.manual_seed(random_seed)
+        seed()
         between = as_tuple(first(*(tensor.clone() for tensor in inputs)))
-        torch.manual_seed(random_seed)
+        seed()
         found = as_tuple(second(*(tensor.clone() for tensor in between)))
         pairs = zip(inputs, found, strict=False)
         return len(found) == len(inputs) and all(
             x.shape == y.shape and torch.allclose(x, y, atol=atol) for x, y in pairs
         )
 
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), statistics_kept(module_in):
+    with torch.random.fork_rng(devices), statistics_kept(module_in):
         return close(module_in, inverse) and close(inverse, module_in)
+
+
+def _flat(block: nn.Module) -> list[nn.Module]:
+    """What a block runs: a sequence's blocks, and a wrapper's coupling, which the chain around them forgets as well."""
+    plain = not (block._forward_hooks or block._forward_pre_hooks or block._backward_hooks)
+    if type(block) is ReversibleSequence and plain and not block.disable:
+        return block.reversible_blocks
+    if type(block) is InvertibleModuleWrapper and plain and block.preserve_rng_state and in_halves(block._fn):
+        return [block] if block.disable or block.keep_input else [block._fn]
+    return [block]
 
 
 def _single_or_several(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     return values if len(values) > 1 else values[0]
 
 
-def _inverse_of(module: object) -> Callable | None:
+def inverse_of(module: object) -> Callable | None:
+    """A module's method `inverse`, if it has one that works."""
     inverse = getattr(module, "inverse", None)
     return inverse if callable(inverse) and getattr(module, "invertible", True) else None

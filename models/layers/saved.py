@@ -17,8 +17,9 @@ def current_hooks() -> Hooks | None:
 class Kept:
     """A tensor that the graph needs, kept as autograd would: through `hooks`, and refused if it was changed."""
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None):
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
         self.hooks = hooks
+        self.name = name
         # Detached: an operation's own output would keep itself alive.
         self.packed: Any = hooks[0](tensor) if hooks else tensor.detach()
         self.version = tensor._version
@@ -27,14 +28,14 @@ class Kept:
         """The tensor. RuntimeError if it was modified in place, which autograd does not check under hooks."""
         if self.hooks:
             return self.hooks[1](self.packed)
-        check_version(self.packed, self.version)
+        check_version(self.packed, self.version, self.name)
         return self.packed
 
 
-def check_version(tensor: Tensor, version: int) -> None:
-    """Raise RuntimeError if a tensor was modified in place since it had this version."""
+def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
+    """Raise RuntimeError if a tensor was modified in place since it had this version. `name` begins the message."""
     if tensor._version != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace operation: it "
+            f"{name} of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace operation: it "
             f"is at version {tensor._version}, expected version {version}"
         )

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .couplings import HalfStep, detached
-from .replay import Environment, Section, keeps_graph, statistics_kept
+from .couplings import HalfStep, detached, versions
+from .environment import Environment
+from .replay import Section, keeps_graph
 from .saved import Hooks, Kept
 
 Values = tuple[Tensor, ...]
@@ -25,16 +26,21 @@ Undo = Callable[[], Values]
 
 
 class State:
-    """The values between two steps: kept, or restored by the step that follows."""
+    """The values between two steps: kept, or restored by the step that follows.
+
+    `taken`: a step follows; a second one that starts from the same tensors is no part of the chain.
+    """
 
     def __init__(self) -> None:
         self.kept: tuple[Kept, ...] | None = None
         self.restored: Values | None = None
         self.following: Step | Regrouping | None = None
+        self.taken = False
+        self.outputs: list[tuple[weakref.ref[Tensor], int]] = []  # of the pass that ends here, with their versions
 
     def keep(self, values: Values, hooks: Hooks | None) -> None:
         if self.kept is None:
-            self.kept = tuple(Kept(tensor, hooks) for tensor in values)
+            self.kept = tuple(Kept(tensor, hooks, "an input or output of a reversible module") for tensor in values)
 
     def leave_to(self, step: "Step | Regrouping") -> None:
         """From now on the step that follows restores the values."""
@@ -57,7 +63,9 @@ class State:
         if self.kept is not None:
             return tuple(kept.get().detach() for kept in self.kept)
         assert self.restored is not None
-        values, self.restored = self.restored, None
+        values = self.restored
+        if self.following is not None or not keeps_graph():
+            self.restored = None
         return values
 
     def give(self, values: Values) -> None:
@@ -98,7 +106,7 @@ class Update(NamedTuple):
         def undone() -> Values:
             with torch.no_grad():
                 values = half.undo(streams[target].detach(), detached(output))
-            return half.replaced(streams, values.to(like.dtypes[target]))
+            return half.replaced(streams, _as(values, like.dtypes[target]))
 
         if half.combine_saves:  # a product saves its factors
             half.combine(like(undone())[target], output)
@@ -116,13 +124,14 @@ class Call(NamedTuple):
         return self.inverse is not None
 
     def run(self, values: Values) -> Values:
-        return as_tuple(self.function(*values))
+        return _unchanged(self.function, values)
 
     def again(self, values: Values, like: Inputs) -> Undo:
         """Run the function again: on the values, or on their inverse if there is one."""
         if self.inverse is not None:
             with torch.no_grad():
-                values = as_tuple(self.inverse(*values))
+                values = _unchanged(self.inverse, values)
+                values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
         self.function(*like(values))
         return lambda: values
 
@@ -139,24 +148,21 @@ class Step:
         hooks: Hooks | None,
         preserve_rng_state: bool,
     ):
-        self.modules, self.move = modules, move
+        self.move = move
         self.inputs = Inputs(tuple(x.dtype for x in inputs), tuple(x.requires_grad for x in inputs))
-        self.environment = Environment(inputs, preserve_rng_state)
+        self.environment = Environment(modules, inputs, preserve_rng_state)
         self.section = Section()
         self.before = weakref.ref(before)
         self.after = State()
-        if move.invertible:
-            before.leave_to(self)
-            self.source = self.after
-        else:
+        if not move.invertible:
             before.keep(inputs, hooks)
-            self.source = before
+        self.source = self.after if move.invertible else before
 
     def run(self, values: Values) -> Values:
         """The forward pass."""
         with self.section.dropping(self.repeat):
             outputs = self.move.run(values)
-        self.environment.forget_unused_random_numbers()
+        self.environment.forward_pass_ended()
         return outputs
 
     def repeat(self) -> None:
@@ -169,7 +175,7 @@ class Step:
 
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
-        with self.environment.restored(), statistics_kept(*self.modules), context:
+        with self.environment.restored(), context:
             undo = self.move.again(values, self.inputs)
         before = self.before()
         if before is not None and self.move.invertible:
@@ -183,7 +189,6 @@ class Regrouping:
         self.back = back
         self.before = weakref.ref(before)
         self.after = State()
-        before.leave_to(self)
 
     def restore(self) -> None:
         """Restore the state before."""
@@ -193,5 +198,28 @@ class Regrouping:
 
 
 def as_tuple(outputs: Tensor | Values) -> Values:
-    """The outputs of a module, as a tuple."""
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+    """The outputs of a module, as a tuple. ValueError if they are no tensors."""
+    found = outputs if isinstance(outputs, tuple) else (outputs,)
+    if not found:
+        raise ValueError("a reversible module got or returned nothing: expected tensors")
+    for output in found:
+        if not isinstance(output, Tensor):
+            raise ValueError(f"a reversible module got or returned a {type(output).__name__}: expected tensors")
+    return found
+
+
+def _unchanged(function: Callable, values: Values) -> Values:
+    """function(*values), as a tuple. ValueError if it wrote over its input, which the chain still needs."""
+    before = versions(values)
+    outputs = as_tuple(function(*values))
+    if versions(values) != before:
+        raise ValueError(
+            f"{getattr(function, '__qualname__', type(function).__name__)} wrote over its input, which a reversible "
+            f"module still needs: let it begin with an operation that is not inplace"
+        )
+    return outputs
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Restored values in the dtype of the true ones: integers are rounded."""
+    return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else values.round().to(dtype)

@@ -8,13 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from .abn import ABN
-from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached
+from .affine_adapters import AffineAdapterNaive, AffineAdapterSigmoid
+from .checkpointed_abn import CheckpointedABN
+from .couplings import Coupling, HalfStep, detached
+from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .statistics import has_running_statistics
 
 Values = tuple[Tensor, ...]
 
 # Modules that compute the same each time; inside a graph random numbers cannot be drawn again.
 _REPEATABLE = {
+    ABN,
+    CheckpointedABN,
+    InPlaceABN,
+    InPlaceABNSync,
     AffineAdapterNaive,
     AffineAdapterSigmoid,
     nn.BatchNorm1d,
@@ -40,25 +47,37 @@ _REPEATABLE = {
 }
 
 
-def is_traceable(coupling: Coupling, like: Sequence[Coupling]) -> bool:
-    """Whether a coupling's branches compute the same each time, and it halves the dimension that others do."""
-    parts = [part for branch in (coupling.Fm, coupling.Gm) for part in branch.modules()]
-    return all(map(_is_repeatable, parts)) and all(other.split_dim == coupling.split_dim for other in like)
+def is_traceable(coupling: Coupling, row: Sequence[Coupling]) -> bool:
+    """Whether a coupling is known to compute the same each time, and can join others in a row.
+
+    Others split another dimension, or share parameters: PyTorch traces wrong gradients for repeated arguments.
+    """
+    parts = [part for child in coupling.children() for part in child.modules()]
+    tensors = [parameter for other in (*row, coupling) for move in moves_of(other) for parameter in _trained(move)]
+    return (
+        all(map(_is_repeatable, parts))
+        and len({id(tensor) for tensor in tensors}) == len(tensors)
+        and all(other.split_dim == coupling.split_dim for other in row)
+    )
+
+
+def moves_of(coupling: Coupling) -> list[HalfStep | Coupling]:
+    """The half-steps of a coupling, or itself if it has no inverse."""
+    return [*coupling.half_steps()] if coupling.invertible else [coupling]
 
 
 def _is_repeatable(module: nn.Module) -> bool:
-    """Subclasses may compute anything, but for ours."""
-    return type(module) in _REPEATABLE or isinstance(module, ABN) or getattr(type(module), "repeatable", False)
+    """Exact types: subclasses may compute anything, and so may somebody's hooks."""
+    known = type(module) in _REPEATABLE or "repeatable" in vars(type(module))
+    return known and "forward" not in vars(module)
 
 
-def run_traced(blocks: list[Coupling], x: Tensor) -> Tensor:
+def run_traced(row: list[Coupling], x: Tensor) -> Tensor:
     """Run couplings of one `split_dim`. Only the last output is kept, and the inputs of couplings without inverse."""
-    moves: list[HalfStep | Coupling] = []
-    for block in blocks:
-        moves += block.half_steps() if block.invertible else [block]
+    moves = [move for coupling in row for move in moves_of(coupling)]
     parameters = [parameter for move in moves for parameter in _trained(move)]
     autocast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-    return blocks[-1].join(_Chain.apply(moves, autocast, *blocks[0].split(x), *parameters))
+    return row[-1].join(_Chain.apply(moves, autocast, *row[0].split(x), *parameters))
 
 
 class _Chain(torch.autograd.Function):

@@ -1,8 +1,11 @@
-"""The chart of the page on reversible networks."""
+"""Charts of the page on reversible networks, and its section on memory against time."""
+
+import statistics
+from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from .frame import MIB
+from .frame import MIB, ratio_of, table
 
 COLOURS = {"naive": "C7", "blocks": "C1", "sqrt": "C4", "recursive": "C2", "reversible": "C0"}
 
@@ -29,4 +32,41 @@ def chart(rows: list[dict]) -> Figure:
         axis.set(title=title, xlabel="units")
         axis.grid(alpha=0.3)
     axes[0].legend(frameon=False)
+    return figure
+
+
+BASE = "ResNet-110, std"
+
+
+def budget_section(rows: list[dict], picture: str) -> Iterator[str]:
+    """The table of memory against time, least memory first."""
+    base = next(row["times_ms"] for row in rows if row["method"] == BASE)
+    lines = [
+        [
+            row["method"],
+            "" if row["kept_bytes"] is None else f"{row['kept_bytes'] / MIB:.1f}",
+            f"{row['peak_bytes'] / MIB:.1f}",
+            f"{ratio_of(row['times_ms'], base):.2f}",
+        ]
+        for row in sorted(rows, key=lambda row: row["peak_bytes"])
+    ]
+    yield from ("", "## Memory against time", "", f"![memory against time]({picture})", "")
+    yield from table(["method", "kept, MiB", "peak, MiB", "time to standard"], lines)
+
+
+def budget_chart(rows: list[dict]) -> Figure:
+    """Peak memory and time of a step of every method."""
+    base = next(row["times_ms"] for row in rows if row["method"] == BASE)
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
+    for row in rows:
+        ratio = statistics.median(ours / other for ours, other in zip(row["times_ms"], base, strict=True))
+        colour = "C0" if "reversible" in row["method"] else "C3" if "compiled" in row["method"] else "C1"
+        marker = "s" if "inplace" in row["method"] else "o"
+        axis.plot(row["peak_bytes"] / MIB, ratio, marker, color=colour)
+        axis.annotate(
+            row["method"], (row["peak_bytes"] / MIB, ratio), xytext=(5, 4), textcoords="offset points", fontsize=8
+        )
+    axis.set(xscale="log", xlabel="peak of a step, MiB", ylabel="time of a step to standard")
+    axis.grid(alpha=0.3)
     return figure

@@ -482,3 +482,11 @@ def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(
     monkeypatch.setattr(abn_module, "BatchNormActivation", Captured)
     ABN(4, sync=True, backend=backend)(torch.randn(2, 4, 3, 3))
     assert [strategy.backend for strategy in strategies] == [backend]
+
+
+@pytest.mark.parametrize("layer", [ABN, InPlaceABN, CheckpointedABN])
+def test_an_empty_minibatch_has_empty_gradients_in_eval_mode(layer):
+    norm = layer(4).eval()
+    x = torch.randn(0, 4, 5, 5, requires_grad=True)
+    norm(x).sum().backward()
+    assert x.grad.shape == x.shape and not norm.weight.grad.any()

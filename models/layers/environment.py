@@ -1,0 +1,143 @@
+"""What a forward pass depends on beside its inputs, to repeat it in the backward pass."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .saved import check_version
+from .statistics import has_running_statistics
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class _Buffer(NamedTuple):
+    """A buffer that a repeated forward pass leaves alone. `start`: what it was at first; None if it has no effect."""
+
+    owner: nn.Module
+    name: str
+    values: Tensor
+    version: int
+    start: Tensor | None
+
+
+class Environment:
+    """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
+
+    Args:
+        modules: those that run.
+        tensors: their inputs.
+        preserve_rng_state: repeat their random numbers.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
+        devices = {tensor.device for tensor in tensors}
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.cuda = [device for device in devices if device.type == "cuda"]
+        self.random = self._random() if preserve_rng_state else None
+        parts = [part for module in modules for part in module.modules()]
+        self.modes = [(part, part.training) for part in parts]
+        self.parameters = [
+            (part, name, parameter, parameter._version)
+            for part in parts
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        self.buffers = [buffer for part in parts for buffer in _buffers(part)]
+
+    def forward_pass_ended(self) -> None:
+        """Keep only what is needed: no random numbers (5 KB) if none were drawn, no buffers that did not change."""
+        if self.random is not None and all(map(_equal, self.random, self._random())):
+            self.random = None
+        self.buffers = [
+            buffer
+            for buffer in self.buffers
+            if _is_norm(buffer.owner)
+            or buffer.owner._buffers[buffer.name] is not buffer.values
+            or buffer.values._version != buffer.version
+        ]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context of the repetition, which changes nothing. RuntimeError if a parameter was changed or replaced."""
+        self._check_parameters()
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
+            if self.random is not None:
+                stack.enter_context(torch.random.fork_rng(self.cuda))
+                torch.set_rng_state(self.random[0])
+                for device, state in zip(self.cuda, self.random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            changed = [(part, part.training) for part, mode in self.modes if part.training != mode]
+            stack.callback(_set_modes, changed)
+            _set_modes([(part, not mode) for part, mode in changed])
+            stack.enter_context(_swapped(self.buffers))
+            yield
+
+    def _check_parameters(self) -> None:
+        for part, name, parameter, version in self.parameters:
+            present = part._parameters.get(name)
+            if present is parameter:
+                check_version(parameter, version, f"{type(part).__name__}.{name}")
+            elif type(present) is type(parameter):  # FSDP replaces shards by whole parameters
+                raise RuntimeError(
+                    f"{type(part).__name__}.{name} of a reversible module is another parameter than in the forward "
+                    f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
+                )
+
+    def _random(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.cuda)]
+
+
+@contextmanager
+def statistics_kept(*modules: nn.Module) -> Iterator[None]:
+    """Context in which forward passes of some modules leave the running statistics of all their norms as they are."""
+    parts = [part for module in modules for part in module.modules()]
+    norms = [part for part in parts if part.training and _is_norm(part)]
+    with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
+        yield
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return has_running_statistics(module)
+
+
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    """The buffers that a forward pass may change, or that may change before it is repeated."""
+    found = [(name, values) for name, values in module._buffers.items() if values is not None]
+    if _is_norm(module):
+        found = [(name, values) for name, values in found if name in _STATISTICS]
+        if module.training:  # the minibatch's statistics count
+            return [_Buffer(module, name, values, values._version, None) for name, values in found]
+    return [_Buffer(module, name, values, values._version, values.clone()) for name, values in found]
+
+
+@contextmanager
+def _swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
+    """Context in which copies of the first values take the places of buffers."""
+    present = [buffer.owner._buffers[buffer.name] for buffer in buffers]
+    try:
+        for buffer, values in zip(buffers, present, strict=True):
+            start = values if buffer.start is None else buffer.start
+            buffer.owner._buffers[buffer.name] = None if start is None else start.clone()
+        yield
+    finally:
+        for buffer, values in reversed(list(zip(buffers, present, strict=True))):
+            buffer.owner._buffers[buffer.name] = values
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, mode in modes:
+        module.training = mode
+
+
+def _equal(state: Tensor, other: Tensor) -> bool:
+    with torch._C._DisableTorchDispatch():  # the states are real under fake tensors too
+        return torch.equal(state, other)

@@ -1,0 +1,76 @@
+"""Memory against time of every way to train in less memory, on networks of equal size and accuracy."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models.bodies import resnet110_cifar, revnet110_cifar
+from models.layers.backends.compiled import compiler_available
+from models.recomputation import RECOMPUTE, recompute_blocks
+
+from .measuring import peak_bytes
+from .reversible_memory import NORMS, kept_bytes
+from .reversible_steps import timed
+
+BUDGETS = (1.0, 0.5)  # of torch.compile: the share of activations that it may keep
+
+
+def budget(device: str, images: int, rounds: int) -> list[dict]:
+    """Steps of ResNet-110 and RevNet-110 on `images` CIFAR images in float32: time, bytes kept, peak."""
+    pixels = torch.randn(images, 3, 32, 32, device=device)
+    labels = torch.randint(10, (images,), device=device)
+    steps: dict[str, Callable[[], object]] = {}
+    rows = []
+    for title, network in candidates(device).items():
+        forward = partial(_loss, network, pixels, labels)
+        row = {"method": title, "kept_bytes": None if "compiled" in title else kept_bytes(network, forward, [pixels])}
+        step = partial(_step, network, forward)
+        step()  # gradients exist; compiles
+        rows.append({**row, "peak_bytes": peak_bytes(step, device)})
+        steps[title] = step
+    times_ms = timed(steps, rounds, device)
+    return [{**row, "times_ms": times_ms[str(row["method"])]} for row in rows]
+
+
+def candidates(device: str) -> dict[str, nn.Module]:
+    """{title: network}; compiled ones only where there is a compiler."""
+    found: dict[str, nn.Module] = {}
+    for norm, layer in NORMS.items():
+        for recompute in RECOMPUTE:
+            network = resnet110_cifar(layer, classes=10).to(device)
+            recompute_blocks(network, recompute)
+            found[f"ResNet-110, {norm}" + ("" if recompute == "none" else f", {recompute}")] = network
+        found[f"RevNet-110, {norm}, reversible"] = revnet110_cifar(layer, classes=10).to(device)
+    if compiler_available(device):
+        for share in BUDGETS:
+            network = resnet110_cifar(NORMS["std"], classes=10).to(device)
+            found[f"ResNet-110, std, compiled, budget {share:g}"] = _Budgeted(network, share)
+    return found
+
+
+class _Budgeted(nn.Module):
+    """A compiled network that may keep a share of its activations (`activation_memory_budget`)."""
+
+    def __init__(self, network: nn.Module, share: float):
+        super().__init__()
+        self.network = network
+        self.share = share
+        self.compiled = torch.compile(network, dynamic=False)
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        """As the network."""
+        with torch._functorch.config.patch(activation_memory_budget=self.share):
+            return self.compiled(pixels)
+
+
+def _loss(network: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(network(pixels), labels)
+
+
+def _step(network: nn.Module, forward: Callable[[], torch.Tensor]) -> None:
+    loss = forward()
+    network.zero_grad()
+    loss.backward()

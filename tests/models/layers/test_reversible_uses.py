@@ -1,0 +1,394 @@
+"""Reversible modules in unusual places: right gradients, or an error that says why not."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from models.layers import ABN, AdditiveCoupling, InPlaceABN, InvertibleModuleWrapper, ReversibleSequence
+from models.layers.drift import drift
+from tests.models.layers.test_reversible import (
+    IMAGES,
+    NORMS,
+    Opaque,
+    additive,
+    affine,
+    assert_same,
+    branch,
+    step,
+    traced_autograd,  # noqa: F401  # a fixture
+    wrapped,
+)
+
+
+def made(*blocks: nn.Module) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [block.double() for block in blocks]
+
+
+@pytest.mark.parametrize("tie", ["block", "weight", "branch"])
+def test_compiled_tied_parameters(tie, traced_autograd):  # noqa: F811
+    """PyTorch traces wrong gradients for an argument that is given twice, so such couplings are no node of a row."""
+    first, second = made(additive(), additive())
+    if tie == "weight":
+        second.Fm[1].weight = first.Fm[1].weight
+    blocks = {"block": [first, first], "weight": [first, second], "branch": [AdditiveCoupling(first.Fm, first.Fm)]}[tie]
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    compiled = torch.compile(ReversibleSequence(blocks), fullgraph=True, backend="aot_eager")
+    assert_same(step(compiled, IMAGES), step(plain, IMAGES))
+
+
+class DroppingABN(ABN):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+class Scaled(AdditiveCoupling):
+    """A coupling with more than half-steps."""
+
+    def __init__(self, Fm):
+        super().__init__(Fm)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+    def inverse(self, y):
+        return super().inverse(y / self.scale)
+
+
+@pytest.mark.parametrize("form", [ReversibleSequence, wrapped])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_subclasses_that_override_more(form, compiled, traced_autograd):  # noqa: F811
+    blocks = made(Scaled(branch()), additive(), Scaled(branch()))
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    network = form(blocks)
+    run = torch.compile(network, backend="aot_eager") if compiled else network
+    found, expected = step(run, IMAGES), step(plain, IMAGES)
+    assert_same(found, expected)
+
+
+def test_compiled_subclasses_of_norms_keep_their_activations(traced_autograd):  # noqa: F811
+    """They may draw random numbers: gradients are compared with finite differences."""
+    network = ReversibleSequence(made(additive(norm=DroppingABN)))
+    compiled = torch.compile(network, backend="aot_eager")
+    direction, values = torch.randn_like(IMAGES), []
+    for size in (0.0, 1e-5, -1e-5):
+        torch.manual_seed(0)
+        x = (IMAGES + size * direction).requires_grad_()
+        values.append(compiled(x).sum())
+        if size == 0:
+            (gradient,) = torch.autograd.grad(values[0], x)
+    torch.testing.assert_close((gradient * direction).sum(), (values[1] - values[2]) / 2e-5, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, InPlaceABN])
+@pytest.mark.parametrize("options", [{}, {"keep_input": True}])
+def test_compiled_wrappers(norm, options, traced_autograd):  # noqa: F811
+    blocks = made(additive(norm=norm), affine(norm=norm))
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    compiled = torch.compile(wrapped(blocks, **options), fullgraph=True, backend="aot_eager")
+    assert_same(step(compiled, IMAGES), step(plain, IMAGES))
+
+
+def test_a_bias_changed_before_the_backward_pass_is_refused():
+    """Autograd keeps no bias, so plain networks may change it; here the branch would compute something else."""
+    network = ReversibleSequence(made(additive(), additive()))
+    y = network(IMAGES.clone().requires_grad_())
+    with torch.no_grad():
+        network.blocks[0].Fm[1].bias += 1
+    with pytest.raises(RuntimeError, match="Conv2d.bias .* was modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_other_parameters_in_the_backward_pass_are_refused():
+    network = ReversibleSequence(made(additive()))
+    others = {name: nn.Parameter(parameter + 1) for name, parameter in network.named_parameters()}
+    y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
+    with pytest.raises(RuntimeError, match="is another parameter than in the forward pass"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("norm", ["std", "inplace", "checkpoint", "batchnorm"])
+def test_modes_and_statistics_that_change_before_the_backward_pass(norm):
+    """Evaluate, train on other data, then differentiate the evaluation, as virtual adversarial training does."""
+    blocks = made(additive(norm=NORMS[norm]), additive(norm=NORMS[norm]))
+    results = []
+    for network in (nn.Sequential(*copy.deepcopy(blocks)), ReversibleSequence(blocks)):
+        network.eval()
+        x = IMAGES.clone().requires_grad_()
+        y = network(x)
+        network.train()
+        if isinstance(network, ReversibleSequence):  # PyTorch's norms would differentiate with the new statistics
+            with torch.no_grad():
+                network(IMAGES.sin())
+        y.square().sum().backward()
+        results.append({"x": x.grad} | {f"{i}": p.grad for i, p in enumerate(network.parameters())})
+        assert all(module.training for module in network.modules())
+    assert_same(results[1], results[0])
+
+
+def test_buffers_that_the_forward_pass_moves():
+    """Spectral norm takes a step of its power iteration in every forward pass: the repetition starts where it did."""
+    blocks = made(
+        *(AdditiveCoupling(nn.Sequential(spectral_norm(nn.Conv2d(4, 4, 3, padding=1)), nn.Tanh())) for _ in range(3))
+    )
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    network = ReversibleSequence(blocks)
+    for _ in range(2):
+        assert_same(step(network, IMAGES), step(plain, IMAGES))
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return (10 * x.double().sin()).round().to(x.dtype)
+
+
+def test_integers_are_restored():
+    blocks = [AdditiveCoupling(Rounded()), *made(AdditiveCoupling(nn.Sequential(Float(), *branch())))]
+    x = torch.arange(3 * 8 * 20, dtype=torch.int32).reshape(3, 8, 5, 4) % 7
+    network, plain = ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks)
+    results = []
+    for net in (network, plain):
+        net(x).square().sum().backward()
+        results.append({f"{i}": p.grad for i, p in enumerate(net.parameters())})
+    assert_same(*results)
+
+
+class Float(nn.Module):
+    def forward(self, x):
+        return x.double() / 7
+
+
+class InPlace(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def forward(self, x):
+        return x.mul_(2) if self.where == "forward" else 2 * x
+
+    def inverse(self, y):
+        return y.mul_(0.5) if self.where == "inverse" else 0.5 * y
+
+
+@pytest.mark.parametrize("where", ["forward", "inverse"])
+def test_functions_that_write_over_their_input_are_named(where):
+    network = nn.Sequential(
+        *made(InvertibleModuleWrapper(additive()), InvertibleModuleWrapper(InPlace(where)), additive())
+    )
+    with pytest.raises(ValueError, match="InPlace.* wrote over its input"):
+        network(IMAGES.clone().requires_grad_()).sum().backward()
+
+
+def outcomes(network, use):
+    x = IMAGES.clone().requires_grad_()
+    use(network, x).square().sum().backward()
+    return {"x": x.grad} | {f"{i}": p.grad for i, p in enumerate(network.parameters()) if p.grad is not None}
+
+
+def kept_then_wrapped(network, x):
+    y = network[0](x * 1)
+    return network[1](y) + network[2](y)
+
+
+def unused(network, x):
+    y = network[0](x * 1)
+    network[1](y)
+    return network[2](y)
+
+
+def failed_once(network, x):
+    y = network[0](x * 1)
+    network[1].fails = True
+    with pytest.raises(KeyError):
+        network[1](y)
+    network[1].fails = False
+    return network[2](network[1](y))
+
+
+class Failing(nn.Sequential):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise KeyError
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("use", [kept_then_wrapped, unused, failed_once])
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_output_with_several_readers(use, kept):
+    blocks = made(additive(), AdditiveCoupling(Failing(*branch())), additive())
+    for block in blocks:
+        type(block).fails = property(
+            lambda self: getattr(self.Fm, "fails", None), lambda self, value: setattr(self.Fm, "fails", value)
+        )
+    plain = nn.Sequential(*copy.deepcopy(blocks))
+    network = nn.Sequential(
+        *(InvertibleModuleWrapper(block, keep_input=kept and i == 1) for i, block in enumerate(blocks))
+    )
+    type(network[1]).fails = property(lambda self: None, lambda self, value: setattr(self._fn, "fails", value))
+    assert_same(outcomes(network, use), outcomes(plain, use))
+
+
+def test_a_kept_block_that_begins_with_a_wrapper():
+    blocks = made(additive(), additive(), nn.Conv2d(8, 8, 1), additive())
+    plain = nn.Sequential(*copy.deepcopy(blocks))
+    inner = nn.Sequential(InvertibleModuleWrapper(blocks[1]), blocks[2])
+    network = nn.Sequential(
+        InvertibleModuleWrapper(blocks[0]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3]
+    )
+    assert_same(step(network, IMAGES), step(plain, IMAGES))
+    nested = ReversibleSequence(
+        [ReversibleSequence(blocks[:1]), nn.Sequential(ReversibleSequence([blocks[1]]), *blocks[2:])]
+    )
+    nested.zero_grad()
+    assert_same(step(nested, IMAGES), step(copy.deepcopy(plain), IMAGES) | {"output": plain(IMAGES).detach()})
+
+
+def test_a_part_differentiated_alone_first():
+    """autograd.grad of the last wrapper frees its graph; the first one's is still there, for two backward passes."""
+    results = []
+    blocks = made(additive(), additive())
+    for network in (nn.Sequential(*copy.deepcopy(blocks)), wrapped(blocks)):
+        x = IMAGES.clone().requires_grad_()
+        y = network[0](x)
+        z = network[1](y)
+        found = list(torch.autograd.grad(z.sum(), [*network[1].parameters()]))
+        y.square().sum().backward(retain_graph=True)
+        y.sin().sum().backward()
+        results.append(dict(enumerate([*found, x.grad, *(p.grad for p in network[0].parameters())])))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: ReversibleSequence([additive(), nn.Conv2d(8, 8, 1)]),
+        lambda: InvertibleModuleWrapper(nn.Conv2d(8, 8, 1), keep_input=True),
+    ],
+)
+def test_blocks_without_inverse_inside_others(inner):
+    blocks = made(additive(), inner(), additive())
+    plain = copy.deepcopy(blocks)
+    flat = nn.Sequential(plain[0], *([*plain[1].blocks] if hasattr(plain[1], "blocks") else [plain[1]._fn]), plain[2])
+    network = ReversibleSequence(blocks)
+    assert not network.invertible and not blocks[1].invertible
+    assert_same(step(network, IMAGES), step(flat, IMAGES))
+
+
+def test_hooks_on_couplings_fire():
+    blocks = made(additive(), additive())
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    network, counts = ReversibleSequence(blocks), []
+    blocks[0].register_forward_hook(lambda module, args, y: counts.append("forward"))
+    blocks[1].register_full_backward_hook(lambda module, gradient, _: counts.append("backward"))
+    assert_same(step(network, IMAGES), step(plain, IMAGES))
+    assert counts.count("backward") == 1 and counts.count("forward") >= 1
+
+
+class Hamiltonian(nn.Module):
+    """The gradient of a learned energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+        return force
+
+
+def test_branches_that_differentiate():
+    blocks = made(AdditiveCoupling(Hamiltonian()), AdditiveCoupling(Hamiltonian()))
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
+
+
+def test_what_a_branch_leaves_behind_cannot_be_differentiated_after_it_ran_again():
+    network = ReversibleSequence(made(additive()))
+    network.blocks[0].Fm.register_forward_hook(lambda module, args, y: setattr(network, "left", y.square().sum()))
+    y = network(IMAGES.clone().requires_grad_())
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="left behind was differentiated"):
+        network.left.backward()
+
+
+def test_a_stream_without_gradient_does_not_end_the_chain():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.coupling = additive()
+
+        def forward(self, x, mask):
+            return self.coupling(x), mask
+
+        def inverse(self, y, mask):
+            return self.coupling.inverse(y), mask
+
+    blocks = made(*(Masked() for _ in range(5)))
+    alive: list[weakref.ref] = []
+    values = (IMAGES.clone().requires_grad_() * 1, torch.ones(3))
+    for block in blocks:
+        values = InvertibleModuleWrapper(block)(*values)
+        alive.append(weakref.ref(values[0].untyped_storage()))
+    assert sum(reference() is not None for reference in alive) == 1
+    values[0].sum().backward()
+
+
+def test_nested_sequences_compute_no_more_than_flat_ones():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    blocks = made(*(additive(norm=nn.BatchNorm2d) for _ in range(4)))
+    nested = ReversibleSequence([ReversibleSequence([InvertibleModuleWrapper(b) for b in blocks[:2]]), *blocks[2:]])
+    flops = []
+    for network in (nested, nn.Sequential(*blocks)):
+        with FlopCounterMode(display=False) as counter:
+            network(IMAGES.clone().requires_grad_()).sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] / flops[1] == pytest.approx(4 / 3)
+
+
+def test_drift_of_opaque_modules_is_measured():
+    blocks = [additive(norm=nn.Identity) for _ in range(3)]
+    x = IMAGES.float()
+    for chain in (blocks, [InvertibleModuleWrapper(b) for b in blocks], [Opaque(b) for b in blocks]):
+        assert 0 < drift(ReversibleSequence(chain).reversible_blocks, x) < 1e-5
+    assert drift([nn.Conv2d(8, 8, 1)], x) == 0
+
+
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        (lambda: InvertibleModuleWrapper(additive())(3), "got or returned a int: expected tensors"),
+        (lambda: InvertibleModuleWrapper(Opaque(nn.Sequential(Listed())))(IMAGES), "returned a list: expected tensors"),
+        (lambda: AdditiveCoupling(Listed())(IMAGES), "Listed returned a list: a coupling needs"),
+        (lambda: InvertibleModuleWrapper(additive())(), "got or returned nothing"),
+    ],
+)
+def test_what_is_no_tensor_is_named(run, message):
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+class Listed(nn.Module):
+    def forward(self, x):
+        return [x]
+
+
+def test_a_norm_in_two_branches():
+    """A norm that is listed in two modules of one step keeps its own buffers."""
+    norm = nn.BatchNorm2d(4)
+    network = ReversibleSequence(
+        made(AdditiveCoupling(nn.Sequential(norm, nn.Conv2d(4, 4, 1)), nn.Sequential(norm, nn.Tanh())))
+    )
+    buffers = {name: id(values) for name, values in norm.named_buffers()}
+    step(network, IMAGES)
+    assert {name: id(values) for name, values in norm.named_buffers()} == buffers
+    assert norm.num_batches_tracked == 2
