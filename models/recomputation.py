@@ -5,7 +5,7 @@ whatever follows the body keep their activations.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -43,6 +43,13 @@ def recompute_blocks(body: Any, recompute: str) -> None:
             f"expected 'none', or a body with reversible=False"
         )
     body.recompute = recompute
+
+
+def units_of(stages: Iterable[nn.Module], recompute: str) -> list[Block]:
+    """What `run_blocks` runs: the blocks of all stages; or whole stages, so that their hooks fire, if all is kept."""
+    if recompute == "none":
+        return list(stages)
+    return [block for stage in stages for block in (stage if isinstance(stage, nn.Sequential) else [stage])]
 
 
 def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> State:

@@ -5,12 +5,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from models.bodies import densenet264, resnet34, resnet50, resnext101, wider_resnet38, wider_resnet38_a2
+from models.bodies import RevNet, densenet264, resnet34, resnet50, resnext101, wider_resnet38, wider_resnet38_a2
 from models.layers import ABN
 
 small_resnet = partial(resnet50, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), stem_channels=4)
 small_resnet_basic = partial(resnet34, structure=(1, 2, 1, 1), base_channels=(4, 4), stem_channels=4)
 small_resnext = partial(resnext101, structure=(1, 2, 2, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4)
+small_revnet = partial(RevNet, structure=(2, 2, 1), channels=((8, 8), (12, 12), (16, 16)), stem_channels=8)
 small_densenet = partial(densenet264, structure=(2, 1, 3, 2), growth=4, stem_channels=8)
 _WIDER = dict(
     structure=(1, 1, 2, 1, 1, 1),
@@ -28,6 +29,11 @@ SMALL_BODIES = {
     "resnext-7x7": partial(small_resnext, stem="7x7"),
     "resnext-cifar": partial(small_resnext, stem="cifar", structure=(1, 2, 1)),
     "densenet": small_densenet,
+    "preact-resnet": partial(small_revnet, reversible=False),
+    "revnet": small_revnet,
+    "revnet-7x7": partial(
+        small_revnet, stem="7x7", structure=(1, 1, 2, 1), channels=[(c, c, 4 * c) for c in (4, 8, 12, 16)]
+    ),
     "wider": small_wider,
     "wider-a2": small_wider_a2,
 }

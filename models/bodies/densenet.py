@@ -126,11 +126,17 @@ class DenseNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        layers = self.mod2.layers()
-        for number in range(3, self.stages + 2):
-            layers += getattr(self, f"mod{number}").layers(getattr(self, f"tra{number - 1}"))
-        parts = run_blocks(layers, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
-        x = self.bn_out(torch.cat(parts, dim=1))
+        x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
+        transitions = [None, *(getattr(self, f"tra{number - 1}") for number in range(3, self.stages + 2))]
+        modules = [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
+        if self.recompute == "none":
+            for transition, module in zip(transitions, modules, strict=True):
+                x = module(x if transition is None else transition(x))
+        else:
+            pairs = zip(transitions, modules, strict=True)
+            layers = [layer for transition, module in pairs for layer in module.layers(transition)]
+            x = torch.cat(run_blocks(layers, x, self.recompute), dim=1)
+        x = self.bn_out(x)
         return x if self.classifier is None else self.classifier(x)
 
 

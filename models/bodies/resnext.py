@@ -9,7 +9,7 @@ from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, res
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
-from models.recomputation import run_blocks
+from models.recomputation import run_blocks, units_of
 
 
 class ResNeXt(nn.Module):
@@ -79,7 +79,7 @@ class ResNeXt(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        blocks = [block for number in range(2, self.stages + 2) for block in getattr(self, f"mod{number}")]
+        blocks = units_of((getattr(self, f"mod{number}") for number in range(2, self.stages + 2)), self.recompute)
         (x,) = run_blocks(blocks, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
         x = self.bn_out(x)
         return x if self.classifier is None else self.classifier(x)

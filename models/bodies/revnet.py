@@ -13,7 +13,7 @@ from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_au
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
 from models.layers import InPlaceABN, recompute_activations, run_reversibly
-from models.recomputation import run_blocks
+from models.recomputation import run_blocks, units_of
 
 
 class RevNet(nn.Module):
@@ -101,7 +101,7 @@ class RevNet(nn.Module):
         if self.reversible:
             x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
         else:
-            (x,) = run_blocks(self._units(), self.mod1(images), self.recompute)
+            (x,) = run_blocks(units_of(self._stages(), self.recompute), self.mod1(images), self.recompute)
         x = self.bn_out(in_autocast_dtype(x))
         return x if self.classifier is None else self.classifier(x)
 
@@ -110,14 +110,14 @@ class RevNet(nn.Module):
         """The stem and the units, as `run_reversibly` takes them; none in a ResNet."""
         if not self.reversible:
             return []
-        units = self._units()
+        units: list[Any] = [unit for stage in self._stages() for unit in stage]
         # A first unit without inverse would keep the stem's output; with the stem, it keeps only the images.
         if units[0].invertible or self.keep_activations or torch.compiler.is_compiling():
             return [(self.mod1,), *units]
         return [(self.mod1, units[0]), *units[1:]]
 
-    def _units(self) -> list[Any]:
-        return [unit for number in range(2, self.stages + 2) for unit in getattr(self, f"mod{number}")]
+    def _stages(self) -> list[nn.Sequential]:
+        return [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
 
 
 def _basic(*widths: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, res
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
 from models.layers import InPlaceABN, recompute_activations
-from models.recomputation import Block, run_blocks
+from models.recomputation import Block, run_blocks, units_of
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
 WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096))
@@ -102,7 +102,7 @@ class WiderResNet(nn.Module):
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         blocks: list[Block] = []
         for number in range(2, 8):
-            first, *others = getattr(self, f"mod{number}")
+            first, *others = units_of([getattr(self, f"mod{number}")], self.recompute)
             pool = getattr(self, f"pool{number}", None)
             blocks += [first if pool is None else partial(_pooled, pool, first), *others]
         (x,) = run_blocks(blocks, self.mod1(images), self.recompute)
@@ -110,7 +110,7 @@ class WiderResNet(nn.Module):
         return x if self.classifier is None else self.classifier(x)
 
 
-def _pooled(pool: nn.Module, block: nn.Module, x: Tensor) -> Tensor:
+def _pooled(pool: nn.Module, block: Block, x: Tensor) -> Tensor:
     return block(pool(x))
 
 

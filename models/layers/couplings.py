@@ -116,7 +116,10 @@ class Coupling(nn.Module):
         return HalfStep(self.Fm, 0, *how), HalfStep(self.Gm, 1, *how)
 
     def split(self, x: Tensor) -> Streams:
-        """Two halves of x, as views. ValueError if they would differ in size, or the dimension is not there."""
+        """Two halves of x: views, but copies if x is channels_last, which halves of its channels are not.
+
+        ValueError if they would differ in size, or the dimension is not there.
+        """
         dim = self.split_dim
         if not -x.dim() <= dim < x.dim() or dim % x.dim() == 0:
             raise ValueError(
@@ -129,6 +132,9 @@ class Coupling(nn.Module):
                 f"{x.shape[dim]} and cannot be halved; expected an even one"
             )
         first, second = x.chunk(2, dim)
+        for format in (torch.channels_last,) * (x.dim() == 4) + (torch.channels_last_3d,) * (x.dim() == 5):
+            if x.is_contiguous(memory_format=format) and not x.is_contiguous():
+                return first.contiguous(memory_format=format), second.contiguous(memory_format=format)
         return first, second
 
     def join(self, streams: Streams) -> Tensor:

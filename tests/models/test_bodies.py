@@ -25,8 +25,8 @@ from scripts.bench.measuring import saved_for_backward
 from scripts.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES, small_resnext, small_wider, small_wider_a2, trained
 
-CIFAR_RESNET_32 = partial(ResNet, (5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
-CIFAR_DENSENET_100 = partial(DenseNet, (16, 16, 16), growth=12, stem_channels=24, stem="cifar")
+CIFAR_RESNET_32 = partial(ResNet, structure=(5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
+CIFAR_DENSENET_100 = partial(DenseNet, structure=(16, 16, 16), growth=12, stem_channels=24, stem="cifar")
 every_body = pytest.mark.parametrize("name", SMALL_BODIES)
 
 
@@ -323,7 +323,8 @@ def kept_maps(name: str, norm: str) -> tuple[int, int]:
     return sum(t.untyped_storage().nbytes() for t in maps), sum(inputs)
 
 
-@every_body
+# Reversible units keep no inputs of norms, and average-pooling in their shortcuts keeps some.
+@pytest.mark.parametrize("name", [name for name in SMALL_BODIES if not name.startswith(("preact", "revnet"))])
 @pytest.mark.parametrize("norm", [norm for norm in STRATEGIES if norm != "std"])
 def test_a_saving_norm_saves_exactly_the_inputs_of_the_norms_with_activation(name, norm):
     """Whatever else the body keeps: shortcuts, pooling indices, sums, concatenations, dropped channels."""
@@ -402,3 +403,16 @@ def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
 def test_wrong_options_name_the_value_and_the_expectation(build, options, message):
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         build(**options)
+
+
+@every_body
+def test_hooks_on_stages_fire(name):
+    """Feature extractors read stages; only `recompute_blocks` and reversible bodies run their blocks one by one."""
+    if name.startswith("revnet"):
+        return
+    body, seen = SMALL_BODIES[name](ABN), []
+    stages = [name for name, _ in body.named_children() if name.startswith(("mod", "pool", "tra"))]
+    for name in stages:
+        body.get_submodule(name).register_forward_hook(lambda module, args, y, name=name: seen.append(name))
+    body(torch.randn(2, 3, 32, 32))
+    assert sorted(seen) == sorted(stages)
