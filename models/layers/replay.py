@@ -54,27 +54,29 @@ class Section:
 
     @contextmanager
     def dropping(self, repeat: Callable[[], None]) -> Iterator[None]:
-        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `recording`.
-
-        Slots are empty when the context ends; until then a branch may ask for gradients itself.
-        """
-        slots: list[_Slot] = []
+        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `recording`."""
+        ended = False
 
         def pack(tensor: Tensor) -> _Slot | Kept:
             if isinstance(tensor, nn.Parameter):
                 return Kept(tensor, None)
             slot = _Slot(repeat, tensor)
-            slot.fill(tensor)
-            slots.append(slot)
             self.slots.append(weakref.ref(slot))
             return slot
 
+        def unpack(packed: _Slot | Kept) -> Tensor:
+            if not ended:
+                raise RuntimeError(
+                    "a branch of a reversible module asks for gradients in its forward pass, when its activations are "
+                    "already dropped: give disable=True to keep them"
+                )
+            return packed.get() if isinstance(packed, Kept) else packed.take()
+
         try:
-            with saved_tensors_hooks(pack, lambda packed: packed.get() if isinstance(packed, Kept) else packed.take()):
+            with saved_tensors_hooks(pack, unpack):
                 yield
         finally:
-            for slot in slots:
-                slot.tensor = None
+            ended = True
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.compile_fx import compile_fx
 
 from models.bodies import resnet110_cifar, revnet110_cifar
 from models.layers.backends.compiled import compiler_available
@@ -57,13 +59,16 @@ class _Budgeted(nn.Module):
     def __init__(self, network: nn.Module, share: float):
         super().__init__()
         self.network = network
-        self.share = share
-        self.compiled = torch.compile(network, dynamic=False)
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            with torch._functorch.config.patch(activation_memory_budget=share):
+                return compile_fx(graph, inputs)
+
+        self.compiled = torch.compile(network, dynamic=False, backend=backend)  # one each: graphs are not shared
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         """As the network."""
-        with torch._functorch.config.patch(activation_memory_budget=self.share):
-            return self.compiled(pixels)
+        return self.compiled(pixels)
 
 
 def _loss(network: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -305,10 +305,12 @@ class Hamiltonian(nn.Module):
         return force
 
 
-def test_branches_that_differentiate():
+def test_branches_that_differentiate_keep_their_activations_or_are_named():
     blocks = made(AdditiveCoupling(Hamiltonian()), AdditiveCoupling(Hamiltonian()))
     plain = copy.deepcopy(nn.Sequential(*blocks))
-    assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
+    with pytest.raises(RuntimeError, match="asks for gradients in its forward pass.*disable=True"):
+        step(ReversibleSequence(blocks), IMAGES)
+    assert_same(step(ReversibleSequence(blocks, disable=True), IMAGES), step(plain, IMAGES))
 
 
 def test_what_a_branch_leaves_behind_cannot_be_differentiated_after_it_ran_again():
