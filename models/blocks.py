@@ -42,11 +42,11 @@ class IdentityResidualBlock(nn.Module):
         dropout: float = 0.0,
     ):
         super().__init__()
-        last = channels[-1]
         self.bn1 = norm_act(in_channels)
         self.convs = convolutions(
             in_channels, channels, norm_act, stride=stride, dilation=dilation, groups=groups, dropout=dropout
         )
+        last = channels[-1]
         needs_projection = stride != 1 or in_channels != last
         self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
 

@@ -115,8 +115,7 @@ class _Repetition(AbstractContextManager):
 
     def __enter__(self) -> None:
         self.entered.enter_context(self.inner)
-        for module in self.modules:
-            self.entered.enter_context(statistics_kept(module))
+        self.entered.enter_context(statistics_kept(*self.modules))
 
     def __exit__(self, *error: Any) -> None:
         self.entered.__exit__(*error)

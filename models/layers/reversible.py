@@ -72,7 +72,7 @@ class InvertibleModuleWrapper(nn.Module):
         return inverse_of(self._fn) is not None
 
     def forward(self, *xin: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """fn(*xin). Errors are those of `fn`; ValueError if something else than tensors goes in or out."""
+        """Return fn(*xin). ValueError if an input or output is not a tensor; `fn` may raise more."""
         if self.disable or not torch.is_grad_enabled():
             return self._fn(*xin)
         as_tuple(xin)
@@ -88,7 +88,7 @@ class InvertibleModuleWrapper(nn.Module):
         return _single_or_several(forward.finish())
 
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """fn.inverse(*yin), without keeping yin."""
+        """Return fn.inverse(*yin), and forget yin."""
         inverse = self._fn.inverse
         if self.disable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return inverse(*yin)
@@ -126,11 +126,11 @@ class ReversibleSequence(nn.Module):
 
     @property
     def reversible_blocks(self) -> list[nn.Module]:
-        """The blocks, for `drift`, with those of sequences inside."""
+        """All blocks, with nested sequences flattened; `drift` measures them."""
         return [part for block in self.blocks for part in _flat(block)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x -> y. Errors are those of the blocks."""
+        """Run x through all blocks; they may raise."""
         return run_reversibly(self.reversible_blocks, x, self.disable)
 
     def inverse(self, y: Tensor) -> Tensor:

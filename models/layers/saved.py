@@ -10,7 +10,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def current_hooks() -> Hooks | None:
-    """The saved-tensor hooks that autograd uses at present, such as those of `save_on_cpu`."""
+    """The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 

@@ -268,7 +268,7 @@ def test_bodies_are_the_named_networks(overrides, expected):
     ],
 )
 def test_the_number_in_a_network_s_name_counts_its_layers(body, structure, depth):
-    """Convolutions but for those of shortcuts, and the classifier."""
+    """The depth counts the classifier and all convolutions outside the shortcuts."""
     config = runs.classification_config(f"body={body}", f"body.structure={structure}")
     with torch.device("meta"):
         network = build.classification_network(config, classes=1000)

@@ -396,7 +396,7 @@ def test_saved_bytes_do_not_depend_on_the_depth(make):
 
 @pytest.mark.parametrize("form", ["sequence", "wrappers"])
 def test_only_the_last_output_lives_until_the_backward_pass(form):
-    """Not counted by hooks but by what is alive: each wrapper hands the output of the one before on."""
+    """Counts live storages: a wrapper that follows another one frees its input."""
     network, _ = twins(form, partial(additive, norm=nn.BatchNorm2d), count=6)
     alive: list[weakref.ref] = []
     for module in network.modules():
