@@ -24,6 +24,15 @@ class Cost(NamedTuple):
     operations: int  # floating-point operations of convolutions
 
 
+def segmentation_network(
+    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str = "none"
+) -> SegmentationNetwork:
+    """A body at output stride 8 with a DeepLabV3 head, for 19 classes."""
+    features = build(norm_act, output_stride=8)
+    recompute_blocks(features, recompute)
+    return SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+
+
 def segmentation_loss(
     build: Callable[..., Body],
     norm_act: Callable[[int], nn.Module],
@@ -31,10 +40,8 @@ def segmentation_loss(
     crop_size: int,
     recompute: str = "none",
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A network with DeepLabV3 head, 19 classes and output stride 8; and a function: its loss of square crops."""
-    features = build(norm_act, output_stride=8)
-    recompute_blocks(features, recompute)
-    network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+    """A `segmentation_network`, and a function: its loss of square crops."""
+    network = segmentation_network(build, norm_act, recompute)
 
     def loss() -> Tensor:
         images = torch.zeros(crops, 3, crop_size, crop_size)

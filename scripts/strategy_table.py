@@ -26,7 +26,7 @@ from engine.command_line import configured
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
-from scripts.bench.measuring import saved_for_backward
+from scripts.bench.measuring import kept_bytes, saved_for_backward
 from scripts.recomputation_table import recomputation_table, segmentation_loss
 
 # {norm: (letter in Figure 2, title, layer)}
@@ -106,8 +106,7 @@ def bytes_per_pixel(norm: str, body: str, crop_size: int = 512) -> int:
     norm_act, crops = STRATEGIES[norm][2], 2
     with FakeTensorMode():
         network, forward = segmentation_loss(BODIES[body], norm_act, crops, crop_size)
-        _, saved = saved_for_backward(forward)
-        kept = sum(tensor.untyped_storage().nbytes() for tensor in _without_parameters(saved, network))
+        kept = kept_bytes(network, forward, [])
     return round(kept / (crops * crop_size**2))
 
 

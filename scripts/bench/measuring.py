@@ -68,6 +68,13 @@ def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
     return result, list(kept.values())
 
 
+def kept_bytes(network: torch.nn.Module, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> int:
+    """Bytes that a graph keeps, without parameters and inputs."""
+    _, saved = saved_for_backward(forward)
+    others = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *inputs)}
+    return sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in others)
+
+
 class MadeTensors(TorchDispatchMode):
     """Context that counts the bytes of all tensors made in it, fake ones too, for as long as they exist.
 

@@ -13,8 +13,8 @@ from models.bodies import resnet110_cifar, revnet110_cifar
 from models.layers.backends.compiled import compiler_available
 from models.recomputation import RECOMPUTE, recompute_blocks
 
-from .measuring import peak_bytes
-from .reversible_memory import NORMS, kept_bytes
+from .measuring import kept_bytes, peak_bytes
+from .reversible_memory import NORMS
 from .reversible_steps import timed
 
 BUDGETS = (1.0, 0.5)  # of torch.compile: the share of activations that it may keep

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import bodies
 from models.bodies.revnet_units import ReversibleUnit
-from models.heads import DeepLabV3
 from models.layers import ABN, InPlaceABN, run_reversibly
-from models.segmentation import SegmentationNetwork
+from scripts.recomputation_table import segmentation_network
 
-from .measuring import peak_bytes, saved_for_backward
+from .measuring import kept_bytes, peak_bytes
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
 PUBLISHED = {  # MB, MemCNN's README
@@ -33,13 +31,6 @@ DEPTHS = (4, 16, 64, 256)  # units
 CHANNELS, SIDE, IMAGES = 32, 16, 4  # of the units of Table 1
 
 Run = Callable[[Sequence[nn.Module], Tensor], Tensor]
-
-
-def kept_bytes(network: nn.Module, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> int:
-    """Bytes that a graph keeps, without parameters and inputs."""
-    _, saved = saved_for_backward(forward)
-    others = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *inputs)}
-    return sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in others)
 
 
 def activations() -> list[dict]:
@@ -70,12 +61,12 @@ def segmentation() -> list[dict]:
 
 
 def bytes_per_pixel(
-    title: str, build: Callable[..., nn.Module], norm: str, precision: str, reversible: bool = False
+    title: str, build: Callable[..., bodies.Body], norm: str, precision: str, reversible: bool = False
 ) -> dict:
     """{"case", "bytes_per_pixel"} of a body with the head, at 512 pixels, in float32 or under autocast."""
     kept, crop_size = [], 512
     with FakeTensorMode():
-        network: Any = segmentation_network(build, norm)
+        network = segmentation_network(build, NORMS[norm])
         for crops in (2, 3):  # what an additional crop keeps, without low-precision copies of the weights
             images = torch.empty(crops, 3, crop_size, crop_size)
             labels = torch.empty(crops, crop_size, crop_size, dtype=torch.long)
@@ -85,12 +76,6 @@ def bytes_per_pixel(
     if title != "ResNeXt-101":
         case += f", {precision}"
     return {"case": case, "bytes_per_pixel": round((kept[1] - kept[0]) / crop_size**2)}
-
-
-def segmentation_network(build: Callable[..., nn.Module], norm: str) -> SegmentationNetwork:
-    """A body at output stride 8 with a DeepLabV3 head, for 19 classes."""
-    body: Any = build(NORMS[norm], output_stride=8)
-    return SegmentationNetwork(body, DeepLabV3(body.out_channels, norm_act=NORMS[norm]), 19)
 
 
 def _plain(units: Sequence[nn.Module], x: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.bodies import RevNet, revnet38_cifar, revnet104
+from scripts.recomputation_table import segmentation_network
 
 from . import frame
 from .measuring import milliseconds
-from .reversible_memory import NORMS, segmentation_network
+from .reversible_memory import NORMS
 
 VARIANTS = ("stored", "once", "twice")
 
@@ -75,8 +76,8 @@ def segmentation_steps(device: str, crop_size: int, rounds: int) -> list[dict]:
     rows = []
     for norm in NORMS:
         torch.manual_seed(0)
-        once = segmentation_network(revnet104, norm).to(device)
-        stored = segmentation_network(partial(revnet104, keep_activations=True), norm).to(device)
+        once = segmentation_network(revnet104, NORMS[norm]).to(device)
+        stored = segmentation_network(partial(revnet104, keep_activations=True), NORMS[norm]).to(device)
         stored.load_state_dict(once.state_dict())
         images = torch.randn(2, 3, crop_size, crop_size, device=device)
         labels = torch.randint(19, (2, crop_size, crop_size), device=device)
