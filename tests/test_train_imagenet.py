@@ -242,6 +242,26 @@ def test_switches_and_bodies_train(tmp_path, overrides):
     assert train(composed("train_imagenet", *options))["images"] == 24
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["std", "inplace"])
+def test_a_reversible_body_trains_compiled_as_it_does_eagerly(tmp_path, norm):
+    """Statistics move once per step, although the compiled branches run twice."""
+    if not compiler_available("cpu"):
+        pytest.skip("no compiler")
+    short = [o for o in SHORT_SHAPES if not o.startswith("body")]
+    options = (*short, "body=revnet_tiny", f"norm={norm}", "trainer.steps=3", "trainer.log_every_steps=1")
+    losses = []
+    for compiled in ("false", "true"):
+        run_dir = tmp_path / compiled
+        train(composed("train_imagenet", *options, f"run_dir={run_dir}", f"trainer.compile={compiled}"))
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if line["kind"] == "train"])
+    network = checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
+    counts = [value for name, value in network.items() if name.endswith("num_batches_tracked")]
+    assert counts and all(count == 3 for count in counts)
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-2)  # float32
+
+
 @pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet14", "experiment=cifar10/revnet38"])
 def test_debug_smoke_takes_two_steps_of_anything(tmp_path, choice):
     cifar = (f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}",) if "cifar" in choice else ()
