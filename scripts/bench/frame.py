@@ -217,7 +217,8 @@ def page_text(result: dict, title: str, about: str, sections: Iterable[str], met
     conditions = f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
     minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
     opening = [f"# {title}", "", "```", result["command"], "```", "", f"{conditions}. {about}; {minutes}."]
-    return "\n".join([*opening, *sections, "", "## How it was measured", "", ROUNDS.strip() + method.rstrip()]) + "\n"
+    method = (ROUNDS.strip() if "rounds" in result["arguments"] else "") + method.rstrip()
+    return "\n".join([*opening, *sections, "", "## How it was measured", "", method.strip()]) + "\n"
 
 
 def as_text(result: dict) -> str:
