@@ -31,8 +31,8 @@ METHOD = """
   input and for its gradient: 4N operations. *Twice* restores first and then runs again, as a wrapper around any
   invertible module must: 5N. All three are the same network with the same weights and images; a step is a forward and a
   backward pass. On a CPU freed memory stays in the process, as in every training of this project.
-- *One more forward pass*: stored, and its forward pass a second time, relative to stored. Operations count a forward pass as
-  a third of a step. Where its share of the time is larger, once cannot reach 1.33.
+- *One more forward pass*: the time of stored and of its forward pass a second time, relative to stored. By operations
+  a forward pass is a third of a step, which gives 1.33; by time it may be more.
 - *Kept* is what the graph keeps for the backward pass, without parameters and images, under fake tensors. *Peak* is the
   most that a step's tensors take at any moment beyond weights and images, measured by PyTorch's profiler.
 - Operations are counted by PyTorch's FlopCounterMode, relative to stored activations.
