@@ -67,7 +67,8 @@ def budget_chart(rows: list[dict]) -> Figure:
         axis.annotate(
             row["method"], (row["peak_bytes"] / MIB, ratio), xytext=(5, 4), textcoords="offset points", fontsize=8
         )
-    axis.margins(x=0.25)
     axis.set(xscale="log", xlabel="peak of a step, MiB", ylabel="time of a step to standard")
+    least, most = axis.get_xlim()
+    axis.set_xlim(least / 1.2, 2.5 * most)  # room for the names
     axis.grid(alpha=0.3)
     return figure

@@ -59,7 +59,9 @@ def cifar_steps(device: str, count: int, rounds: int, clock: frame.Clock) -> lis
                 images = torch.randn(count, 3, 32, 32, device=device).to(memory_format=_format(layout))
                 labels = torch.randint(10, (count,), device=device)
                 networks = variants(network)
-                steps = {name: partial(_step, networks[name], images, labels, precision) for name in VARIANTS}
+                steps: dict[str, Callable[[], object]] = {
+                    name: partial(_step, networks[name], images, labels, precision) for name in VARIANTS
+                }
                 steps[FORWARD] = partial(_forward, networks["stored"], images, labels, precision)
                 times_ms = timed(steps, rounds, device)
                 case = {"norm": norm, "layout": layout, "precision": precision}
