@@ -1,7 +1,8 @@
-"""Checkpointing of a body's blocks: their activations are dropped, and computed again in the backward pass.
+"""How a network keeps its activations: `trainer.recompute`.
 
-These are PyTorch's own means (`torch.utils.checkpoint`), for any body and any norm. The stem, the final norm and
-whatever follows the body keep their activations.
+Checkpointing of a body's blocks drops their activations, and computes them again in the backward pass, by PyTorch's own
+means (`torch.utils.checkpoint`), for any body and any norm. The stem, the final norm and whatever follows the body keep
+their activations.
 """
 
 import math
@@ -20,23 +21,44 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from models.layers import CheckpointedABN, recompute_activations
 from models.layers.environment import statistics_kept
 
-RECOMPUTE = ("none", "blocks", "selective", "sqrt")
+BLOCKS = ("none", "blocks", "selective", "sqrt")
+RECOMPUTE = ("none", "activations", *BLOCKS[1:])
 
 State = tuple[Tensor, ...]
 Block = nn.Module | partial  # tensors -> a tensor or several; the arguments of a partial are modules, or None
 Contexts = tuple[AbstractContextManager, AbstractContextManager]  # of the forward pass, and of its repetition
 
 
+def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
+    """Choose how a network with a body of `models.bodies` keeps its activations.
+
+    The operations of the whole network compute the outputs of its `CheckpointedABN` layers again in any case.
+
+    Args:
+        recompute: "activations": see `recompute_activations`; otherwise see `run_blocks`.
+
+    Raises:
+        ValueError: see `recompute_blocks`.
+    """
+    if recompute == "activations":
+        recompute_activations(network)
+    else:
+        recompute_blocks(body, recompute)
+        if any(isinstance(module, CheckpointedABN) for module in network.modules()):
+            recompute_activations(network, checkpointed_only=True)
+
+
 def recompute_blocks(body: Any, recompute: str) -> None:
     """Choose how a body of `models.bodies` keeps the activations of its blocks, see `run_blocks`.
 
     Raises:
-        ValueError: `recompute` is not in RECOMPUTE, or the body is reversible.
+        ValueError: `recompute` is not in BLOCKS, or the body is reversible.
     """
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+    if recompute not in BLOCKS:
+        raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(BLOCKS)}")
     if recompute != "none" and getattr(body, "reversible", False):
         raise ValueError(
             f"recompute={recompute!r} for a reversible {type(body).__name__}: it already forgets its activations; "

@@ -4,7 +4,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.initialisation import initialise
-from models.layers import recompute_activations
 
 
 class SegmentationNetwork(nn.Module):
@@ -31,7 +30,6 @@ class SegmentationNetwork(nn.Module):
         self.cls = nn.Conv2d(head.out_channels, classes, 1)
         self.classes = classes
         initialise(self.cls)
-        recompute_activations(self)
 
     def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Logits per pixel, before any softmax.

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.bodies import Body
 from models.heads import DeepLabV3
-from models.recomputation import RECOMPUTE, recompute_blocks
+from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
 from scripts.bench.measuring import MadeTensors
 
@@ -29,8 +29,9 @@ def segmentation_network(
 ) -> SegmentationNetwork:
     """A body at output stride 8 with a DeepLabV3 head, for 19 classes."""
     features = build(norm_act, output_stride=8)
-    recompute_blocks(features, recompute)
-    return SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+    network = SegmentationNetwork(features, DeepLabV3(features.out_channels, norm_act=norm_act), 19)
+    choose_recomputation(network, features, recompute)
+    return network
 
 
 def segmentation_loss(

@@ -33,6 +33,7 @@ from engine.build.data import evaluation_loader, loader, order_of
 from engine.build.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
+from models.recomputation import choose_recomputation
 
 IMAGENET_CLASSES = 1000
 
@@ -93,7 +94,9 @@ def classification_network(
     config: ClassificationRun, classes: int, group: dist.ProcessGroup | None = None
 ) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
-    return body(config.body, norm_act(config.norm, group), classes, recompute=config.trainer.recompute)
+    network = body(config.body, norm_act(config.norm, group), classes)
+    choose_recomputation(network, network, config.trainer.recompute)
+    return network
 
 
 def classified_crops(

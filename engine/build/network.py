@@ -17,7 +17,6 @@ from engine.schema.training import TrainingRun
 from models import bodies
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
-from models.recomputation import recompute_blocks
 
 
 def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
@@ -53,18 +52,11 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
 }
 
 
-def body(
-    config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0, *, recompute: str = "none"
-) -> bodies.Body:
-    """Build the body: images -> features, or logits if `classes` is above 0.
-
-    `recompute`: how it checkpoints its blocks, see `models.recomputation.run_blocks`.
-    """
+def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
+    """Build the body: images -> features, or logits if `classes` is above 0."""
     options = {entry.name: getattr(config, entry.name) for entry in fields(config)}
     del options["name"], options["output_stride"]
-    built = _BODIES[type(config)](norm, classes, config.output_stride, **options)
-    recompute_blocks(built, recompute)
-    return built
+    return _BODIES[type(config)](norm, classes, config.output_stride, **options)
 
 
 def trained_forward(

@@ -10,6 +10,7 @@ from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.segmentation.inference import Views
 from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
 from models.heads import DeepLabV3
+from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
 
 
@@ -18,7 +19,7 @@ def segmentation_network(
 ) -> SegmentationNetwork:
     """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
     norm = norm_act(config.norm, group)
-    features = body(config.body, norm, recompute=config.trainer.recompute)
+    features = body(config.body, norm)
     head = DeepLabV3(
         features.out_channels,
         config.head.hidden_channels,
@@ -27,7 +28,9 @@ def segmentation_network(
         pooling_size=config.head.pooling_size,
         out_channels=config.head.out_channels,
     )
-    return SegmentationNetwork(features, head, classes)
+    network = SegmentationNetwork(features, head, classes)
+    choose_recomputation(network, features, config.trainer.recompute)
+    return network
 
 
 def loss(config: Loss, ignore_index: int) -> nn.Module:

@@ -114,10 +114,15 @@ class TrainingRun:
             raise ValueError(
                 "trainer.compile=true with norm=package: the released layer cannot be compiled; use norm=inplace"
             )
-        if trainer.recompute != "none" and self.body.forgets_activations():
+        if trainer.compile and trainer.recompute == "activations":
+            raise ValueError(
+                "trainer.recompute=activations with trainer.compile=true: the compiler decides which activations to "
+                "keep; leave one of them out"
+            )
+        if trainer.recompute not in ("none", "activations") and self.body.forgets_activations():
             raise ValueError(
                 f"trainer.recompute={trainer.recompute} with body={self.body.name}: its reversible units already "
-                f"forget their activations; leave trainer.recompute=none"
+                f"forget their activations; give trainer.recompute=none or activations"
             )
         if self.resume not in (None, "auto"):
             raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from models.blocks import NormAct, check_blocks, conv3x3, pooled_classifier
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
-from models.layers import InPlaceABN, recompute_activations
+from models.layers import InPlaceABN
 from models.recomputation import Block, run_blocks
 
 BOTTLENECK = 4  # output channels of a 1x1 convolution, in units of the growth
@@ -122,7 +122,6 @@ class DenseNet(nn.Module):
         self.out_channels = in_channels
         self.classes = classes
         initialise(self)
-        recompute_activations(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from models.blocks import NormAct, ResidualBlock, pooled_classifier, residual_stage
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
-from models.layers import InPlaceABN, recompute_activations
+from models.layers import InPlaceABN
 from models.recomputation import run_blocks, units_of
 
 
@@ -73,7 +73,6 @@ class ResNet(nn.Module):
         self.out_channels = in_channels
         self.classes = classes
         initialise(self)
-        recompute_activations(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""

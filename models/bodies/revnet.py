@@ -12,7 +12,7 @@ from models.blocks import NormAct, pooled_classifier, residual_stage
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_autocast_dtype
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
-from models.layers import InPlaceABN, recompute_activations, run_reversibly
+from models.layers import InPlaceABN, run_reversibly
 from models.recomputation import run_blocks, units_of
 
 
@@ -94,7 +94,6 @@ class RevNet(nn.Module):
         self.out_channels = in_channels
         self.classes = classes
         initialise_truncated(self)
-        recompute_activations(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.blocks import NormAct, convolutions
-from models.layers import AdditiveCoupling, recompute_activations
+from models.layers import AdditiveCoupling
 
 
 class ReversibleUnit(AdditiveCoupling):
@@ -42,8 +42,6 @@ class ReversibleUnit(AdditiveCoupling):
         super().__init__(first(activated=after_stem), second)
         shortcuts = [shortcut(in_channels // 2, halves, stride) for _ in range(2)]
         self.short1, self.short2 = shortcuts
-        for branch in (self.Fm, self.Gm):
-            recompute_activations(branch)
 
     @property
     def invertible(self) -> bool:  # type: ignore[override]

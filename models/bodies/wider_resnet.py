@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, residual_stage
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
-from models.layers import InPlaceABN, recompute_activations
+from models.layers import InPlaceABN
 from models.recomputation import Block, run_blocks, units_of
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)
@@ -96,7 +96,6 @@ class WiderResNet(nn.Module):
         self.output_stride = output_stride
         self.classes = classes
         initialise(self)
-        recompute_activations(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""

@@ -6,10 +6,11 @@ Imports only torch, and triton if installed, so the folder can be copied into an
 
 from .abn import ABN
 from .affine_adapters import AffineAdapterNaive, AffineAdapterSigmoid
-from .checkpointed_abn import CheckpointedABN, recompute_activations
+from .checkpointed_abn import CheckpointedABN
 from .couplings import AdditiveCoupling, AffineCoupling
 from .health import Extreme, layer_health
 from .inplace_abn import InPlaceABN, InPlaceABNSync
+from .recompute_activations import recompute_activations
 from .released import from_released
 from .reversible import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 from .statistics import renew_statistics

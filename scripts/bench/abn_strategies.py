@@ -57,7 +57,7 @@ class Cell(NamedTuple):
             if self.group == "bn_act_conv":
                 layers.append(nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype]))
             block = nn.Sequential(*layers)
-            recompute_activations(block)
+            recompute_activations(block, checkpointed_only=True)
         block.train(self.group != "host_eval")
         return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
 

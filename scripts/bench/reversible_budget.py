@@ -11,11 +11,10 @@ from torch._inductor.compile_fx import compile_fx
 
 from models.bodies import resnet110_cifar, revnet110_cifar
 from models.layers.backends.compiled import compiler_available
-from models.recomputation import RECOMPUTE, recompute_blocks
+from models.recomputation import RECOMPUTE, choose_recomputation
 
-from .measuring import kept_bytes, peak_bytes
+from .measuring import kept_bytes, peak_bytes, timed
 from .reversible_memory import NORMS
-from .reversible_steps import timed
 
 BUDGETS = (1.0, 0.5)  # of torch.compile: the share of activations that it may keep
 
@@ -43,7 +42,7 @@ def candidates(device: str) -> dict[str, nn.Module]:
     for norm, layer in NORMS.items():
         for recompute in RECOMPUTE:
             network = resnet110_cifar(layer, classes=10).to(device)
-            recompute_blocks(network, recompute)
+            choose_recomputation(network, network, recompute)
             found[f"ResNet-110, {norm}" + ("" if recompute == "none" else f", {recompute}")] = network
         found[f"RevNet-110, {norm}, reversible"] = revnet110_cifar(layer, classes=10).to(device)
     if compiler_available(device):

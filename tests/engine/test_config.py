@@ -447,7 +447,10 @@ def test_an_option_of_another_alternative_is_an_error():
         (["trainer.accumulation_steps=8"], r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         (["trainer.ema_statistics_minibatches=4"], "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
         (["trainer.precision=fp64"], "trainer.precision=fp64: expected one of float32, bfloat16"),
-        (["trainer.recompute=all"], "trainer.recompute=all: expected one of none, blocks, selective, sqrt"),
+        (
+            ["trainer.recompute=all"],
+            "trainer.recompute=all: expected one of none, activations, blocks, selective, sqrt",
+        ),
         (["trainer.device=tpu"], "trainer.device=tpu: expected one of auto, cpu, cuda"),
         (["body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
         (["body=wider_resnet38_a2", "body.output_stride=4"], "body.output_stride=4: expected one of 8, 16, 32"),
@@ -479,6 +482,9 @@ def test_a_reversible_body_takes_no_checkpointing():
     with pytest.raises(ValueError, match="trainer.recompute=sqrt with body=revnet: .* already forget"):
         run_config("body=revnet_tiny", "trainer.recompute=sqrt")
     assert run_config("body=resnet32_cifar", "trainer.recompute=sqrt").trainer.recompute == "sqrt"
+    assert run_config("body=revnet_tiny", "trainer.recompute=activations").trainer.recompute == "activations"
+    with pytest.raises(ValueError, match="trainer.recompute=activations with trainer.compile=true: the compiler decid"):
+        run_config("trainer.recompute=activations", "trainer.compile=true")
     assert "recompute" not in run_config("body=revnet_tiny").memory_advice(processes=1)
 
 

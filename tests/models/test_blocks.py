@@ -158,7 +158,7 @@ POST_BUFFERS = [  # with 4, 4 and 16 channels: the bytes of norms' inputs or out
 @pytest.mark.parametrize("norm_act, channels, expected", POST_BUFFERS)
 def test_what_a_post_activation_block_keeps(norm_act, channels, expected):
     """Besides its input, which the first convolution keeps: 12C values with standard norms, 10C with in-place ones."""
-    block = recompute_activations(ResidualBlock(16, channels, norm_act=norm_act))
+    block = recompute_activations(ResidualBlock(16, channels, norm_act=norm_act), checkpointed_only=True)
     x = torch.randn(2, 16, 8, 8, requires_grad=True)
     storages = saved_activations(block, x)
     assert storages.pop(x.untyped_storage().data_ptr()) == x.nbytes
@@ -202,7 +202,7 @@ def test_a_post_activation_block_is_its_equation(norm_act, activation, stride, d
     block = ResidualBlock(in_channels, (4, 4, 8), norm_act=norm, stride=stride, dilation=dilation).double()
     for parameter in block.parameters():
         nn.init.uniform_(parameter, -1, 1)
-    block = recompute_activations(block)
+    block = recompute_activations(block, checkpointed_only=True)
     x = torch.randn(3, in_channels, 7, 6, dtype=torch.float64, requires_grad=True)
     y, expected = block(x), by_hand(block, x, lambda y: PHI[activation](y, 0.3), stride, dilation)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)

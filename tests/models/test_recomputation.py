@@ -9,7 +9,7 @@ from torch import nn
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.layers import ABN, InPlaceABN
-from models.recomputation import RECOMPUTE, recompute_blocks, run_blocks
+from models.recomputation import BLOCKS, recompute_blocks, run_blocks
 from scripts.bench.measuring import MadeTensors, saved_for_backward
 from scripts.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES
@@ -33,7 +33,7 @@ BODIES = {
     "preact": partial(RESIDUAL, channels=((4, 4), (8, 8), (16, 16))),
     "preact-bottleneck": partial(RESIDUAL, channels=((4, 4, 16), (8, 8, 16), (8, 8, 32))),
 }
-FORGETTING = RECOMPUTE[1:]
+FORGETTING = BLOCKS[1:]
 every_choice = pytest.mark.parametrize("recompute", FORGETTING)
 
 

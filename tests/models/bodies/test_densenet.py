@@ -88,7 +88,7 @@ def test_a_dense_module_is_its_equation(norm_act, dilation):
     module = DenseModule(3, 3, growth=2, norm_act=norm_act, dilation=dilation).double()
     for parameter in module.parameters():
         nn.init.uniform_(parameter, 0.2, 1)
-    recompute_activations(module)
+    recompute_activations(module, checkpointed_only=True)
     x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
 
     def activated(x, norm):
@@ -112,7 +112,9 @@ def test_a_dense_module_is_its_equation(norm_act, dilation):
 def test_a_dense_module_keeps_its_concatenations_once_or_twice(norm_act, copies):
     """Layer j concatenates C + j g channels and squeezes them to 4g. The module's input and output are not kept."""
     in_channels, layers, growth = 8, 5, 4
-    module = recompute_activations(DenseModule(in_channels, layers, growth=growth, norm_act=norm_act))
+    module = recompute_activations(
+        DenseModule(in_channels, layers, growth=growth, norm_act=norm_act), checkpointed_only=True
+    )
     x = torch.randn(2, in_channels, 8, 8, requires_grad=True)
     _, saved = saved_for_backward(lambda: module(x))
     weights = {p.untyped_storage()._cdata for p in module.parameters()}

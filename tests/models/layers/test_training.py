@@ -40,13 +40,15 @@ def segmentation_network(norm_act) -> nn.Module:
     body = resnext101(
         norm_act, output_stride=8, structure=(1, 2, 1, 1), groups=2, base_channels=(8, 8, 16), stem_channels=8
     )
-    return SegmentationNetwork(body, DeepLabV3(body.out_channels, 8, (2, 4), norm_act=norm_act), 3).double()
+    network = SegmentationNetwork(body, DeepLabV3(body.out_channels, 8, (2, 4), norm_act=norm_act), 3).double()
+    return recompute_activations(network, checkpointed_only=True)
 
 
 def wide_body(norm_act) -> nn.Module:
     torch.manual_seed(0)
     channels = [(8, 8), (8, 8), (8, 8), (8, 16), (8, 8, 16), (8, 8, 16)]
-    return wider_resnet38_a2(norm_act, output_stride=8, structure=(1,) * 6, channels=channels, stem_channels=8).double()
+    body = wider_resnet38_a2(norm_act, output_stride=8, structure=(1,) * 6, channels=channels, stem_channels=8).double()
+    return recompute_activations(body, checkpointed_only=True)
 
 
 NETWORKS = {"resnext and head": segmentation_network, "wide resnet": wide_body}
@@ -107,7 +109,7 @@ def test_nothing_keeps_the_output_of_a_checkpointed_layer(strategy, kind):
             z = self.conv(self.z)
             return z + self.other(self.z) if kind == "projection" else z * self.z.sum() if kind == "two readers" else z
 
-    network = recompute_activations(Network())
+    network = recompute_activations(Network(), checkpointed_only=True)
     _, saved = saved_for_backward(lambda: network(torch.randn(2, 4, 8, 8) * 1))
     kept = {tensor.untyped_storage()._cdata for tensor in saved}
     assert network.z.untyped_storage()._cdata not in kept
@@ -127,7 +129,7 @@ def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy):
             return self.conv(self.norm(x).mul_(2))
 
     torch.manual_seed(0)
-    network = recompute_activations(Network(STRATEGIES[strategy]).double())
+    network = recompute_activations(Network(STRATEGIES[strategy]).double(), checkpointed_only=True)
     torch.manual_seed(0)
     standard = Network(ABN).double()
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
@@ -158,7 +160,7 @@ def test_writing_over_what_the_network_keeps_raises_while_recomputing_too(strate
             return squared
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        recompute_activations(Network())(torch.randn(2, 4, 8, 8)).sum().backward()
+        recompute_activations(Network(), checkpointed_only=True)(torch.randn(2, 4, 8, 8)).sum().backward()
 
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
@@ -173,7 +175,7 @@ def test_recomputation_leaves_other_hooks_working(strategy):
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_what_is_kept_is_asked_for_once(strategy):
     """Hooks around a prepared network, e.g. from torch.utils.checkpoint, may refuse to unpack twice."""
-    network = recompute_activations(blocks(STRATEGIES[strategy]))
+    network = recompute_activations(blocks(STRATEGIES[strategy]), checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     unpacked = []
 
@@ -206,7 +208,7 @@ def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, how
             return self.conv(z)
 
     torch.manual_seed(0)
-    network = recompute_activations(Network(STRATEGIES[strategy]).double())
+    network = recompute_activations(Network(STRATEGIES[strategy]).double(), checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     output = network(x)
     z = F.leaky_relu(F.batch_norm(x, None, None, training=True), 0.01)
@@ -219,7 +221,9 @@ def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, how
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_a_network_without_a_backward_pass_is_freed(strategy):
     """An operation that keeps its own output must not keep itself alive."""
-    network = recompute_activations(nn.Sequential(STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3), nn.Sigmoid(), nn.ReLU()))
+    network = recompute_activations(
+        nn.Sequential(STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3), nn.Sigmoid(), nn.ReLU()), checkpointed_only=True
+    )
     output = network(torch.randn(2, 4, 8, 8))
     alive = weakref.ref(output)
     del output
@@ -343,7 +347,7 @@ def blocks(norm_act) -> nn.Module:
 def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     """Saved tensors cross the graph's boundary, where they are counted."""
     torch._dynamo.reset()
-    network = recompute_activations(blocks(STRATEGIES[strategy]))
+    network = recompute_activations(blocks(STRATEGIES[strategy]), checkpointed_only=True)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager_decomp_partition")
     x = torch.randn(2, 4, 32, 32, dtype=torch.float64)
     assert_close(gradients(compiled, x), gradients(network, x))
@@ -371,7 +375,7 @@ def test_inductor_keeps_no_more_activations(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_half_the_bytes_again(strategy, dtype):
-    network = recompute_activations(blocks(STRATEGIES[strategy]).float())
+    network = recompute_activations(blocks(STRATEGIES[strategy]).float(), checkpointed_only=True)
     x = torch.randn(2, 4, 64, 64)
     full = activation_bytes(network, x)
     with torch.autocast("cpu", dtype):

@@ -1,0 +1,97 @@
+"""Any network in less memory, exactly: cheap activations are computed again instead of kept."""
+
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from .couplings import Coupling
+from .recording import Recording
+from .saved import current_hooks
+
+
+def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
+    """Make a network keep fewer activations for its backward pass: those that are cheap to compute from others.
+
+    These are normalised and activated values, products, sums, concatenations, copies, views, dropout, max-pooling and
+    upsampling: whatever follows from values that are kept anyway, by operators of PyTorch, whether modules or functions
+    call them, and the outputs of `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and
+    held until the last has read. No module is replaced, and outputs and gradients do not change.
+
+    It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
+    compiler decides what to keep: set `torch._functorch.config.activation_memory_budget` instead. Other saved-tensor
+    hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
+
+    Whatever is read in the backward pass may not be changed in place before, parameters included: this raises PyTorch's
+    error about an in-place operation. Changes through `.data` cannot be seen, here as elsewhere in autograd.
+
+    Args:
+        network: any; the branches of couplings inside are prepared as well, because they run again by themselves.
+        checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
+
+    Returns:
+        The network itself, with two hooks around its forward pass.
+    """
+    couplings = [module for module in network.modules() if isinstance(module, Coupling)]
+    for module in [network, *(branch for coupling in couplings for branch in coupling.children())]:
+        for registered in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in registered.items() if _is_ours(hook)]:
+                del registered[key]
+        hooks = _Hooks(checkpointed_only)
+        module.register_forward_pre_hook(hooks.enter)
+        module.register_forward_hook(hooks.leave, always_call=True)
+    return network
+
+
+class _Open(threading.local):
+    """The forward passes that run in a thread, innermost last; None for a pass that needs no recording."""
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[nn.Module, Recording | None]] = []
+
+
+_open = _Open()
+
+
+class _Hooks:
+    """Module hooks that record a forward pass."""
+
+    def __init__(self, checkpointed_only: bool):
+        self.checkpointed_only = checkpointed_only
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        recording = None
+        if torch.is_grad_enabled() and not _is_recorded():
+            recording = Recording(checkpointed_only=self.checkpointed_only, copy_parameters=_is_sharded(module))
+            recording.__enter__()
+        _open.passes.append((module, recording))
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if _open.passes and _open.passes[-1][0] is module:  # not if an earlier hook raised
+            _, recording = _open.passes.pop()
+            if recording is not None:
+                recording.__exit__(None, None, None)
+
+
+def _is_ours(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _Hooks)
+
+
+def _is_sharded(network: nn.Module) -> bool:
+    """Whether FSDP shards parameters of a network, and frees the gathered ones after each use."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return False
+    return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
+
+
+def _is_recorded() -> bool:
+    """Whether a recording's hooks are in effect, and no others inside it."""
+    hooks = current_hooks()
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Recording)

@@ -1,0 +1,104 @@
+"""Values of a forward pass that its backward pass reads: kept, or computed again from others."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .saved import Kept
+
+
+class Value:
+    """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
+
+    It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
+    """
+
+    __slots__ = ("__weakref__", "computed", "overwritten", "readers", "reads", "saved", "source", "storage")
+
+    def __init__(self, source: "Kept | Recipe", storage: int = 0):
+        self.source = source
+        self.storage = storage  # of a kept tensor
+        self.saved = False  # by an operation
+        self.overwritten = False  # after that
+        self.readers = 0
+        self.reads = 0  # since it was computed
+        self.computed: Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """The number of recipes between this value and kept ones."""
+        return self.source.depth if isinstance(self.source, Recipe) else 0
+
+    def add_reader(self) -> None:
+        self.readers += 1
+        if self.readers == 1 and isinstance(self.source, Recipe):
+            for value in self.source.inputs():
+                value.add_reader()
+
+    def become(self, recipe: "Recipe") -> None:
+        """Forget the tensor: it will be computed."""
+        self.source = recipe
+        if self.readers:
+            for value in recipe.inputs():
+                value.add_reader()
+
+    def reads_storage(self, storage: int) -> bool:
+        """Whether it is kept in some memory, or computed from something that is."""
+        seen: set[Value] = set()
+        values = [self]
+        while values:
+            value = values.pop()
+            if isinstance(value.source, Recipe):
+                values += [other for other in value.source.inputs() if other not in seen]
+                seen.update(value.source.inputs())
+            elif value.storage == storage:
+                return True
+        return False
+
+    def get(self) -> Tensor:
+        """The tensor. RuntimeError if it, or something that it is computed from, was modified in place."""
+        if self.overwritten:
+            raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
+        if isinstance(self.source, Kept) and self.source.hooks is None:
+            return self.source.get()
+        tensor = self.source.get() if self.computed is None else self.computed
+        self.reads += 1
+        self.computed = tensor if self.reads < self.readers else None
+        if self.computed is None:
+            self.reads = 0
+        return tensor
+
+
+class Recipe:
+    """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
+
+    __slots__ = ("arguments", "autocast", "depth", "device", "function")
+
+    def __init__(self, function: Callable[..., Tensor], arguments: Sequence[Any], device: str):
+        self.function = function
+        self.arguments = tuple(arguments)
+        self.device = device
+        self.autocast = _autocast(device)
+        self.depth = 1 + max((value.depth for value in self.inputs()), default=0)
+
+    def inputs(self) -> list[Value]:
+        return [argument for argument in self.arguments if isinstance(argument, Value)]
+
+    def get(self) -> Tensor:
+        arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if _autocast(self.device) != self.autocast:
+                enabled, dtype = self.autocast
+                stack.enter_context(torch.autocast(self.device, dtype, enabled))
+            return self.function(*arguments)
+
+
+def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is enabled for a type of device, and its dtype."""
+    if not torch.amp.is_autocast_available(device):  # e.g. meta
+        return False, None
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

@@ -1,0 +1,251 @@
+"""Plain and prepared networks either agree, in float64, or both raise."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from models.layers import recompute_activations
+from models.layers.recording import Recording
+
+Gradients = list[Tensor | None]
+
+
+def attempt(forward: Callable[[], Tensor], sources: list[Tensor], record: bool) -> tuple[Tensor, Gradients] | Exception:
+    """Output and gradients, or the RuntimeError."""
+    torch.manual_seed(0)
+    try:
+        if record:
+            with Recording():
+                output = forward()
+        else:
+            output = forward()
+        loss = output.abs().square().mean()
+        return output.detach().clone(), list(torch.autograd.grad(loss, sources, allow_unused=True))
+    except RuntimeError as error:
+        return error
+
+
+def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool:
+    """Compare two runs of a forward pass, each freshly made; whether they agree, rather than both raise."""
+    torch.manual_seed(1)
+    plain = attempt(*make(), record=False)
+    torch.manual_seed(1)
+    recorded = attempt(*make(), record=True)
+    if isinstance(plain, Exception) or isinstance(recorded, Exception):
+        assert isinstance(recorded, Exception), f"only the plain one raised {plain}"
+        assert isinstance(plain, Exception), f"only the recorded one raised {recorded}"
+        return False
+    assert torch.equal(plain[0], recorded[0])
+    for expected, found in zip(plain[1], recorded[1], strict=True):
+        assert (expected is None) == (found is None)
+        if expected is not None:
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * max(1.0, expected.abs().max().item()))
+    return True
+
+
+NORMS = {
+    "batch": nn.BatchNorm2d,
+    "batch without affine": lambda c: nn.BatchNorm2d(c, affine=False),
+    "batch without statistics": lambda c: nn.BatchNorm2d(c, track_running_stats=False),
+    "group": lambda c: nn.GroupNorm(2, c),
+    "instance": lambda c: nn.InstanceNorm2d(c, affine=True),
+    "instance with statistics": lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True),
+    "layer": lambda c: nn.LayerNorm((c, 7, 7)),
+    "rms": lambda c: nn.RMSNorm((c, 7, 7)),
+}
+ACTIVATIONS = {
+    "relu": F.relu,
+    "relu_": lambda y: F.relu(y, inplace=True),
+    "relu6_": lambda y: F.relu6(y, True),
+    "leaky_relu": F.leaky_relu,
+    "leaky_relu_": lambda y: F.leaky_relu(y, 0.1, True),
+    "elu": F.elu,
+    "silu": F.silu,
+    "silu_": lambda y: F.silu(y, inplace=True),
+    "hardswish_": lambda y: F.hardswish(y, inplace=True),
+    "hardsigmoid": F.hardsigmoid,
+    "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
+    "tanh_": torch.tanh_,
+    "square": lambda y: y * y,
+    "squeeze and excitation": lambda y: y * y.mean((2, 3), keepdim=True).sigmoid(),
+    "sum": lambda y: (y + y.sigmoid()).relu(),
+    "dropout": lambda y: F.dropout(y.relu(), 0.3),
+    "max-pooling": lambda y: F.max_pool2d(y.relu(), 3, 1, 1),
+    "upsampling": lambda y: F.interpolate(y.relu(), scale_factor=2.0, mode="bilinear")[..., ::2, ::2],
+    "concatenation": lambda y: torch.cat([y.relu(), y.sigmoid()], 1)[:, 2:6],
+}
+CHANGES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object]]] = {
+    "nothing": (id, id),
+    "norm under no_grad": (lambda y: torch.no_grad()(y.mul_)(2), id),
+    "norm detached": (lambda y: y.detach().clamp_(max=0.2), id),
+    "activation under no_grad": (id, lambda z: torch.no_grad()(z.mul_)(2)),
+    "activation": (id, lambda z: z.mul_(2)),
+    "half of the activation": (id, lambda z: z[:, :2].add_(1)),
+}
+
+
+def block(norm, activation, change="nothing", frozen=(), training=True):
+    def make():
+        first, norm_layer, last = nn.Conv2d(3, 4, 3), NORMS[norm](4), nn.Conv2d(4, 4, 3)
+        network = nn.ModuleList([first, norm_layer, last]).double().train(training)
+        for name, parameter in norm_layer.named_parameters():
+            nn.init.normal_(parameter).requires_grad_(name not in frozen)
+        for buffer in norm_layer.buffers():
+            if buffer.is_floating_point():
+                nn.init.uniform_(buffer, 0.5, 1.5)
+        x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+
+        def forward() -> Tensor:
+            y = norm_layer(first(x))
+            CHANGES[change][0](y)
+            z = ACTIVATIONS[activation](y)
+            CHANGES[change][1](z)
+            return last(z)
+
+        return forward, [parameter for parameter in network.parameters() if parameter.requires_grad]
+
+    return make
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_changed_in_place_is_never_computed_wrongly(activation, change):
+    """Also where autograd does not see it."""
+    agree(block("batch", activation, change))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("activation", ["relu_", "silu"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_with_frozen_parameters_and_statistics(norm, activation, frozen, training):
+    assert agree(block(norm, activation, frozen=frozen, training=training))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_that_changes_before_the_backward_pass_raises(name):
+    network = recompute_activations(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)))
+    loss = network(torch.randn(2, 3, 4, 4, requires_grad=True)).sum()
+    with torch.no_grad():
+        getattr(network[0], name).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def _lends(x: Tensor) -> Tensor:
+    a, b = x + 1, x + 2
+    both = torch.cat([a, b], 1)
+    y = F.silu(both)
+    a.relu_()  # allowed: a concatenation does not keep its parts
+    b[:, 0] += 1
+    return y * y.sigmoid() + torch.cat([a, b], 1)
+
+
+def _lends_to_an_alias(x: Tensor) -> Tensor:
+    a, b = x + 1, x + 2
+    both = torch.cat([a, b], 1)
+    a.detach().zero_()
+    return both.sin()
+
+
+def _chain(length: int, step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(length):
+            x = step(x)
+        return x
+
+    return function
+
+
+def _other_hooks(x: Tensor) -> Tensor:
+    y = F.silu(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor * 1, lambda tensor: tensor):
+        z = y.sin()
+    return z * y
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "parts of a concatenation": _lends,
+    "alias of a part": _lends_to_an_alias,
+    "forty products": _chain(40, lambda x: x * x),
+    "long chain": _chain(2000, F.silu),
+    "complex view": lambda x: torch.view_as_complex(F.silu(x).view(2, 4, 6, 3, 2)).square(),
+    "conjugate": lambda x: (torch.complex(x, x) * torch.complex(x, -x)).conj() * torch.complex(x, x),
+    "checkpoint inside": lambda x: checkpoint(lambda y: F.silu(y) * y, x, use_reentrant=False).sin(),
+    "other hooks inside": _other_hooks,
+    "permuted slice": lambda x: F.silu(x).permute(0, 2, 3, 1)[:, 1:, :2].sin(),
+    "copied windows": lambda x: torch.roll(F.silu(x), 1, 2).transpose(1, 3).reshape(2, 6, -1).sin(),
+    "chunks": lambda x: torch.cat(F.gelu(x).chunk(2, 1)[::-1], 1).sin(),
+    "expanded": lambda x: F.silu(x[:, :1]).expand(2, 5, 6, 6).sin(),
+    "padded": lambda x: F.pad(F.silu(x), (1, 1)).sin(),
+    "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
+    "view changed": lambda x: _change_part(F.silu(x)),
+}
+
+
+def _change_part(y: Tensor) -> Tensor:
+    part = y[:, :2]
+    part.relu_()
+    return part.sin().sum() + y.cos().sum()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name):
+    def make():
+        w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+        return (lambda: FUNCTIONS[name](w * 1.0)), [w]
+
+    assert agree(make)
+
+
+UNARY = [F.silu, torch.relu, torch.sin, torch.sigmoid, F.gelu, F.softplus, torch.neg, Tensor.contiguous, torch.exp]
+IN_PLACE = [torch.relu_, Tensor.sigmoid_, lambda x: F.silu(x, inplace=True), lambda x: x.mul_(0.5), lambda x: x.add_(1)]
+BINARY = [torch.mul, torch.add, torch.sub, lambda x, y: torch.cat([x, y], 1)[:, 1:5]]
+VIEWS = [lambda x: x[:, :2], lambda x: x.transpose(2, 3), lambda x: x.detach(), lambda x: x.view(2, 4, 36)]
+MOVES = st.tuples(
+    st.sampled_from(["unary", "in place", "unseen", "part", "binary", "norm", "transposed"]),
+    st.integers(0, 8),
+    st.integers(0, 8),
+    st.integers(0, 8),
+)
+
+
+def _run(moves, w: Tensor, norms: nn.ModuleList) -> Tensor:
+    tensors = [w * 1.0, w + 1.0]
+    for kind, number, first, second in moves:
+        x, y = tensors[first % len(tensors)], tensors[second % len(tensors)]
+        if kind == "unary":
+            tensors.append(UNARY[number % len(UNARY)](x))
+        elif kind == "in place":
+            tensors.append(IN_PLACE[number % len(IN_PLACE)](x))
+        elif kind == "unseen":
+            with torch.no_grad():
+                IN_PLACE[number % len(IN_PLACE)](VIEWS[second % len(VIEWS)](x))
+        elif kind == "part":
+            IN_PLACE[number % len(IN_PLACE)](VIEWS[second % 2](x))
+        elif kind == "binary":
+            tensors.append(BINARY[number % len(BINARY)](x, y))
+        elif kind == "norm":
+            tensors.append(norms[number % len(norms)](x))
+        else:
+            tensors.append(x.transpose(2, 3).contiguous())
+    return torch.stack([tensor.sin() for tensor in tensors]).sum(0)
+
+
+@settings(max_examples=500, deadline=None, database=None, derandomize=True)
+@given(st.lists(MOVES, min_size=2, max_size=12))
+def test_random_graphs(moves):
+    def make():
+        norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)]).double()
+        norms[1].requires_grad_(False)
+        w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+        return (lambda: _run(moves, w, norms)), [w, *(p for p in norms.parameters() if p.requires_grad)]
+
+    agree(make)
