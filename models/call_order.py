@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+from models.activated import hands_over
+
 
 class Place(NamedTuple):
     """Where a module is registered."""
@@ -55,9 +57,16 @@ class CallOrder:
 
 def _calls_in_order(module: nn.Module) -> bool:
     """Whether a module is a Sequential with the original forward pass."""
-    return type(module).forward is nn.Sequential.forward and "forward" not in vars(module)
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and "forward" not in vars(module)
+    )
 
 
 def is_customised(module: nn.Module) -> bool:
-    """Whether a module has hooks, or its own forward as an instance attribute."""
-    return "forward" in vars(module) or any(value for key, value in vars(module).items() if key.endswith("_hooks"))
+    """Whether a module has hooks other than `hand_over`, or its own forward as an instance attribute."""
+    hooks = {key: value for key, value in vars(module).items() if key.endswith("_hooks") and value}
+    if hands_over(module) and len(module._forward_hooks) == 1:
+        del hooks["_forward_hooks"]
+    return "forward" in vars(module) or bool(hooks)

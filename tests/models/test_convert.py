@@ -480,22 +480,6 @@ def test_conversion_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("convert", [to_inplace, to_standard])
-def test_nothing_is_recomputed_after_the_last_checkpointed_layer(convert):
-    network = small_segmentation(CheckpointedABN)
-    assert network._forward_hooks and network.body._forward_pre_hooks
-    with_hook(network)
-    convert(network)
-    hooks = [hook for m in network.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
-    assert len(hooks) == 1  # the one that is not ours
-    assert not any(m._forward_hooks_always_called for m in network.modules())
-
-    network = small_segmentation(CheckpointedABN)
-    with_hook(network.body.bn_out)
-    convert(network)
-    assert network._forward_hooks and network.body._forward_hooks  # bn_out is still to be recomputed
-
-
 def test_a_torchvision_network_and_its_report(caplog):
     with torch.device("meta"):
         resnet, mobilenet = torchvision.models.resnet18(), torchvision.models.mobilenet_v2()

@@ -1,0 +1,235 @@
+"""What follows every call of a norm, seen in forward passes on an example."""
+
+import copy
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from models.activated import METADATA
+from models.layers import ABN
+
+Example = Tensor | tuple[Any, ...]
+Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
+
+
+class Reader(NamedTuple):
+    """A function of PyTorch that got a tensor, and the innermost module that called it."""
+
+    function: str
+    module: nn.Module
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the function is all that the module does, as for nn.ReLU6."""
+        return type(self.module).__module__.startswith("torch.nn.") and not self.module._modules
+
+    def __str__(self) -> str:
+        name = type(self.module).__name__
+        return name if self.is_layer else f"{self.function} in {name}"
+
+
+@dataclass
+class NormCall:
+    """What happened to the output of one call.
+
+    Attributes:
+        activations: activation modules that got the output.
+        readers: everything else that got the output, or a view of it.
+        writer: what wrote over the output, or over the result of the activation.
+        is_returned: whether the network returns the output without an activation.
+        does_as_twin: whether the layer computed the same as its twin, if `traced_calls` has one.
+    """
+
+    activations: list[nn.Module] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
+    writer: Reader | None = None
+    is_returned: bool = False
+    does_as_twin: bool = True
+
+
+def traced_calls(
+    network: nn.Module,
+    example: Example,
+    norms: Iterable[nn.Module],
+    activations: set[nn.Module],
+    twin: Callable[[nn.Module], ABN | None],
+) -> dict[nn.Module, list[NormCall]]:
+    """Run a network in training and in evaluation mode, and record every call of its norms.
+
+    The modules stay as they were, with their buffers, attributes, modes and hooks. So do the random number states of
+    PyTorch and Python. Only what a forward pass writes into Parameters or outside the modules remains.
+
+    Args:
+        network: any network that runs eagerly.
+        example: its input, or a tuple of its positional arguments.
+        norms: the modules to record.
+        activations: the modules to recognise as activations. They take one tensor.
+        twin: copies a norm to a layer that should compute the same, or returns None.
+
+    Raises:
+        ValueError: the example is no tensor or tuple, the network raises on it, or has scripted or lazy modules.
+    """
+    if not isinstance(example, (Tensor, tuple)):
+        raise ValueError(
+            f"example is a {type(example).__name__}: expected a tensor, or a tuple of the positional arguments of the "
+            f"network"
+        )
+    for name, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{name or 'the network'} is scripted: convert the network before torch.jit.script")
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise ValueError(f"{name or 'the network'} does not know its sizes yet: run the network once before")
+    args = example if isinstance(example, tuple) else (example,)
+    calls: dict[nn.Module, list[NormCall]] = {norm: [] for norm in norms}
+    for training in (True, False):
+        with _unchanged(network, args):
+            twins = {norm: made for norm in calls if (made := twin(norm)) is not None}
+            trace = _Trace(calls, activations, twins)
+            try:
+                trace.run(network.train(training), args)
+            except Exception as error:
+                shapes = ", ".join(str(tuple(x.shape)) for x in tree_leaves(args) if isinstance(x, Tensor))
+                raise ValueError(
+                    f"the network raises {type(error).__name__} in {'training' if training else 'evaluation'} mode on "
+                    f"an example of shape {shapes}: {error}; give an example on which it runs in both modes"
+                ) from error
+    return calls
+
+
+@contextmanager
+def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
+    """Context in which the modules have copies of their attributes and buffers, which are dropped at its end."""
+    states = {module: vars(module) for module in network.modules()}
+    buffers = {buffer: buffer.detach().clone() for buffer in network.buffers()}
+    devices = {x.device for x in tree_leaves((args, list(network.parameters()))) if isinstance(x, Tensor) and x.is_cuda}
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            for module, state in states.items():
+                copied = {
+                    name: copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+                    for name, value in state.items()
+                }
+                copied["_buffers"] = {
+                    name: None if value is None else buffers[value] for name, value in module._buffers.items()
+                }
+                object.__setattr__(module, "__dict__", copied)
+            yield
+    finally:
+        random.setstate(python_state)
+        for module, state in states.items():
+            object.__setattr__(module, "__dict__", state)
+
+
+class _Trace(TorchFunctionMode):
+    """Sees every function of PyTorch that gets a norm's output."""
+
+    def __init__(
+        self, calls: dict[nn.Module, list[NormCall]], activations: set[nn.Module], twins: dict[nn.Module, ABN]
+    ):
+        super().__init__()
+        self.calls, self.activations, self.twins = calls, activations, twins
+        self.running: list[nn.Module] = []  # from the network to the innermost module
+        self.activating: NormCall | None = None  # whose output one of `activations` is reading
+        # By storage, which views share. While a weak reference exists, no other storage gets the same address.
+        self.outputs: dict[Storage, NormCall] = {}
+        self.activated: dict[Storage, NormCall] = {}
+        self.owners: dict[Tensor, nn.Module] = {}  # norms by their Parameters and buffers
+        self.functions: dict[nn.Module, list[str]] = {}  # of norms with a twin: those that got more than vectors
+
+    def run(self, network: nn.Module, args: tuple[Any, ...]) -> None:
+        for module in network.modules():
+            module.register_forward_pre_hook(self.enter)
+            module.register_forward_hook(self.leave, always_call=True)
+        self.owners = {tensor: norm for norm in self.calls for tensor in (*norm.parameters(), *norm.buffers())}
+        copies = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self:
+            result = network(*copies)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and (call := self.outputs.get(_storage_of(tensor))):
+                call.is_returned = True
+
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(function)
+        if name in METADATA or not self.running:
+            return function(*args, **kwargs)
+        reader = Reader(name, self.running[-1])
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if reader.module in self.twins and any(tensor.dim() > 1 for tensor in tensors):
+            self.functions.setdefault(reader.module, []).append(name)
+        if (
+            name == "batch_norm"
+        ):  # by another module than the norm itself: `norm.forward(x)`, or its tensors in a function
+            for norm in {self.owners[tensor] for tensor in tensors if tensor in self.owners} - {reader.module}:
+                self.calls[norm].append(NormCall(readers=[Reader("forward", reader.module)]))
+        seen = []
+        for tensor in tensors:
+            storage = _storage_of(tensor)
+            before, after = self.outputs.get(storage), self.activated.get(storage)
+            call = before or after
+            if call is not None and call is not self.activating:
+                seen.append((call, tensor, tensor._version))
+                if before is not None:
+                    before.readers.append(reader)
+        result = function(*args, **kwargs)
+        for call, tensor, version in seen:
+            if tensor._version != version:
+                call.writer = call.writer or reader
+        return result
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        self.running.append(module)
+        if module in self.activations and len(args) == 1 and isinstance(args[0], Tensor):
+            call = self.outputs.get(_storage_of(args[0]))
+            if call is not None:  # given a view, it is not the only reader
+                call.activations.append(module)
+                self.activating = call
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        self.running.pop()
+        call, self.activating = self.activating, None
+        if not isinstance(output, Tensor):
+            return None
+        if call is not None:
+            if _storage_of(output) in self.outputs:  # then readers of the norm's output and of this one look the same
+                with torch._C.DisableTorchFunction():
+                    output = output.clone()
+            self.activated[_storage_of(output)] = call
+            return output
+        if module in self.calls:
+            call = NormCall()
+            if module in self.twins:
+                call.does_as_twin = self._does_as_twin(module, args, output)
+            self.calls[module].append(call)
+            self.outputs[_storage_of(output)] = call
+        return None
+
+    def _does_as_twin(self, norm: nn.Module, args: tuple, output: Tensor) -> bool:
+        if len(args) != 1 or output.is_meta or self.functions.pop(norm, []) != ["batch_norm"]:
+            return False
+        twin = self.twins[norm].train(norm.training)
+        with torch._C.DisableTorchFunction():
+            theirs, ours = [output, *norm.buffers()], [twin(*args), *twin.buffers()]
+            return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(theirs, ours, strict=True))
+
+
+def _storage_of(tensor: Tensor) -> Storage:
+    with torch._C.DisableTorchFunction():
+        return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _name_of(function: Callable) -> str:
+    """The name of a function or method; for an attribute of tensors, its name."""
+    name = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]

@@ -1,0 +1,754 @@
+"""Conversions by an example: never another function, the network untouched, a reason for every norm that is left."""
+
+import copy
+import pickle
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.resnet import Bottleneck
+
+from models.activated import MergedActivation
+from models.convert import Report, to_inplace, to_standard
+from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from tests.models.test_convert import act, bn, converted, parametrised, state_of, trained, with_buffer, with_hook
+
+C = 4
+NETWORKS = {**vars(torchvision.models), **vars(torchvision.models.segmentation)}
+
+
+def torchvision_network(name: str) -> nn.Module:
+    options = {"deeplabv3_resnet50": {"weights_backbone": None}, "googlenet": {"init_weights": False}}
+    return NETWORKS[name](weights=None, **options.get(name, {}))
+
+
+def eagerly(network: nn.Module) -> nn.Module:
+    """With layers that need no compiler, which takes longer than these tests."""
+    for module in network.modules():
+        if isinstance(module, ABN):
+            module.backend = "eager"
+    return network
+
+
+class Leaky(nn.Module):
+    """A ReLU that is leaky for the unchanged outputs of chosen norms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, 0.01) if getattr(x, "version_of_norm", None) == x._version else F.relu(x)
+
+
+def remember_version(module: nn.Module, args: tuple, output: Tensor) -> None:
+    output.version_of_norm = output._version
+
+
+def with_leaky_relus(network: nn.Module, norms: list[str]) -> nn.Module:
+    """The network with a leaky ReLU in place of the ReLU that follows one of the norms."""
+    for name in norms:
+        network.get_submodule(name).register_forward_hook(remember_version)
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.ReLU:
+                setattr(parent, name, Leaky())
+    return network
+
+
+def outputs(network: nn.Module, x: Tensor) -> Tensor:
+    torch.manual_seed(0)  # for dropout
+    output = network(x)
+    return output["out"] if isinstance(output, dict) else output
+
+
+def gradients(network: nn.Module, x: Tensor) -> list[Tensor]:
+    z = outputs(network, x)
+    dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
+    return [z, *torch.autograd.grad(z, list(network.parameters()), dz)]
+
+
+def assert_same_function(network: nn.Module, reference: nn.Module, x: Tensor) -> None:
+    eagerly(network)
+    with torch.no_grad():
+        z, expected = outputs(network.eval(), x), outputs(reference.eval(), x)
+    torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-12)
+    theirs, ours = gradients(reference.train(), x), gradients(network.train(), x)
+    for gradient, expected in zip(ours, theirs, strict=True):
+        atol = 1e-9 * max(1.0, expected.abs().max().item())
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=atol)
+
+
+# Norms replaced and left, and why.
+COUNTS = {
+    "resnet18": (9, {"overwritten by add_ in BasicBlock": 8, "save no memory": 3}),
+    "resnet50": (33, {"overwritten by add_ in Bottleneck": 16, "save no memory": 4}),
+    "mobilenet_v2": (7, {"followed by ReLU6": 35, "save no memory": 10}),
+    "densenet121": (120, {"the function relu in DenseNet follows": 1}),
+    "deeplabv3_resnet50": (40, {"overwritten by add_ in Bottleneck": 16, "save no memory": 4}),
+    "googlenet": (0, {"recompute_activations": 59}),
+    "regnet_y_400mf": (33, {"save no memory": 20}),
+    "efficientnet_b0": (7, {"followed by SiLU": 33, "overwritten by add_ in MBConv": 9}),
+    "shufflenet_v2_x0_5": (56, {}),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_how_many_norms_of_torchvision_networks_are_replaced(name):
+    with torch.device("cpu" if name.startswith("regnet") else "meta"):  # which computes its widths with tensors
+        network = torchvision_network(name).to("meta")
+    norms = {name for name, module in network.named_modules() if isinstance(module, nn.BatchNorm2d)}
+    keys = list(network.state_dict())
+    _, report = converted(to_inplace, network, relu_slope=0.01, example=torch.empty(2, 3, 64, 64, device="meta"))
+    replaced, kept = COUNTS[name]
+    assert len(report.replaced) == replaced and {*report.replaced, *report.kept} == norms
+    for reason, count in kept.items():
+        assert sum(reason in why for why in report.kept.values()) == count, report
+    assert sum(kept.values()) == len(report.kept)
+    assert list(network.state_dict()) == keys
+
+
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "densenet121", "deeplabv3_resnet50"])
+def test_torchvision_networks_compute_the_same(name):
+    torch.manual_seed(0)
+    network = trained(torchvision_network(name)).double()
+    x = torch.randn(2, 3, 33, 33, dtype=torch.float64)
+    reference, state = copy.deepcopy(network), state_of(network)
+    _, report = converted(to_inplace, network, relu_slope=0.01, example=x)
+    assert state_of(network) == state
+    twin = to_standard(copy.deepcopy(network))
+    assert not any(isinstance(module, InPlaceABN) for module in twin.modules())
+    reference = with_leaky_relus(reference, list(report.replaced))
+    assert_same_function(twin, copy.deepcopy(reference), x)
+    assert_same_function(network, reference, x)
+
+
+class Block(nn.Module):
+    """Convolution and norm, then what a case says."""
+
+    def __init__(self, after: Callable[[nn.Module, Tensor], Tensor], norm: Callable[[], nn.Module] = bn, **modules):
+        super().__init__()
+        self.conv, self.norm, self.last = nn.Conv2d(C, C, 1), norm(), nn.Conv2d(C, C, 1)
+        self.after = after
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.after(self, self.norm(self.conv(x))))
+
+
+def overwriting(act: nn.Module, y: Tensor) -> Tensor:
+    z = act(y)
+    z += 1
+    return z
+
+
+def discarding(block: nn.Module, y: Tensor) -> Tensor:
+    block.relu(y)
+    return y
+
+
+def calling_twice(block: nn.Module, y: Tensor) -> Tensor:
+    return block.norm(block.act(y)).tanh()
+
+
+def only_in_training(block: nn.Module, y: Tensor) -> Tensor:
+    return block.act(F.dropout(y, 0.5, block.training))
+
+
+def returning_both(block: nn.Module, y: Tensor) -> Tensor:
+    block.last = nn.Identity()
+    return y
+
+
+LEFT = {
+    "no call": (lambda: Block(lambda b, y: y + 1, other=bn(), act=act()), "other", "was not called on the ex"),
+    "summed first": (
+        lambda: Block(lambda b, y: b.act(y) + y, act=act()),
+        "norm",
+        "several readers: LeakyReLU, add in Block",
+    ),
+    "two activations": (
+        lambda: Block(lambda b, y: b.act(y) + b.tanh(y), act=act(), tanh=nn.Tanh()),
+        "norm",
+        "several readers: LeakyReLU, Tanh",
+    ),
+    "in place, result discarded": (
+        lambda: Block(discarding, relu=nn.ReLU(inplace=True)),
+        "norm",
+        "several readers: ReLU, Conv2d",
+    ),
+    "sum in place": (lambda: Block(lambda b, y: b.act(y.add_(1)), act=act()), "norm", "overwritten by add_ in Block"),
+    "through a view": (
+        lambda: Block(lambda b, y: b.act(y.flatten(1).add_(1).view_as(y)), act=act()),
+        "norm",
+        "overwritten by add_ in Block",
+    ),
+    "result overwritten": (
+        lambda: Block(lambda b, y: overwriting(b.act, y), act=act()),
+        "norm",
+        "overwritten by add_ in Block",
+    ),
+    "result in place overwritten": (
+        lambda: Block(lambda b, y: overwriting(b.act, y), act=nn.LeakyReLU(0.1, inplace=True)),
+        "norm",
+        "overwritten by add_ in Block",
+    ),
+    "dropout in place": (
+        lambda: Block(lambda b, y: b.dropout(b.act(y)), act=act(), dropout=nn.Dropout(inplace=True)),
+        "norm",
+        "overwritten by Dropout",
+    ),
+    "a function": (
+        lambda: Block(lambda b, y: F.relu(y)),
+        "norm",
+        "function relu in Block follows.* recompute_activations",
+    ),
+    "a method": (
+        lambda: Block(lambda b, y: y.tanh_()),
+        "norm",
+        "function tanh_ in Block follows.* recompute_activations",
+    ),
+    "relu6": (
+        lambda: Block(lambda b, y: b.act(y), act=nn.ReLU6(inplace=True)),
+        "norm",
+        "followed by ReLU6, which an in",
+    ),
+    "relu": (lambda: Block(lambda b, y: b.act(y), act=nn.ReLU()), "norm", "a ReLU cannot be inverted; relu_slope=0.01"),
+    "called twice": (
+        lambda: Block(calling_twice, act=act()),
+        "norm",
+        "only some of its calls; .* LeakyReLU, tanh in B",
+    ),
+    "called directly too": (
+        lambda: Block(lambda b, y: b.act(b.norm.forward(b.act(y))), act=act()),
+        "norm",
+        "only some of its calls; they are followed by LeakyReLU, forward in Block",
+    ),
+    "followed by two kinds": (
+        lambda: Block(lambda b, y: b.tanh(b.norm(b.act(y))), act=act(), tanh=nn.Tanh()),
+        "norm",
+        "different activations follow its calls: LeakyReLU, Tanh",
+    ),
+    "dropout when training": (lambda: Block(only_in_training, act=act()), "norm", "LeakyReLU, dropout in Block"),
+    "returned": (lambda: nn.Sequential(nn.Conv2d(C, C, 1), bn()), "1", "the network returns its output"),
+    "returned beside": (lambda: ReturnsBoth(), "norm", "several readers: LeakyReLU, the caller of the network"),
+    "only summed": (lambda: Block(lambda b, y: y + 1), "norm", "save no memory: its output goes to add in Block"),
+    "slope of zero": (lambda: Block(lambda b, y: b.act(y), act=nn.LeakyReLU(0.0)), "norm", "expected a slope above 0"),
+    "hooks": (lambda: Block(lambda b, y: b.act(y), partial(with_hook, bn()), act=act()), "norm", "it has hooks"),
+    "hooks of the activation": (
+        lambda: Block(lambda b, y: b.act(y), act=with_hook(act())),
+        "norm",
+        "the LeakyReLU that follows has hooks",
+    ),
+    "own buffer": (
+        lambda: Block(lambda b, y: b.act(y), with_buffer, act=act()),
+        "norm",
+        "buffers or modules of its own",
+    ),
+    "parametrised": (lambda: Block(lambda b, y: b.act(y), parametrised, act=act()), "norm", "it is a subclass"),
+    "overwritten output of ours": (
+        lambda: Block(lambda b, y: y.add_(1), partial(ABN, C)),
+        "norm",
+        "overwritten by add_ in Block",
+    ),
+}
+
+
+class ReturnsBoth(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act = bn(), act()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.norm(x)
+        return {"out": self.act(y), "before": [y]}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_every_reason_for_leaving_a_norm(case):
+    build, name, reason = LEFT[case]
+    network = build()
+    modules, state = list(network.modules()), state_of(network)
+    result, report = converted(to_inplace, network, example=torch.randn(2, C, 3, 3))
+    assert result is network and list(network.modules()) == modules and state_of(network) == state
+    assert not report.replaced and re.search(reason, report.kept[name]), report
+    assert type(network.get_submodule(name)).__name__ in report.kept[name]
+
+
+ACTIVATIONS = [nn.LeakyReLU(0.2), nn.LeakyReLU(0.2, inplace=True), nn.ELU(0.7), nn.Sigmoid(), nn.Tanh()]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
+@pytest.mark.parametrize("identity", [True, False])
+def test_activations_keep_their_function(activation, identity):
+    """Also if the same module acts elsewhere, and if the norm is called twice."""
+
+    def after(block: nn.Module, y: Tensor) -> Tensor:
+        y = block.pass_on(y)
+        assert y.shape[1] == C and y.dim() == 4 and not y.is_cuda
+        return block.act(block.act(block.norm(block.act(y))) + 1)
+
+    torch.manual_seed(0)
+    network = trained(Block(after, act=copy.deepcopy(activation), pass_on=nn.Identity())).double()
+    x = torch.randn(2, C, 5, 5, dtype=torch.float64)
+    reference, state = copy.deepcopy(network), state_of(network)
+    _, report = converted(to_inplace, network, example=(x,))
+    assert list(report.replaced) == ["norm"] and not report.kept and state_of(network) == state
+    assert type(network.norm) is InPlaceABN and isinstance(network.act, MergedActivation)
+    assert_same_function(network, reference, x)
+
+
+def test_a_norm_without_activation_is_replaced_where_that_saves_memory():
+    """A convolution keeps the norm's output anyway, a sum does not."""
+    x = torch.randn(2, C, 8, 8)
+    for after, saved in ((lambda b, y: y, 1), (lambda b, y: b.silu(y), 1), (lambda b, y: y + 1, 0)):
+        network = Block(after, silu=nn.SiLU())
+        before, forced = kept_bytes(network, x), copy.deepcopy(network)
+        _, report = converted(to_inplace, network, example=x)
+        assert bool(report.replaced) == bool(saved)
+        forced.norm = InPlaceABN(C, activation="identity")
+        assert before - kept_bytes(eagerly(forced), x) == saved * 4 * x.numel()
+
+
+def kept_bytes(network: nn.Module, x: Tensor) -> int:
+    """Bytes of all tensors as large as x that are kept for the backward pass."""
+    storages = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.numel() == x.numel():
+            storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = network(x)
+    del output
+    return 4 * x.numel() * len(storages)
+
+
+def test_a_bottleneck_keeps_less():
+    """Of six buffers (inputs and outputs of three norms and activations), the two replaced norms drop their inputs."""
+    network = Bottleneck(4 * C, C)
+    x = torch.randn(2, 4 * C, 6, 6)
+    small = x[:, :C]
+
+    def kept(network: nn.Module) -> int:
+        sizes = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            network(x)
+        return sum(tensor.numel() for tensor in sizes.values() if tensor.numel() == small.numel())
+
+    before = kept(network)
+    to_inplace(network, relu_slope=0.01, example=x)
+    assert before == 4 * small.numel() and kept(eagerly(network)) == 2 * small.numel()
+
+
+class Careless(nn.Module):
+    """A network whose forward pass changes much of itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(C, C, 1), bn(), act()
+        self.dropout = nn.Dropout(0.5).eval()
+        self.calls, self.seen = 0, []
+        self.register_buffer("mean", torch.zeros(C))
+        self.alias = nn.Module()
+        self.alias.register_buffer("mean", self.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.mean += x.mean((0, 2, 3))
+        self.extra = nn.Linear(random.randint(1, 5), 2)
+        x.mul_(2)
+        self.train()
+        return self.dropout(self.act(self.norm(self.conv(x))))
+
+
+def test_the_passes_leave_everything_as_it_was():
+    network = Careless()
+    fired = []
+    network.conv.register_forward_hook(lambda *args: fired.append(1))
+    network.norm.eval()
+    hooks = {module: dict(module._forward_hooks) for module in network.modules()}
+    modes = {name: module.training for name, module in network.named_modules()}
+    values = {name: (tensor, tensor.clone(), tensor._version) for name, tensor in state_tensors(network).items()}
+    x = torch.randn(2, C, 3, 3)
+    example, states = x.clone(), (torch.get_rng_state(), random.getstate())
+    _, report = converted(to_inplace, network, example=example)
+    assert list(report.replaced) == ["norm"] and len(fired) == 2
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert torch.equal(example, x)
+    for name, (tensor, value, version) in values.items():
+        now = state_tensors(network)[name]
+        assert now is tensor and torch.equal(now, value) and now._version == version
+    assert network.mean is network.alias.mean
+    assert (network.calls, network.seen, hasattr(network, "extra")) == (0, [], False)
+    assert {name: network.get_submodule(name).training for name in modes} == modes
+    for module in network.modules():
+        assert module is network.norm or dict(module._forward_hooks) == hooks.get(module, {})
+        assert not module._forward_pre_hooks and not module._forward_hooks_always_called
+    assert not network.norm.training
+
+
+def state_tensors(network: nn.Module) -> dict[str, Tensor]:
+    return network.state_dict(keep_vars=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_failing_pass_leaves_everything_too_and_says_why():
+    network = Careless()
+    network.last = nn.Linear(3, 3)
+    network.forward = lambda x: network.last(Careless.forward(network, x))
+    modules, state = list(network.modules()), {name: value.clone() for name, value in network.state_dict().items()}
+    with pytest.raises(
+        ValueError, match=r"raises RuntimeError in training mode on an example of shape \(2, 4, 5, 5\): "
+    ) as e:
+        to_inplace(network, example=torch.randn(2, C, 5, 5))
+    assert isinstance(e.value.__cause__, RuntimeError) and str(e.value.__cause__) in str(e.value)
+    assert list(network.modules()) == modules and network.calls == 0 and not network.norm._forward_hooks
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    with pytest.raises(ValueError, match=r"\(1, 4, 1, 1\): Expected more than 1 value per channel"):
+        to_inplace(network, example=torch.randn(1, C, 1, 1))
+    with pytest.raises(ValueError, match="example is a list: expected a tensor, or a tuple"):
+        to_inplace(network, example=[torch.randn(1, C, 1, 1)])
+    with pytest.raises(ValueError, match="run the network once before"):
+        to_inplace(nn.Sequential(nn.LazyConv2d(C, 1), bn()), example=torch.randn(1, C, 1, 1))
+    with pytest.raises(ValueError, match="0 is scripted"):
+        to_inplace(nn.Sequential(torch.jit.script(bn())), example=torch.randn(1, C, 1, 1))
+
+
+class Branches(nn.Module):
+    """`way` chooses what follows the first norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.other, self.third, self.act, self.tanh = bn(), bn(), bn(), act(), nn.Tanh()
+        self.way = "activation"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tanh(self.third(x))
+        y = self.norm(x)
+        if self.way == "activation":
+            return self.act(y) * 2
+        if self.way == "none":
+            return y * 2
+        if self.way == "sum":
+            y += x
+            return self.act(y)
+        if self.way == "other activation":
+            return self.tanh(y)
+        return self.act(self.other(x)) + self.act(y) + self.act(x)
+
+
+def test_another_way_than_on_the_example_is_right_or_raises():
+    torch.manual_seed(0)
+    network = trained(Branches()).double()
+    x = torch.randn(2, C, 3, 3, dtype=torch.float64)
+    reference = copy.deepcopy(network)
+    _, report = converted(to_inplace, network, example=x)
+    assert list(report.replaced) == ["norm", "third"]
+    assert report.kept == {"other": "BatchNorm2d: it was not called on the example"}
+    eagerly(network)
+    for way in ("activation", "not converted"):
+        network.way = reference.way = way
+        torch.testing.assert_close(network(x), reference(x), rtol=1e-12, atol=1e-12)
+    for way, what in (
+        ("none", "'Activated' and 'int'"),
+        ("sum", "elsewhere.* to add"),
+        ("other activation", "elsewhere.* to Tanh"),
+    ):
+        network.way = way
+        with pytest.raises((RuntimeError, TypeError), match=what):
+            network(x)
+
+
+def test_the_output_handed_over_raises_wherever_else_it_goes():
+    network = to_inplace(Block(lambda b, y: b.act(y), act=act()), example=torch.randn(2, C, 3, 3))
+    y = eagerly(network).norm(torch.randn(2, C, 3, 3))
+    assert y.shape == (2, C, 3, 3) and y.dtype == torch.float32
+    for use in (
+        lambda: y + 1,
+        lambda: torch.cat([y.tensor, y]),
+        lambda: y == 0,
+        lambda: y[0],
+        lambda: y.mean(),
+        lambda: nn.Conv2d(C, C, 1)(y),
+        lambda: y.tensor.add_(y),
+        lambda: list(y),
+    ):
+        with pytest.raises((RuntimeError, TypeError, AttributeError)):
+            use()
+
+
+def small_bottleneck() -> tuple[nn.Module, nn.Module, Tensor]:
+    """A converted block with one ReLU module for all, and the block with a leaky one."""
+    torch.manual_seed(0)
+    block = trained(Bottleneck(4 * C, C)).double()
+    reference = copy.deepcopy(block)
+    x = torch.randn(2, 4 * C, 4, 4, dtype=torch.float64)
+    network, report = converted(to_inplace, block, relu_slope=0.01, example=x)
+    assert list(report.replaced) == ["bn1", "bn2"]
+    return eagerly(network), with_leaky_relus(reference, ["bn1", "bn2"]), x
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        copy.deepcopy,
+        lambda network: pickle.loads(pickle.dumps(network)),
+        lambda network: torch.compile(network, backend="aot_eager", fullgraph=True),
+        nn.DataParallel,
+        lambda network: to_standard(network),
+        lambda network: to_inplace(to_standard(network)),
+        lambda network: InPlaceABNSync.convert(network),
+        lambda network: to_inplace(network, relu_slope=0.01, example=torch.randn(2, 4 * C, 4, 4).double()),
+    ],
+    ids=["deepcopy", "pickle", "compile", "DataParallel", "to_standard", "and back", "sync", "again"],
+)
+def test_a_shared_relu_stays_right(change):
+    network, reference, x = small_bottleneck()
+    changed = change(network)
+    assert_same_function(changed, reference, x)
+
+
+def test_norms_that_fsdp2_shards_by_themselves():
+    network, reference, x = small_bottleneck()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for module in (*(norm for norm in network.modules() if isinstance(norm, (ABN, nn.BatchNorm2d))), network):
+            fully_shard(module, mesh=mesh)
+        network(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        for ours, theirs in zip(network.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-8, atol=1e-8)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_checkpointing_between_norm_and_activation():
+    """PyTorch's reentrant checkpoint would lose the gradient without an error."""
+
+    class Net(nn.Module):
+        reentrant = False
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.act = nn.Conv2d(C, C, 1), bn(), act()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(checkpoint(lambda x: self.norm(self.conv(x)), x, use_reentrant=self.reentrant))
+
+    network = Net().double()
+    x = torch.randn(2, C, 3, 3, dtype=torch.float64, requires_grad=True)
+    reference = copy.deepcopy(network)
+    _, report = converted(to_inplace, network, example=x)
+    assert list(report.replaced) == ["norm"]
+    assert_same_function(network, reference, x)
+    network.reentrant = True
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        network(x)
+
+
+def test_a_second_conversion_adds_what_the_first_left():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.conv = bn(), bn(), nn.Conv2d(C, C, 1)
+            self.relu, self.way = nn.ReLU(), 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.relu(self.one(x))
+            return self.relu(self.two(self.conv(x))) if self.way == 2 else x
+
+    torch.manual_seed(0)
+    network = trained(Net()).double()
+    x = torch.randn(2, C, 3, 3, dtype=torch.float64)
+    plain = copy.deepcopy(network)
+    to_inplace(network, relu_slope=0.2, example=x)
+    network.way = plain.way = 2
+    _, report = converted(to_inplace, network, relu_slope=0.1, example=x)
+    assert list(report.replaced) == ["two"] and network.relu.included == (("leaky_relu", 0.2), ("leaky_relu", 0.1))
+    y = F.leaky_relu(plain.eval().one(x), 0.2)
+    expected = F.leaky_relu(plain.two(plain.conv(y)), 0.1)
+    torch.testing.assert_close(eagerly(network).eval()(x), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_layers_of_ours_are_replaced_as_without_an_example():
+    network = nn.ModuleList([ABN(C), CheckpointedABN(C, activation="tanh"), ABN(C, activation="relu")])
+    network.forward = lambda x: network[0](network[1](x))
+    _, report = converted(to_inplace, network, example=torch.randn(2, C, 3, 3))
+    assert list(report.replaced) == ["0", "1"] and "cannot be inverted" in report.kept["2"]
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """Norm, drop and activation under timm's names."""
+
+    def __init__(self, channels: int, act: nn.Module, drop: nn.Module | None = None):
+        super().__init__(channels)
+        self.drop, self.act = drop or nn.Identity(), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop(super().forward(x)))
+
+
+class Doubled(BatchNormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(2 * nn.BatchNorm2d.forward(self, x))
+
+
+class Clamped(BatchNormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(nn.BatchNorm2d.forward(self, x).clamp(-100, 100))
+
+
+class WithoutStatistics(BatchNormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(
+            F.batch_norm(x, self.running_mean.clone(), self.running_var.clone(), self.weight, self.bias, True)
+        )
+
+
+class NormAfter(BatchNormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.BatchNorm2d.forward(self, self.act(x))
+
+
+class WithoutActivation(BatchNormAct):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.BatchNorm2d.forward(self, x)
+
+
+def with_norm_act(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(C, C, 1), norm, nn.Conv2d(C, C, 1))
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, nn.Identity()], ids=repr)
+def test_a_batch_norm_with_an_activation_of_its_own(activation):
+    torch.manual_seed(0)
+    network = trained(with_norm_act(BatchNormAct(C, copy.deepcopy(activation)))).double()
+    reference, state = copy.deepcopy(network), state_of(network)
+    x = torch.randn(2, C, 4, 4, dtype=torch.float64)
+    _, report = converted(to_inplace, network, example=x)
+    assert list(report.replaced) == ["1"] and not report.kept and state_of(network) == state
+    assert type(network[1]) is InPlaceABN and not network[1]._forward_hooks
+    assert report.replaced["1"].startswith(f"BatchNormAct + {type(activation).__name__} -> InPlaceABN(")
+    assert_same_function(network, reference, x)
+
+
+@pytest.mark.parametrize(
+    "norm, reason",
+    [
+        (lambda: Doubled(C, act()), "not seen to be just the norm"),
+        (lambda: Clamped(C, act()), "not seen to be just the norm"),
+        (lambda: WithoutStatistics(C, act()), "not seen to be just the norm"),
+        (lambda: NormAfter(C, act()), "not seen to be just the norm"),
+        (lambda: WithoutActivation(C, act()), "not seen to be just the norm"),
+        (lambda: BatchNormAct(C, nn.ReLU()), "a ReLU cannot be inverted"),
+        (lambda: BatchNormAct(C, nn.SiLU()), "it includes SiLU"),
+        (lambda: BatchNormAct(C, act(), nn.Dropout(0.0)), "it is a subclass"),
+        (lambda: with_hook(BatchNormAct(C, act())), "it has hooks"),
+        (lambda: BatchNormAct(C, with_hook(act())), "has hooks"),
+    ],
+)
+def test_a_batch_norm_that_only_looks_like_one_with_an_activation(norm, reason):
+    network = with_norm_act(norm())
+    layer = network[1]
+    _, report = converted(to_inplace, network, example=torch.randn(2, C, 4, 4))
+    assert not report.replaced and reason in report.kept["1"] and network[1] is layer
+
+
+def test_networks_of_timm():
+    timm = pytest.importorskip("timm")
+    for name, counts in {"cspdarknet53": (67, 0), "regnetx_002": (27, 17), "resnet26": (17, 12)}.items():
+        torch.manual_seed(0)
+        network = trained(timm.create_model(name)).double()
+        x = torch.randn(2, 3, 48, 48, dtype=torch.float64)
+        reference = copy.deepcopy(network)
+        _, report = converted(to_inplace, network, relu_slope=0.01, example=x)
+        assert (len(report.replaced), len(report.kept)) == counts
+        if name == "cspdarknet53":  # has leaky ReLUs only
+            assert_same_function(network, reference, x)
+
+
+# Random programs: each step is (instruction, index of an earlier value); the last value is the output.
+STEPS = {
+    "norm": lambda net, x, y: net.norms[len(net.called) % 3](x),
+    "first norm": lambda net, x, y: net.norms[0](x),
+    "act": lambda net, x, y: net.act(x),
+    "act in place": lambda net, x, y: net.act_in_place(x),
+    "tanh": lambda net, x, y: net.tanh(x),
+    "conv": lambda net, x, y: net.conv(x),
+    "add": lambda net, x, y: x + y,
+    "add in place": lambda net, x, y: x.add_(y),
+    "view": lambda net, x, y: x.view_as(x),
+    "function": lambda net, x, y: F.leaky_relu(x, 0.3),
+    "dropout": lambda net, x, y: F.dropout(x, 0.0, net.training),
+}
+
+
+class Program(nn.Module):
+    def __init__(self, steps: list[tuple[str, int, int]]):
+        super().__init__()
+        self.steps = steps
+        self.norms = nn.ModuleList([bn(), bn(), bn()])
+        self.act, self.act_in_place, self.tanh = act(), nn.LeakyReLU(0.2, inplace=True), nn.Tanh()
+        self.conv = nn.Conv2d(C, C, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, self.called = [x * 1], []
+        for name, one, other in self.steps:
+            self.called += [name] if name == "norm" else []
+            values.append(STEPS[name](self, values[-1 - one % min(len(values), 3)], values[-1 - other % len(values)]))
+        return self.conv(values[-1])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from([0, 0, 0, 1, 2]), st.integers(0, 5)), max_size=9)
+)
+def test_any_program(steps):
+    """A program that trains before the conversion trains after it, with the same gradients."""
+    torch.manual_seed(0)
+    network = trained(Program([("norm", 0, 0), *steps])).double()
+    reference, state = copy.deepcopy(network), state_of(network)
+    x = torch.randn(2, C, 3, 3, dtype=torch.float64)
+    _, report = converted(to_inplace, network, example=x)
+    assert state_of(network) == state and len(report.replaced) + len(report.kept) == 3
+
+    def step(network: nn.Module) -> list[Tensor | None]:
+        z = network(x)
+        return [z, *torch.autograd.grad(z.square().sum(), list(network.parameters()), allow_unused=True)]
+
+    with torch.no_grad():
+        torch.testing.assert_close(eagerly(network).eval()(x), reference.eval()(x), rtol=1e-9, atol=1e-9)
+    try:
+        expected = step(reference.train())
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        assume(False)
+    for ours, theirs in zip(step(network.train()), expected, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_the_report_can_be_read():
+    network = Bottleneck(4 * C, C)
+    _, report = converted(to_inplace, network, relu_slope=0.01, example=torch.randn(2, 4 * C, 4, 4))
+    assert isinstance(report, Report)
+    assert str(report).splitlines()[1:3] == ["  2 x BatchNorm2d + ReLU -> InPlaceABN(leaky_relu)", "      bn1, bn2"]
