@@ -7,7 +7,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -53,13 +53,14 @@ class Clock:
 
 
 def benchmark(
-    name: str, schema: type[A], measure: Callable[[A, Clock], dict], page: Callable[[dict, Path], str]
+    name: str, schema: type[A], measure: Callable[[A, Clock], dict | Iterator[dict]], page: Callable[[dict, Path], str]
 ) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
     """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
     `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
-    record's own. `page(record, FILE.png)` returns the page's text; it may draw the picture. `run` raises ValueError if
-    an argument is impossible, or if there is no record to make a page from.
+    record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
+    `page(record, FILE.png)` returns the page's text; it may draw the picture. `run` raises ValueError if an argument is
+    impossible, or if there is no record to make a page from.
     """
 
     def run(values: DictConfig) -> Path:
@@ -70,17 +71,19 @@ def benchmark(
         if arguments.measure:
             clock = Clock()
             environment = {**provenance(), "threads": torch.get_num_threads()}  # as it was at the start
-            found = measure(arguments, clock)
-            known = {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", "root")}
-            result = {
-                "command": command_line(name, arguments),
-                "arguments": known | found.pop("arguments", {}),
-                "environment": environment | found.pop("environment", {}),
-                "seconds": round(clock.seconds, 1),
-                **found,
-            }
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(as_text(result))
+            results = measure(arguments, clock)
+            for found in [results] if isinstance(results, dict) else results:
+                result = {
+                    "command": command_line(name, arguments),
+                    "arguments": known_of(arguments) | found.pop("arguments", {}),
+                    "environment": environment | found.pop("environment", {}),
+                    "seconds": round(clock.seconds, 1),
+                    **found,
+                }
+                out.parent.mkdir(parents=True, exist_ok=True)
+                partial = out.with_name(out.name + ".partial")
+                partial.write_text(as_text(result))
+                partial.replace(out)
         elif not out.is_file():
             raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
         text = out.with_suffix(".md")
@@ -92,6 +95,11 @@ def benchmark(
         print(run(values))
 
     return run, main
+
+
+def known_of(arguments: Arguments) -> dict[str, Any]:
+    """The arguments that a record holds: those that change results, and not where data lies."""
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", "root")}
 
 
 def command_line(name: str, arguments: Arguments) -> str:

@@ -3,7 +3,7 @@
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,8 @@ from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .frame import interleaved
 
 T = TypeVar("T")
 Step = Callable[[], object]
@@ -55,6 +57,14 @@ def milliseconds(step: Step, repeats: int, device: str) -> float:
     return 1e3 * (time.perf_counter() - start_s) / repeats
 
 
+def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each step in interleaved rounds, after one step of each."""
+    for step in steps.values():
+        step()
+    timers = {name: lambda _, step=step: milliseconds(step, 1, device) for name, step in steps.items()}
+    return interleaved(timers, rounds)
+
+
 def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """Run a forward pass; return its result and a tensor for each storage that autograd keeps for the backward pass."""
     kept: dict[int, Tensor] = {}  # by the address of the storage, which the tensor keeps alive and so unique
@@ -68,7 +78,7 @@ def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
     return result, list(kept.values())
 
 
-def kept_bytes(network: torch.nn.Module, forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> int:
+def kept_bytes(network: torch.nn.Module, forward: Callable[[], object], inputs: Sequence[Tensor]) -> int:
     """Bytes that a graph keeps, without parameters and inputs."""
     _, saved = saved_for_backward(forward)
     others = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *inputs)}

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from models.bodies import RevNet, revnet38_cifar, revnet104
 from scripts.recomputation_table import segmentation_network
 
 from . import frame
-from .measuring import milliseconds
+from .measuring import timed
 from .reversible_memory import NORMS
 
 VARIANTS = ("stored", "once", "twice")
@@ -95,14 +95,6 @@ def segmentation_steps(device: str, crop_size: int, rounds: int) -> list[dict]:
         }
         rows.append({"norm": norm, **timed(steps, rounds, device), **angles})
     return rows
-
-
-def timed(steps: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Milliseconds of each step in interleaved rounds, after one step of each."""
-    for step in steps.values():
-        step()
-    timers = {name: lambda _, step=step: milliseconds(step, 1, device) for name, step in steps.items()}
-    return frame.interleaved(timers, rounds)
 
 
 def angle(gradient: Tensor, exact: Tensor) -> float:

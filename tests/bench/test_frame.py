@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from engine.command_line import composed
-from scripts.bench import abn, abn_page, loader, training
+from scripts.bench import abn, abn_page, loader, networks, networks_page, training
 from scripts.bench.elsewhere import Elsewhere
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
 from scripts.bench.measuring import peak_bytes
 from tests.runs import REPOSITORY
 
-RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run}
-PAGES = {"abn": abn_page.markdown, "loader": loader.page, "training": training.page}
+RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
+PAGES = {"abn": abn_page.markdown, "loader": loader.page, "training": training.page, "networks": networks_page.markdown}
 RECORDS = [path for name in PAGES for path in sorted((REPOSITORY / "docs" / "results").glob(f"{name}_*.json"))]
 
 
@@ -86,6 +86,7 @@ def test_objects_elsewhere_answer_fail_and_end():
         (abn.AbnArguments(device="cpu", dtypes=["bfloat16"], rounds=3), "dtypes=[bfloat16] rounds=3"),
         (loader.LoaderArguments(png_size=[64, 96]), "png_size=[64,96]"),
         (training.TrainingArguments(recipe=None, parts=["compile"]), "recipe=null parts=[compile]"),
+        (networks.NetworksArguments(only=["resnet18", "timm/densenet121"]), "only=[resnet18,timm/densenet121]"),
     ],
 )
 def test_the_command_line_says_what_is_not_the_default(arguments, options):
@@ -121,6 +122,9 @@ def test_the_command_line_says_what_is_not_the_default(arguments, options):
             ["parts=[all]"],
             "parts=.*expected some of overhead, switches, data, norms, allocation, compile",
         ),
+        ("bench_networks", ["device=cuda"], "PyTorch sees no CUDA device"),
+        ("bench_networks", ["images=1"], "images=1: expected 2 or more"),
+        ("bench_networks", ["only=[resnet51]"], "only=resnet51: .* nearest names are resnet50, "),
     ],
 )
 def test_impossible_arguments_are_refused(name, options, message, monkeypatch, tmp_path):
