@@ -107,14 +107,13 @@ def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "recompute, norm, rounding",
-    [("selective", "inplace", 0), ("activations", "inplace", 1e-5), ("activations", "std", 1e-5)],
+    "recompute, norm", [("selective", "inplace"), ("activations", "inplace"), ("activations", "std")]
 )
-def test_recomputation_of_parts_changes_no_more_than_rounding(tmp_path, recompute, norm, rounding):
+def test_recomputation_of_parts_changes_no_bit(tmp_path, recompute, norm):
     options = ("trainer.accumulation_steps=2", "data.crops_per_minibatch=8", f"norm={norm}")
     expected = trained(tmp_path / "stored", *options)["network"]
     found = trained(tmp_path / "recomputed", *options, f"trainer.recompute={recompute}")["network"]
-    assert difference(found, expected) <= rounding
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from .bn_act import is_node, recompute_output
 from .followed import FOLLOWED, NotFollowed, Rule, may_overwrite
 from .known_values import KnownValues
 from .saved import Hooks, Kept, current_hooks
-from .values import Recipe, Value
+from .values import Recipe, Value, laid_out
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -108,7 +108,7 @@ class Recording(TorchFunctionMode):
             return self._value_of_view(tensor)
         if is_node(node):
             if node.strategy.recompute_output and tensor._version == node.output_version:
-                return self.known.remember(tensor, Value(Recipe(recompute_output, (node,), tensor.device.type)))
+                return self.known.remember(tensor, Value(Recipe(recompute_output, (node,), tensor)))
         elif self.arguments and type(node).__name__ in _COPIES and tensor._version == 0:
             return self._value_of_copy(tensor, node)
         return None
@@ -128,7 +128,7 @@ class Recording(TorchFunctionMode):
             return None
         offset = tensor.storage_offset() - base.storage_offset()
         arguments = (value, base.stride(), tensor.shape, tensor.stride(), offset)
-        return self.known.remember(tensor, Value(Recipe(_view, arguments, tensor.device.type)))
+        return self.known.remember(tensor, Value(Recipe(_view, arguments, tensor)))
 
     def _value_of_copy(self, tensor: Tensor, node: Any) -> Value | None:
         """A copy made inside the running call: autocast converts arguments, silu_ copies the one that it overwrites."""
@@ -142,7 +142,7 @@ class Recording(TorchFunctionMode):
             if argument.dtype == tensor.dtype:
                 return self.known.remember(tensor, value or self.known.remember(argument, self._keep(tensor)))
             if value is not None:
-                recipe = Recipe(Tensor.to, (value, tensor.dtype), tensor.device.type)
+                recipe = Recipe(Tensor.to, (value, tensor.dtype), tensor)
                 return self.known.remember(tensor, Value(recipe))
         return None
 
@@ -197,7 +197,7 @@ class Recording(TorchFunctionMode):
         if sum(_bytes(tensor) for tensor in unkept if not tensor.is_leaf) > result.nbytes:
             return
         arguments = [self._lend(argument) if isinstance(argument, Tensor) else argument for argument in arguments]
-        recipe = Recipe(function, arguments, result.device.type)
+        recipe = Recipe(function, arguments, result)
         if recipe.depth > LONGEST:
             return
         own = self.known.find(result)
@@ -235,8 +235,7 @@ class Recording(TorchFunctionMode):
 
 def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
     """A view of a tensor that was computed again, maybe with other strides than it had."""
-    if base.stride() != strides:
-        base = torch.empty_strided(base.shape, strides, dtype=base.dtype, device=base.device).copy_(base)
+    base = laid_out(base, strides)
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 

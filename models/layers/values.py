@@ -75,13 +75,15 @@ class Value:
 class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
-    __slots__ = ("arguments", "autocast", "depth", "device", "function")
+    __slots__ = ("arguments", "autocast", "depth", "device", "function", "stride")
 
-    def __init__(self, function: Callable[..., Tensor], arguments: Sequence[Any], device: str):
+    def __init__(self, function: Callable[..., Tensor], arguments: Sequence[Any], like: Tensor):
+        """`like`: the value. A function that returns another memory layout has its result copied into this one."""
         self.function = function
         self.arguments = tuple(arguments)
-        self.device = device
-        self.autocast = _autocast(device)
+        self.device = like.device.type
+        self.stride = like.stride()
+        self.autocast = _autocast(self.device)
         self.depth = 1 + max((value.depth for value in self.inputs()), default=0)
 
     def inputs(self) -> list[Value]:
@@ -94,7 +96,16 @@ class Recipe:
             if _autocast(self.device) != self.autocast:
                 enabled, dtype = self.autocast
                 stack.enter_context(torch.autocast(self.device, dtype, enabled))
-            return self.function(*arguments)
+            return laid_out(self.function(*arguments), self.stride)
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides: itself, or a copy."""
+    if all(
+        ours == wanted or size == 1 for ours, wanted, size in zip(tensor.stride(), stride, tensor.shape, strict=True)
+    ):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype | None]:

@@ -249,3 +249,32 @@ def test_random_graphs(moves):
         return (lambda: _run(moves, w, norms)), [w, *(p for p in norms.parameters() if p.requires_grad)]
 
     agree(make)
+
+
+@pytest.mark.parametrize("activation", ["relu_", "silu", "sum", "max-pooling", "concatenation"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_computed_again_is_equal_to_the_bit_and_laid_out_alike(activation, dtype):
+    """With channels_last, other kernels would round otherwise."""
+    norm = nn.BatchNorm2d(8)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 8, 7, 7, dtype=dtype).to(memory_format=torch.channels_last).requires_grad_()
+    saved: list[tuple[Tensor, tuple[int, ...]]] = []
+
+    class Read(torch.autograd.Function):
+        @staticmethod
+        def forward(context, z):
+            saved.append((z.clone(), z.stride()))
+            context.save_for_backward(z)
+            return z.sum()
+
+        @staticmethod
+        def backward(context, gradient):
+            (z,) = context.saved_tensors
+            saved.append((z, z.stride()))
+            return gradient.expand_as(z)
+
+    with Recording():
+        loss = Read.apply(ACTIVATIONS[activation](norm(x)))
+    loss.backward()
+    (expected, stride), (found, found_stride) = saved
+    assert torch.equal(found, expected) and found_stride == stride
