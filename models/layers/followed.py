@@ -103,7 +103,7 @@ def _batch_norm(
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
         raise NotFollowed
-    return _normalised, find(x), *_saved(node._raw_saved_result1, node._raw_saved_result2), *_found(find, *affine)
+    return normalised, find(x), *_saved(node._raw_saved_result1, node._raw_saved_result2), *_found(find, *affine)
 
 
 def _saved(*saved: Any) -> list[Value | Kept]:
@@ -114,7 +114,7 @@ def _saved(*saved: Any) -> list[Value | Kept]:
     return values
 
 
-def _normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Vector) -> Tensor:
+def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Vector) -> Tensor:
     """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
     if x.is_cuda:
         return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)

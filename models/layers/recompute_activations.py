@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
     held until the last has read. No module is replaced, and outputs and gradients do not change.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
-    compiler decides what to keep: set `torch._functorch.config.activation_memory_budget` instead. Other saved-tensor
-    hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
+    compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
+    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
 
     Whatever is read in the backward pass may not be changed in place before, parameters included: this raises PyTorch's
     error about an in-place operation. Changes through `.data` cannot be seen, here as elsewhere in autograd.
@@ -63,6 +64,10 @@ class _Hooks:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if torch.compiler.is_compiling():
+            if not self.checkpointed_only:
+                from torch._dynamo.comptime import comptime  # the import takes a second
+
+                comptime(_say_that_the_compiler_decides)
             return
         recording = None
         if torch.is_grad_enabled() and not _is_recorded():
@@ -77,6 +82,15 @@ class _Hooks:
             _, recording = _open.passes.pop()
             if recording is not None:
                 recording.__exit__(None, None, None)
+
+
+def _say_that_the_compiler_decides(_: object) -> None:
+    """Called while a graph is traced."""
+    warnings.warn(
+        "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: set "
+        "torch._functorch.config.activation_memory_budget, e.g. to 0.5, or train without torch.compile",
+        stacklevel=1,
+    )
 
 
 def _is_ours(hook: object) -> bool:

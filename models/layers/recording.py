@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from .bn_act import is_node, recompute_output
-from .followed import FOLLOWED, NotFollowed, Rule, may_overwrite
+from .followed import FOLLOWED, NotFollowed, Rule, may_overwrite, normalised
 from .known_values import KnownValues
 from .saved import Hooks, Kept, current_hooks
 from .values import Recipe, Value, laid_out
@@ -19,6 +21,7 @@ from .values import Recipe, Value, laid_out
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
 _MUCH = 16  # times as many bytes as what is kept beside
+_SYNCHRONISED = SyncBatchNorm._backward_cls
 _PLAIN = (Tensor, FakeTensor)  # other subclasses may compute anything
 _COPIES = frozenset(["ToCopyBackward0", "CloneBackward0"])  # made inside an operation
 
@@ -68,7 +71,9 @@ class Recording(TorchFunctionMode):
             return function(*args, **kwargs)
         target, version, before = None, 0, None
         if may_overwrite(function, args, kwargs):
-            self._before_overwriting(args[0] if args else kwargs.get("input"), kwargs.get("out"))
+            for tensor in tree_leaves((args[:1] or kwargs.get("input"), kwargs.get("out"))):
+                if isinstance(tensor, Tensor):
+                    self.known.before_overwriting(tensor, self.outer)
             if torch.is_grad_enabled() and args and isinstance(args[0], Tensor):
                 target, version, before = args[0], args[0]._version, self.value_of(args[0])
         if not torch.is_grad_enabled():
@@ -98,8 +103,7 @@ class Recording(TorchFunctionMode):
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor that is kept already, or that can be computed from others."""
-        value = self.known.find(tensor)
-        if value is not None:
+        if (value := self.known.find(tensor)) is not None:
             return value
         node = tensor.grad_fn
         if node is None or not self._made(tensor):
@@ -109,6 +113,8 @@ class Recording(TorchFunctionMode):
         if is_node(node):
             if node.strategy.recompute_output and tensor._version == node.output_version:
                 return self.known.remember(tensor, Value(Recipe(recompute_output, (node,), tensor)))
+        elif type(node) is _SYNCHRONISED:
+            return self._value_of_synchronised_norm(tensor, node)
         elif self.arguments and type(node).__name__ in _COPIES and tensor._version == 0:
             return self._value_of_copy(tensor, node)
         return None
@@ -123,12 +129,20 @@ class Recording(TorchFunctionMode):
             return None
         if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
             return None
-        value = self.value_of(base)
-        if value is None:
+        if (value := self.value_of(base)) is None:
             return None
         offset = tensor.storage_offset() - base.storage_offset()
         arguments = (value, base.stride(), tensor.shape, tensor.stride(), offset)
         return self.known.remember(tensor, Value(Recipe(_view, arguments, tensor)))
+
+    def _value_of_synchronised_norm(self, tensor: Tensor, node: Any) -> Value | None:
+        """The output of `nn.SyncBatchNorm`, whose node has everything but the bias, unless that is frozen."""
+        x, weight, mean, invstd, *_ = (saved.data for saved in node._raw_saved_tensors)
+        bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
+        if bias is None or tensor._version:
+            return None
+        recipe = Recipe(normalised, (x, mean, invstd, weight, self._lend(bias)), tensor)
+        return self.known.remember(tensor, Value(recipe))
 
     def _value_of_copy(self, tensor: Tensor, node: Any) -> Value | None:
         """A copy made inside the running call: autocast converts arguments, silu_ copies the one that it overwrites."""
@@ -150,8 +164,7 @@ class Recording(TorchFunctionMode):
         """What autograd saves in place of a tensor."""
         if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return Kept(tensor, None)  # there are many, and nobody looks for their values
-        value = self.value_of(tensor)
-        if value is None:
+        if (value := self.value_of(tensor)) is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # all of it, reshaped
                 self._keep(base)
@@ -201,11 +214,11 @@ class Recording(TorchFunctionMode):
         if recipe.depth > LONGEST:
             return
         own = self.known.find(result)
-        if own is not None:  # the call has saved its own result
+        if own is None:
+            self.known.remember(result, Value(recipe))
+        else:  # the call has saved its own result
             own.become(recipe)
             self.known.depends_on_memory(own, result)
-        else:
-            self.known.remember(result, Value(recipe))
 
     def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless that was in the same memory."""
@@ -225,12 +238,6 @@ class Recording(TorchFunctionMode):
             value = self._keep(tensor)
             self.known.depends_on_memory(value, tensor)
         return value
-
-    def _before_overwriting(self, *targets: Any) -> None:
-        for target in targets:
-            for tensor in target if isinstance(target, (list, tuple)) else [target]:
-                if isinstance(tensor, Tensor):
-                    self.known.before_overwriting(tensor, self.outer)
 
 
 def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
