@@ -20,7 +20,7 @@ from models.bodies import (
     wider_resnet38,
     wider_resnet38_a2,
 )
-from models.layers import ABN
+from models.layers import ABN, recompute_activations
 from scripts.bench.measuring import saved_for_backward
 from scripts.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES, small_resnext, small_wider, small_wider_a2, trained
@@ -314,6 +314,7 @@ def kept_maps(name: str, norm: str) -> tuple[int, int]:
     """Bytes of all (N, C, H, W) tensors that a network keeps, and bytes of the inputs of its norms with activation."""
     network = SMALL_BODIES[name](STRATEGIES[norm][2])
     inputs = []
+    recompute_activations(network, checkpointed_only=True)
     for module in network.modules():
         if isinstance(module, ABN) and module.activation != "identity":
             module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
