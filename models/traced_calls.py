@@ -145,7 +145,7 @@ class _Trace(TorchFunctionMode):
         self.outputs: dict[Storage, NormCall] = {}
         self.activated: dict[Storage, NormCall] = {}
         self.owners: dict[Tensor, nn.Module] = {}  # norms by their Parameters and buffers
-        self.functions: dict[nn.Module, list[str]] = {}  # of norms with a twin: those that got more than vectors
+        self.functions: dict[nn.Module, list[str]] = {}  # called in norms with a twin, on more than vectors
 
     def run(self, network: nn.Module, args: tuple[Any, ...]) -> None:
         for module in network.modules():

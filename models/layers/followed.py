@@ -44,6 +44,7 @@ _IN_PLACE: dict[Function, int] = {  # position of the argument `inplace`
     for function in vars(F).values()
     if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
 }
+_PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
 def may_overwrite(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -89,21 +90,21 @@ def _found(find: Find, *vectors: Vector) -> list[Any]:
     return [None if vector is None else find(vector) for vector in vectors]
 
 
-def _batch_norm(
-    find: Find,
-    result: Tensor,
-    x: Tensor,
-    running: tuple[Vector, Vector],
-    affine: tuple[Vector, Vector],
-    training: bool,
-    eps: float,
-) -> tuple[Any, ...]:
-    if not training:
-        return F.batch_norm, find(x), *_found(find, *running, *affine), False, 0.0, eps
+def _named(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by name."""
+    return dict(zip(_PARAMETERS[function], args, strict=False)) | kwargs
+
+
+def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
+    given = _named(F.batch_norm, args, kwargs)
+    x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
+    if not given.get("training", False):
+        running = _found(find, given["running_mean"], given["running_var"])
+        return F.batch_norm, x, *running, *affine, False, 0.0, given.get("eps", 1e-5)
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
         raise NotFollowed
-    return normalised, find(x), *_saved(node._raw_saved_result1, node._raw_saved_result2), *_found(find, *affine)
+    return normalised, x, *_saved(node._raw_saved_result1, node._raw_saved_result2), *affine
 
 
 def _saved(*saved: Any) -> list[Value | Kept]:
@@ -123,39 +124,12 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Ve
     return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
-def _functional_batch_norm(
-    find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-) -> tuple[Any, ...]:
-    def called(
-        input: Tensor,
-        running_mean: Vector,
-        running_var: Vector,
-        weight: Vector = None,
-        bias: Vector = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> tuple[Any, ...]:
-        return _batch_norm(find, result, input, (running_mean, running_var), (weight, bias), training, eps)
-
-    return called(*args, **kwargs)
-
-
 def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
-    def called(
-        input: Tensor,
-        running_mean: Vector = None,
-        running_var: Vector = None,
-        weight: Vector = None,
-        bias: Vector = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> tuple[Any, ...]:
-        running = (None, None) if use_input_stats else (running_mean, running_var)  # which would move again
-        return F.instance_norm, find(input), *_found(find, *running, weight, bias), use_input_stats, 0.0, eps
-
-    return called(*args, **kwargs)
+    given = _named(F.instance_norm, args, kwargs)
+    of_images = given.get("use_input_stats", True)
+    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
+    vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
+    return F.instance_norm, find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)
 
 
 def _concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
@@ -226,7 +200,7 @@ def _register() -> None:
             FOLLOWED[function] = _repeated(plain)
     for name in ("to", "float", "double", "half", "bfloat16"):
         FOLLOWED[getattr(Tensor, name)] = _cast
-    FOLLOWED[F.batch_norm] = _functional_batch_norm
+    FOLLOWED[F.batch_norm] = _batch_norm
     FOLLOWED[F.instance_norm] = _instance_norm
     FOLLOWED[torch.cat] = FOLLOWED[torch.concat] = FOLLOWED[torch.concatenate] = _concatenation
     FOLLOWED[F.max_pool2d] = FOLLOWED[torch.max_pool2d] = _max_pool

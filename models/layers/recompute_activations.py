@@ -14,9 +14,9 @@ from .saved import current_hooks
 
 
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
-    """Make a network keep fewer activations for its backward pass: those that are cheap to compute from others.
+    """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
-    These are normalised and activated values, products, sums, concatenations, copies, views, dropout, max-pooling and
+    Cheap are normalised and activated values, products, sums, concatenations, copies, views, dropout, max-pooling and
     upsampling: whatever follows from values that are kept anyway, by operators of PyTorch, whether modules or functions
     call them, and the outputs of `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and
     held until the last has read. No module is replaced, and outputs and gradients do not change.

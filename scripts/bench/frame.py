@@ -98,7 +98,7 @@ def benchmark(
 
 
 def known_of(arguments: Arguments) -> dict[str, Any]:
-    """The arguments that a record holds: those that change results, and not where data lies."""
+    """The arguments that a record holds. Paths of files and data, which change no result, are left out."""
     return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", "root")}
 
 

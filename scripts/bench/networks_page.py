@@ -73,7 +73,7 @@ def markdown(result: dict, picture: str) -> str:
 
 
 def targets(result: dict) -> list[Target]:
-    """The targets of `recompute_activations`; those of its time are for CPUs."""
+    """The targets of `recompute_activations`. Step times are judged only on CPUs."""
     networks = {name: rows for name, rows in _by_network(result["rows"]).items() if RECOMPUTED in rows}
     found = []
     for name, limit in LIMITS.items():

@@ -107,7 +107,7 @@ def test_there_are_enough_networks_and_their_blocks_are_known():
 
 
 def faked(monkeypatch, stop_at: str | None = None, fail_at: str | None = None) -> list[str]:
-    """Replace the measurement of networks; returns a list that gets the names of those that would be measured."""
+    """Measure nothing; returns a list to which the name of each network is added when its turn comes."""
     names = []
 
     def row(name: str, method: str) -> dict:
