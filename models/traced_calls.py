@@ -168,9 +168,7 @@ class _Trace(TorchFunctionMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if reader.module in self.twins and any(tensor.dim() > 1 for tensor in tensors):
             self.functions.setdefault(reader.module, []).append(name)
-        if (
-            name == "batch_norm"
-        ):  # by another module than the norm itself: `norm.forward(x)`, or its tensors in a function
+        if name == "batch_norm":  # called by another module: `norm.forward(x)`, or a function with the norm's tensors
             for norm in {self.owners[tensor] for tensor in tensors if tensor in self.owners} - {reader.module}:
                 self.calls[norm].append(NormCall(readers=[Reader("forward", reader.module)]))
         seen = []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from scripts.bench.frame import ratio_of
 from scripts.compare_runs import Comparison, compare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -55,6 +56,28 @@ def test_costs_in_the_readme_are_those_of_the_records():
     times_ms = ([ms for start in row["times_ms"] for ms in start] for row in (standard, inplace))
     costs.append(tuple(f"{statistics.median(times):.0f}" for times in times_ms))
     assert list(written.values()) == costs
+
+
+# The methods in each row of docs/memory.md's table of budgets.
+BUDGETS = (
+    ["ResNet-110, std, compiled, budget 1"],
+    ["ResNet-110, inplace", "ResNet-110, std, compiled, budget 0.5"],
+    ["ResNet-110, inplace, blocks"],
+    ["ResNet-110, inplace, sqrt"],
+    ["RevNet-110, inplace, reversible"],
+)
+
+
+def test_costs_of_each_budget_are_those_of_the_record():
+    text = (REPOSITORY / "docs" / "memory.md").read_text().split("## Which one, for which budget")[1].split("\n## ")[0]
+    rows = {row["method"]: row for row in json.loads((RESULTS / "reversible.json").read_text())["budget"]}
+    standard = rows["ResNet-110, std"]
+    assert f"({standard['peak_bytes'] / 2**20:.0f} MiB)" in text
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    for line, methods in zip(lines, BUDGETS, strict=True):
+        peaks = [f"{rows[method]['peak_bytes'] / 2**20:.0f}" for method in methods]
+        times = [f"{ratio_of(rows[method]['times_ms'], standard['times_ms']).median:.2f}" for method in methods]
+        assert line.endswith(f"| {'; '.join(peaks)} | {'; '.join(times)} |"), methods
 
 
 def test_links_in_the_documentation_lead_somewhere():
