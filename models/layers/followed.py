@@ -1,19 +1,20 @@
 """The operations whose results are computed again instead of kept, and what each of them needs for that.
 
-A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a function and the
-arguments that give the same result again, every tensor of them found by `find`, which raises `NotFollowed` for a tensor
-that is not kept. With `lend=True` a tensor is kept for this purpose, if it is no larger than the result.
+A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns the call that gives the
+same result again, with every tensor found by `find`, which raises `NotFollowed` for a tensor that is not kept. With
+`lend=True` a tensor is kept for this purpose, if it is no larger than the result.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .overwriting import INPLACE
 from .saved import Kept
 from .values import Value
 
@@ -28,62 +29,73 @@ class Find(Protocol):
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
 
 
+class Again(NamedTuple):
+    """A call that gives the same result again. See `Recipe` for `new` and `overwrites`."""
+
+    function: Callable[..., Tensor]
+    arguments: Sequence[Any]
+    new: bool = False
+    overwrites: bool = False
+
+
 Function = Callable[..., Any]
-Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], tuple[Any, ...]]
+Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 Vector = Tensor | None
 
 FOLLOWED: dict[Function, Rule] = {}
 
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
-_OPERATORS = frozenset(
-    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
-) | {"__setitem__"}
-_ALWAYS, _NEVER = -1, 1000
-_IN_PLACE: dict[Function, int] = {  # position of the argument `inplace`
-    function: list(inspect.signature(function).parameters).index("inplace")
-    for function in vars(F).values()
-    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
-}
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
-def may_overwrite(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
-    position = _IN_PLACE.get(function)
-    if position is None:
-        name = getattr(function, "__name__", "")
-        ends = name.endswith("_") and not name.endswith("__")
-        position = _IN_PLACE[function] = _ALWAYS if ends or name in _OPERATORS else _NEVER
-    if position is _ALWAYS or "out" in kwargs:
+def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call saves its argument, although its gradient follows from the result just as well."""
+    if function is F.relu6:
         return True
-    return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    if function is F.leaky_relu:
+        return (args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0  # the signs stay
+    if function is F.hardtanh:
+        bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
+        return all(bound == int(bound) and abs(bound) <= 2**8 for bound in bounds)  # exact in every dtype
+    return False
 
 
-def _repeated(function: Function, lend: bool = False) -> Rule:
+def _repeated(function: Function, *, lend: bool = False, new: bool = False) -> Rule:
     """Call a function once more, with the same arguments."""
 
-    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
-        names, count = tuple(kwargs), len(args)
-
-        def again(*arguments: Any) -> Tensor:
-            return function(*arguments[:count], **dict(zip(names, arguments[count:], strict=True)))
-
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
             raise NotFollowed
-        found = (find(a, lend) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values()))
-        return again, *found
+        again = function if not kwargs else _ByName(function, len(args), tuple(kwargs)).call
+        arguments = [find(a, lend) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
+        return Again(again, arguments, new)
 
     return rule
 
 
-def _not_in_place(function: Function) -> Function:
-    """A functional without its argument `inplace`."""
-    position = _IN_PLACE[function]
+class _ByName(NamedTuple):
+    """A function that gets its last arguments by name."""
 
-    def computed(*args: Any, inplace: bool = False, **kwargs: Any) -> Tensor:
-        return function(*args[:position], **kwargs)
+    function: Function
+    unnamed: int  # number of arguments
+    names: tuple[str, ...]
 
-    return computed
+    def call(self, *arguments: Any) -> Tensor:
+        named = zip(self.names, arguments[self.unnamed :], strict=True)
+        return self.function(*arguments[: self.unnamed], **dict(named))
+
+
+def _activation(function: Function) -> Rule:
+    """Call an activation function of `torch.nn.functional` once more; over its argument only where that is spare."""
+    position = INPLACE[function]
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        x, *others = args or (kwargs["input"],)
+        named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
+        again = partial(function, **named) if named else function
+        return Again(again, [find(x), *others[: position - 1]], new=True, overwrites=True)
+
+    return rule
 
 
 def _found(find: Find, *vectors: Vector) -> list[Any]:
@@ -95,16 +107,16 @@ def _named(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(zip(_PARAMETERS[function], args, strict=False)) | kwargs
 
 
-def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
+def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     given = _named(F.batch_norm, args, kwargs)
     x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
     if not given.get("training", False):
         running = _found(find, given["running_mean"], given["running_var"])
-        return F.batch_norm, x, *running, *affine, False, 0.0, given.get("eps", 1e-5)
+        return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], new=True)
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
         raise NotFollowed
-    return normalised, x, *_saved(node._raw_saved_result1, node._raw_saved_result2), *affine
+    return Again(normalised, [x, *_saved(node._raw_saved_result1, node._raw_saved_result2), *affine], new=True)
 
 
 def _saved(*saved: Any) -> list[Value | Kept]:
@@ -124,17 +136,18 @@ def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Ve
     return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
-def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
+def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     given = _named(F.instance_norm, args, kwargs)
     of_images = given.get("use_input_stats", True)
     running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
     vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
-    return F.instance_norm, find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)
+    arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
+    return Again(F.instance_norm, arguments, new=True)
 
 
-def _concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
-    def called(tensors: Any, dim: int = 0) -> tuple[Any, ...]:
-        return partial(_concatenated, dim), *(find(tensor, lend=True) for tensor in tensors)
+def _concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    def called(tensors: Any, dim: int = 0) -> Again:
+        return Again(partial(_concatenated, dim), [find(tensor, lend=True) for tensor in tensors], new=True)
 
     if not kwargs.keys() <= {"tensors", "dim"}:
         raise NotFollowed
@@ -145,32 +158,33 @@ def _concatenated(dim: int, *tensors: Tensor) -> Tensor:
     return torch.cat(tensors, dim)
 
 
-def _cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
+def _cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     if result.device != args[0].device:
         raise NotFollowed
-    return Tensor.to, find(args[0]), result.dtype
+    return Again(Tensor.to, [find(args[0]), result.dtype])
 
 
-def _max_pool(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
+def _max_pool(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     """The kept indices say which values were the largest."""
     node: Any = result.grad_fn
     if type(node).__name__ != "MaxPool2DWithIndicesBackward0":
         raise NotFollowed
-    return _gathered, find(args[0] if args else kwargs["input"]), *_saved(node._raw_saved_result1)
+    x = find(args[0] if args else kwargs["input"])
+    return Again(_gathered, [x, *_saved(node._raw_saved_result1)], new=True)
 
 
 def _gathered(x: Tensor, indices: Tensor) -> Tensor:
     return x.flatten(-2).gather(-1, indices.flatten(-2)).view_as(indices)
 
 
-def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> tuple[Any, ...]:
+def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     """The kept mask says which values were dropped."""
     node: Any = result.grad_fn
     x = args[0] if args else kwargs["input"]
     if type(node).__name__ == "MulBackward0":
-        return torch.mul, find(x), *_saved(node._raw_saved_other)
+        return Again(torch.mul, [find(x), *_saved(node._raw_saved_other)], new=True)
     if type(node).__name__ == "NativeDropoutBackward0":
-        return _masked, find(x), *_saved(node._raw_saved_result1), 1 / (1 - node._saved_p)
+        return Again(_masked, [find(x), *_saved(node._raw_saved_result1), 1 / (1 - node._saved_p)], new=True)
     raise NotFollowed
 
 
@@ -183,21 +197,33 @@ def _register() -> None:
     activations += [F.silu, F.mish, F.hardswish, F.hardsigmoid]
     function: Function
     for function in activations:
-        FOLLOWED[function] = _repeated(_not_in_place(function))
-    for name in ("relu", "sigmoid", "tanh"):
+        FOLLOWED[function] = _activation(function)
+    for function in (torch.relu, torch.relu_, Tensor.relu, Tensor.relu_):
+        FOLLOWED[function] = _activation(F.relu)
+    for name in ("sigmoid", "tanh"):
         plain: Function = getattr(torch, name)
         for function in (plain, getattr(torch, name + "_"), getattr(Tensor, name), getattr(Tensor, name + "_")):
-            FOLLOWED[function] = _repeated(plain)
-    norms: list[Function] = [F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm]
+            FOLLOWED[function] = _repeated(plain, new=True)
+    makers: list[Function] = [
+        F.layer_norm,
+        torch.layer_norm,
+        F.group_norm,
+        torch.group_norm,
+        F.rms_norm,
+        torch.rms_norm,
+    ]
+    makers += [F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid]
+    for function in makers:
+        FOLLOWED[function] = _repeated(function, new=True)
     copies: list[Function] = [torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad]
     copies += [Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll]
-    for function in (*norms, *copies, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid):
+    for function in copies:
         FOLLOWED[function] = _repeated(function)
     for name in ("mul", "add"):
         plain = getattr(torch, name)
         methods = [name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"]
         for function in (plain, *(getattr(Tensor, method) for method in methods)):
-            FOLLOWED[function] = _repeated(plain)
+            FOLLOWED[function] = _repeated(plain, new=True)
     for name in ("to", "float", "double", "half", "bfloat16"):
         FOLLOWED[getattr(Tensor, name)] = _cast
     FOLLOWED[F.batch_norm] = _batch_norm

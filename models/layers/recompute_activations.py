@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .couplings import Coupling
@@ -100,7 +101,7 @@ def _is_ours(hook: object) -> bool:
 def _is_sharded(network: nn.Module) -> bool:
     """Whether FSDP shards parameters of a network, and frees the gathered ones after each use."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
+    if fsdp is None or not dist.is_initialized():
         return False
     return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
 

@@ -17,11 +17,17 @@ def current_hooks() -> Hooks | None:
 class Kept:
     """A tensor that the graph needs, kept as autograd would: through `hooks`, and refused if it was changed."""
 
+    __slots__ = ("hooks", "name", "packed", "version")
+
     def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
         self.hooks = hooks
         self.name = name
-        # Detached: an operation's own output would keep itself alive.
-        self.packed: Any = hooks[0](tensor) if hooks else tensor.detach()
+        if hooks is not None:
+            self.packed: Any = hooks[0](tensor)
+        elif tensor.grad_fn is None:
+            self.packed = tensor
+        else:  # an operation's own output would keep itself alive
+            self.packed = tensor.detach()
         self.version = tensor._version
 
     def get(self) -> Tensor:

@@ -1,7 +1,8 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,12 +39,20 @@ class Value:
             for value in self.source.inputs():
                 value.add_reader()
 
+    def remove_reader(self) -> None:
+        self.readers -= 1
+        if self.readers == 0 and isinstance(self.source, Recipe):
+            for value in self.source.inputs():
+                value.remove_reader()
+
     def become(self, recipe: "Recipe") -> None:
-        """Forget the tensor: it will be computed."""
-        self.source = recipe
+        """Forget the tensor, or how it would have been computed: it will be computed by this recipe."""
+        before, self.source = self.source, recipe
         if self.readers:
             for value in recipe.inputs():
                 value.add_reader()
+            for value in before.inputs() if isinstance(before, Recipe) else ():
+                value.remove_reader()
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in some memory, or computed from something that is."""
@@ -75,28 +84,52 @@ class Value:
 class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
-    __slots__ = ("arguments", "autocast", "depth", "device", "function", "stride")
+    __slots__ = ("arguments", "autocast", "depth", "device", "function", "new", "overwrites", "stride")
 
-    def __init__(self, function: Callable[..., Tensor], arguments: Sequence[Any], like: Tensor):
-        """`like`: the value. A function that returns another memory layout has its result copied into this one."""
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        arguments: Sequence[Any],
+        like: Tensor,
+        *,
+        new: bool = False,
+        overwrites: bool = False,
+    ):
+        """`like`: the value. A function that returns another memory layout has its result copied into this one.
+
+        `new`: the function's result never shares memory with its arguments. `overwrites`: the function is elementwise
+        and takes `inplace=True`, which is used where nobody else reads its first argument.
+        """
         self.function = function
         self.arguments = tuple(arguments)
         self.device = like.device.type
         self.stride = like.stride()
         self.autocast = _autocast(self.device)
-        self.depth = 1 + max((value.depth for value in self.inputs()), default=0)
+        self.depth = 1 + max([value.depth for value in self.inputs()], default=0)
+        self.new = new
+        self.overwrites = overwrites
 
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
 
     def get(self) -> Tensor:
+        options = {"inplace": True} if self.overwrites and _is_spare(self.arguments[0]) else {}
         arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
-        with ExitStack() as stack:
-            stack.enter_context(torch.no_grad())
-            if _autocast(self.device) != self.autocast:
-                enabled, dtype = self.autocast
-                stack.enter_context(torch.autocast(self.device, dtype, enabled))
-            return laid_out(self.function(*arguments), self.stride)
+        enabled, dtype = self.autocast
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            with (
+                torch.autocast(self.device, dtype, enabled)
+                if _autocast(self.device) != self.autocast
+                else nullcontext()
+            ):
+                return laid_out(self.function(*arguments, **options), self.stride)
+
+
+def _is_spare(argument: object) -> bool:
+    """Whether a recipe's argument is computed for this recipe alone, in memory of its own."""
+    if not isinstance(argument, Value) or argument.readers != 1:
+        return False
+    return isinstance(argument.source, Recipe) and argument.source.new
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -109,7 +142,13 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
-    """Whether autocast is enabled for a type of device, and its dtype."""
-    if not torch.amp.is_autocast_available(device):  # e.g. meta
-        return False, None
-    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    """Whether autocast is enabled for a type of device, and its dtype then."""
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return True, torch.get_autocast_dtype(device)
+    return False, None
+
+
+@cache
+def _has_autocast(device: str) -> bool:
+    """Not e.g. meta."""
+    return torch.amp.is_autocast_available(device)
