@@ -35,7 +35,9 @@ def value_by_node(recording: "Recording", tensor: Tensor, node: Any) -> Value | 
         if name == "ToCopyBackward0":
             return _of_copied_argument(recording, tensor, node)
         if name == "CloneBackward0":
-            return _of_copied_argument(recording, tensor, node) or _of_copied_attention(tensor, node)
+            return _of_copied_argument(recording, tensor, node)
+        if name == "UnsafeViewBackward0":
+            return _of_reshaped_argument(recording, tensor, node)
     return None
 
 
@@ -68,34 +70,29 @@ def _of_synchronised_norm(recording: "Recording", tensor: Tensor, node: Any) -> 
 
 def _of_copied_argument(recording: "Recording", tensor: Tensor, node: Any) -> Value | None:
     """A copy made inside the running call: autocast converts arguments, silu_ copies the one that it overwrites."""
+    argument = _argument_before(recording, node)
+    if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
+        return None
+    value = recording.value_of(argument)
+    if argument.dtype == tensor.dtype:
+        return value or recording.known.remember(argument, recording.keep(tensor))
+    return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
+
+
+def _of_reshaped_argument(recording: "Recording", tensor: Tensor, node: Any) -> Value | None:
+    """A copy in another shape, made inside the running call: matrix products want rows that follow one another."""
+    copy = node.next_functions[0][0]
+    argument = _argument_before(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
+    if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
+        return None
+    value = recording.value_of(argument)
+    return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
+
+
+def _argument_before(recording: "Recording", node: Any) -> Tensor | None:
+    """The argument of the running call that a node works on."""
     source, number = node.next_functions[0]
     for argument in recording.arguments:
-        if not isinstance(argument, Tensor) or argument.grad_fn is not source or argument.output_nr != number:
-            continue
-        if argument.shape != tensor.shape or argument.device != tensor.device:
-            continue
-        value = recording.value_of(argument)
-        if argument.dtype == tensor.dtype:
-            return value or recording.known.remember(argument, recording.keep(tensor))
-        if value is not None:
-            return Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
+        if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
+            return argument
     return None
-
-
-def _of_copied_attention(tensor: Tensor, node: Any) -> Value | None:
-    """What `F.multi_head_attention_forward` gives its last layer: the attention's kept output, permuted and copied."""
-    permuted = node.next_functions[0][0]
-    if type(permuted).__name__ != "PermuteBackward0":
-        return None
-    attention, number = permuted.next_functions[0]
-    kept = getattr(attention, "_raw_saved_output", None)
-    dims = permuted._saved_dims
-    if number != 0 or kept is None or not type(attention).__name__.startswith("ScaledDotProduct"):
-        return None
-    if not isinstance(kept.data, Value) or sorted(dims) != list(range(tensor.dim())):
-        return None
-    return Value(Recipe(_permuted, (kept.data, dims), tensor, new=True))
-
-
-def _permuted(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return x.permute(dims).clone(memory_format=torch.contiguous_format)

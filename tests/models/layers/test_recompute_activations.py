@@ -62,9 +62,13 @@ NORMS = {
 ACTIVATIONS = {
     "relu": F.relu,
     "relu_": lambda y: F.relu(y, inplace=True),
+    "relu6": F.relu6,
     "relu6_": lambda y: F.relu6(y, True),
+    "hardtanh": lambda y: F.hardtanh(y, -0.3, 0.3),
     "leaky_relu": F.leaky_relu,
     "leaky_relu_": lambda y: F.leaky_relu(y, 0.1, True),
+    "falling leaky_relu": lambda y: F.leaky_relu(y, -0.1),
+    "leaky_relu beside": lambda y: F.leaky_relu(y, 0.1) * y.sin(),
     "elu": F.elu,
     "silu": F.silu,
     "silu_": lambda y: F.silu(y, inplace=True),
@@ -187,7 +191,14 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "padded": lambda x: F.pad(F.silu(x), (1, 1)).sin(),
     "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
     "view changed": lambda x: _change_part(F.silu(x)),
+    "relu over a parameter's view": lambda x: F.relu(x.reshape(2, -1)).sin() + F.relu(x.flatten(1)).cos(),
+    "relu over a view": lambda x: _relu_over_a_view(F.silu(x)),
 }
+
+
+def _relu_over_a_view(y: Tensor) -> Tensor:
+    z = F.relu(y.flatten(1))  # when computed again, it may not be written over y
+    return z.sin().view_as(y) * y.cos()
 
 
 def _change_part(y: Tensor) -> Tensor:
@@ -206,12 +217,14 @@ def test_functions(name):
 
 
 UNARY = [F.silu, torch.relu, torch.sin, torch.sigmoid, F.gelu, F.softplus, torch.neg, Tensor.contiguous, torch.exp]
+UNARY += [F.relu6, F.leaky_relu]
 IN_PLACE = [torch.relu_, Tensor.sigmoid_, lambda x: F.silu(x, inplace=True), lambda x: x.mul_(0.5), lambda x: x.add_(1)]
+IN_PLACE += [lambda x: F.leaky_relu(x, 0.1, inplace=True)]
 BINARY = [torch.mul, torch.add, torch.sub, lambda x, y: torch.cat([x, y], 1)[:, 1:5]]
 VIEWS = [lambda x: x[:, :2], lambda x: x.transpose(2, 3), lambda x: x.detach(), lambda x: x.view(2, 4, 36)]
 MOVES = st.tuples(
     st.sampled_from(["unary", "in place", "unseen", "part", "binary", "norm", "transposed"]),
-    st.integers(0, 8),
+    st.integers(0, 10),
     st.integers(0, 8),
     st.integers(0, 8),
 )
@@ -251,7 +264,7 @@ def test_random_graphs(moves):
     agree(make)
 
 
-@pytest.mark.parametrize("activation", ["relu_", "silu", "sum", "max-pooling", "concatenation"])
+@pytest.mark.parametrize("activation", ["relu_", "silu", "sum", "max-pooling", "concatenation", "hardtanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_computed_again_is_equal_to_the_bit_and_laid_out_alike(activation, dtype):
     """With channels_last, other kernels would round otherwise."""
