@@ -34,7 +34,7 @@ SHARES = {
     "googlenet": 0.47,
     "mobilenet_v3_large": 0.48,
     "lraspp_mobilenet_v3_large": 0.48,
-    "swin_t": 0.67,
+    "swin_t": 0.73,
 }
 
 
@@ -123,9 +123,7 @@ def test_each_value_is_computed_once_per_backward_pass(networks, retain):
         assert operators.calls["silu"] == 2 and operators.calls["native_group_norm"] == 2
 
 
-@pytest.mark.parametrize(
-    "activation", [nn.ReLU6, nn.ReLU6(inplace=True), nn.LeakyReLU(0.1), nn.Hardtanh(-1, 1)], ids=str
-)
+@pytest.mark.parametrize("activation", [nn.ReLU6(), nn.ReLU6(True), nn.LeakyReLU(0.1), nn.Hardtanh(-1, 1)], ids=str)
 def test_an_activation_overwrites_what_only_it_reads(activation):
     """Its gradient follows from its result, so that nobody else reads the normalised values."""
     network = recompute_activations(nn.Sequential(nn.BatchNorm2d(3), activation, nn.Conv2d(3, 3, 1)))
