@@ -3,7 +3,8 @@
     python -m scripts.bench_networks [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
 
 Writes FILE.json, FILE.md (targets, tables) and FILE.png (bytes against time). FILE.json is written again after each
-network: the same command continues a run that was stopped. `measure=false` makes the page again from FILE.json.
+network: the same command continues a run that was stopped, and another `only` adds networks to it. `measure=false`
+makes the page again from FILE.json.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from engine.schema.keys import key
 
 from . import frame
 from .elsewhere import Elsewhere
-from .networks_list import PACKAGES, chosen, installed, package_of
+from .networks_list import NETWORKS, PACKAGES, chosen, installed, package_of
 from .networks_methods import ALL, Measurement
 from .networks_page import chart, markdown
 from .resuming import begun, commits, environment_with
@@ -53,7 +54,8 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
 
     def record() -> dict:
         seconds = round(before.get("seconds", 0) + clock.seconds, 1)
-        return {"environment": environment, "seconds": seconds, "rows": rows, "left_out": left_out}
+        in_order = sorted(rows, key=lambda row: NETWORKS.index(row["network"]))
+        return {"environment": environment, "seconds": seconds, "rows": in_order, "left_out": left_out}
 
     for name in chosen(arguments.only):
         if name in done:

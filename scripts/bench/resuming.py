@@ -22,7 +22,7 @@ def environment_with(packages: Iterable[str]) -> dict:
 
 
 def begun(arguments: Arguments, environment: dict) -> dict:
-    """The record that an earlier call with the same arguments has left; {} if there is none.
+    """The record that an earlier call with the same arguments, except for `only`, has left; {} if there is none.
 
     Raises:
         ValueError: the record is of other arguments, hardware or versions than `environment` has. Versions of packages
@@ -33,7 +33,7 @@ def begun(arguments: Arguments, environment: dict) -> dict:
         return {}
     record = json.loads(out.read_text())
     earlier, now = record["arguments"], known_of(arguments)
-    differing = [f"{name}={earlier.get(name)}" for name in now if earlier.get(name) != now[name]]
+    differing = [f"{name}={earlier.get(name)}" for name in now if name != "only" and earlier.get(name) != now[name]]
     if record["environment"]["hardware"] != environment["hardware"]:
         differing.append("hardware")
     versions = record["environment"]["versions"]
