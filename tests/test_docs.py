@@ -7,9 +7,12 @@ import statistics
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from scripts.bench.frame import ratio_of
+from scripts.bench.loader_pictures import write_camvid
+from scripts.bench.measuring import kept_bytes
 from scripts.compare_runs import Comparison, compare
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -85,6 +88,33 @@ def test_links_in_the_documentation_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if not target.startswith("http"):
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_the_example_in_the_readme_gives_the_same_losses_in_less_memory(tmp_path, steps):
+    """In float64, with and without the line that it is about."""
+    code = re.search(
+        r"```python\n(import torch\nfrom datasets.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL
+    )
+    write_camvid(tmp_path, images=20, size=(64, 80))
+    code = code[1].replace('"DIR"', repr(str(tmp_path)))
+    code = code.replace("    loss.backward()\n", "    losses.append(loss.item())\n    loss.backward()\n")
+    lines = code.splitlines()
+    plain = "\n".join(line for line in lines if not line.startswith("recompute_activations("))
+    assert len(plain.splitlines()) == len(lines) - 1
+    losses, kept = [], []
+    torch.set_default_dtype(torch.float64)
+    try:
+        for text in (plain, code):
+            torch.manual_seed(0)
+            names = {"losses": []}
+            exec(text, names)
+            losses.append(names["losses"])
+            kept.append(kept_bytes(names["network"], lambda n=names: n["network"](n["images"]), [names["images"]]))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(losses[0]) == steps and losses[1] == pytest.approx(losses[0], rel=1e-8, abs=1e-8)
+    assert kept[1] < 0.6 * kept[0]
 
 
 def test_readme_is_short():
