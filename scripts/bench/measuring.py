@@ -2,16 +2,12 @@
 
 import os
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .frame import interleaved
 
@@ -83,51 +79,6 @@ def kept_bytes(network: torch.nn.Module, forward: Callable[[], object], inputs: 
     _, saved = saved_for_backward(forward)
     others = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *inputs)}
     return sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in others)
-
-
-class MadeTensors(TorchDispatchMode):
-    """Context that counts the bytes of all tensors made in it, fake ones too, for as long as they exist.
-
-    This includes what autograd and checkpointing keep for the backward pass.
-
-    Attributes:
-        bytes: of those that exist now.
-        peak: the largest number of bytes so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.peak = 0
-        self.references: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(
-        self,
-        function: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        result = function(*args, **(kwargs or {}))
-        for storage in _storages(result):
-            if storage._cdata not in given and storage._cdata not in self.references:
-                self._add(storage)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-
-        def freed(_: object) -> None:
-            del self.references[address]
-            self.bytes -= size
-
-        self.references[address] = weakref.ref(storage, freed)
-        self.bytes += size
-        self.peak = max(self.peak, self.bytes)
-
-
-def _storages(values: object) -> list[torch.UntypedStorage]:
-    return [value.untyped_storage() for value in tree_leaves(values) if torch.is_tensor(value)]
 
 
 def peak_bytes(step: Callable[[], object], device_type: str) -> int:

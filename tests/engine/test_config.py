@@ -71,7 +71,7 @@ def test_what_an_experiment_says_is_what_its_run_does(name):
     found = cfg.flat(OmegaConf.to_container(runs.composed(EXPERIMENTS[name], f"experiment={name}")))
     assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said)
     (number,) = {found["trainer.epochs"], found["trainer.steps"]} - {None}
-    assert number in (20, 90, 5600, 6000, 80_000, 600_000)
+    assert number in (20, 30, 90, 360, 5600, 6000, 80_000, 600_000)
 
 
 def reached(config: ClassificationRun) -> dict:
@@ -163,6 +163,69 @@ def test_the_short_runs_are_revnet_s_in_fewer_steps_and_in_bfloat16(name, base):
     assert short.trainer.precision == "bfloat16"
 
 
+# Crops per minibatch, their size, and thousands of steps in tables 3 and 4.
+TABLE_3 = {
+    ("cityscapes", "resnext101"): ((16, 512, 66.9), (28, 512, 38.2), (16, 672, 66.9), (16, 672, 66.9)),
+    ("coco_stuff", "resnext101"): ((16, 480, 75), (24, 480, 50), (16, 600, 75), (16, 600, 75)),
+    ("cityscapes", "wrn38"): ((20, 512, 53.5), (28, 512, 38.2), (20, 640, 53.5), (20, 640, 53.5)),
+    ("coco_stuff", "wrn38"): ((20, 496, 60), (28, 496, 42.9), (20, 576, 60), (20, 576, 60)),
+}
+ROWS = ("std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch")
+TABLE_4 = {
+    "cityscapes_resnext152_680_sync": (12, 680, 89.25),
+    "cityscapes_wrn38_712": (16, 712, 66.9),
+    "cityscapes_wrn38_712_sync": (16, 712, 66.9),
+    "cityscapes_wrn38_872_sync": (12, 872, 89.25),
+    "cityscapes_wrn38_872_sync_cus": (12, 872, 89.25),
+    "vistas_wrn38_776_sync_cus": (12, 776, 135),
+}
+SEGMENTATION = {
+    f"table3/{data}_{body}_{row}": numbers
+    for (data, body), rows in TABLE_3.items()
+    for row, numbers in zip(ROWS, rows, strict=True)
+} | {f"table4/{name}": numbers for name, numbers in TABLE_4.items()}
+FULL_NETWORKS = {  # parameters of body and head, and those of the classifier per class
+    "resnext101": 56_393_299 - 257 * 19,
+    "resnext152": 71_650_899 - 257 * 19,
+    "wrn38": 135_815_251 - 257 * 19,
+}
+
+
+def test_every_row_of_tables_3_and_4_has_an_experiment():
+    assert {name for name in EXPERIMENTS if name.startswith(("table3/", "table4/"))} == SEGMENTATION.keys()
+
+
+@pytest.mark.parametrize("name", SEGMENTATION)
+def test_segmentation_experiments_are_the_paper_s(name):
+    config = run_config(f"experiment={name}")
+    data, body, *_ = name.partition("/")[2].replace("coco_stuff", "coco").split("_")
+    crops, size, thousands_of_steps = SEGMENTATION[name]
+    assert (config.data.crops_per_minibatch, config.data.crop_size) == (crops, size)
+    images, classes = {"cityscapes": (2975, 19), "coco": (40_000, 91), "vistas": (18_000, 65)}[data]
+    assert build.official_images(config.data)["train"] == images
+    steps = images * config.trainer.epochs / crops
+    assert abs(steps / 1000 - thousands_of_steps) < 0.06 and f"{thousands_of_steps}k steps" in header(name)
+    assert (config.norm.name, config.norm.activation) == ("std" if name.endswith("_std") else "inplace", "leaky_relu")
+    assert config.norm.sync == ("_sync" in name)
+    assert (config.optim.lr, config.optim.momentum, config.optim.weight_decay) == (
+        3.5e-3 if data == "vistas" else 2.5e-3,
+        0.9,
+        1e-4,
+    )
+    assert (config.lr_schedule.name, config.loss.name, config.loss.fraction) == ("poly", "bootstrapped", 0.25)
+    assert (config.sampler.name == "class_uniform") == name.endswith("_cus")
+    assert f"experiment={name} " in header(name)
+    with torch.device("meta"):
+        network = build.segmentation_network(config, classes)
+    assert sum(p.numel() for p in network.parameters()) == FULL_NETWORKS[body] + 257 * classes
+
+
+def header(experiment: str) -> str:
+    """The comment on top of an experiment's file."""
+    text = (runs.REPOSITORY / "configs" / "experiment" / f"{experiment}.yaml").read_text()
+    return text[: text.index("defaults:")]
+
+
 def test_the_command_line_wins_over_an_experiment_that_extends_another():
     choices_made = ("norm=inplace", "norm.activation=leaky_relu", "body=resnet50", "optim.lr=0.3")
     config = runs.classification_config("experiment=memcnn/cifar100_revnet38", *choices_made)
@@ -195,6 +258,8 @@ def test_every_choice_composes_builds_and_steps(choice):
     """On fake tensors: shapes and dtypes of a whole training step without arithmetic."""
     config = run_config(choice)
     assert from_plain(cfg.plain(config)) == config
+    if choice.startswith("experiment=table"):
+        config.body.structure = [1] * len(config.body.structure)  # the body's own file is built in full
     schedule = build.schedule_of(config, images=100)
     with FakeTensorMode():
         network = build.segmentation_network(config, classes=19)

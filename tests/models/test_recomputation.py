@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from engine.made_tensors import MadeTensors
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.layers import ABN, InPlaceABN
 from models.recomputation import BLOCKS, recompute_blocks, run_blocks
-from scripts.bench.measuring import MadeTensors, saved_for_backward
+from scripts.bench.measuring import saved_for_backward
 from scripts.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES
 

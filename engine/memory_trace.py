@@ -1,0 +1,173 @@
+"""The memory of a training step, traced on fake tensors: no device, no arithmetic."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from engine.distributed import World
+from engine.learner import Learner
+from engine.loop import Loss, accumulate_gradients
+from engine.made_tensors import Change, MadeTensors
+
+OPTIMIZER = "optimizer"  # the place after the backward pass
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The memory of one step of one process, in bytes.
+
+    at_peak: by category, at the moment when the sum is largest: weights (with the norms' statistics), average,
+        momentum, gradients, images (with labels), activations (from before the end of the forward pass) and temporary.
+    place: the pass and the module that ran then.
+    saved: what autograd keeps of a micro-batch for its backward pass, by the module that made it.
+    """
+
+    at_peak: dict[str, int]
+    place: str
+    saved: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.at_peak.values())
+
+
+def traced(make: Callable[[], tuple[Learner, Loss, dict]]) -> Trace:
+    """Trace the second step of a training, when momentum exists.
+
+    `make` is called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
+    """
+    with FakeTensorMode():
+        learner, loss, minibatch = make()
+        for parameter in learner.network.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        learner.step(1.0)
+        learner.optimizer.zero_grad()
+        learner.network.train()
+        network = learner.network
+        resident = {
+            "weights": _bytes([*network.parameters(), *network.buffers()]),
+            "average": 0 if learner.average is None else _bytes(learner.average.module.state_dict().values()),
+            "momentum": _bytes([value for state in learner.optimizer.state.values() for value in state.values()]),
+            "images": _bytes([minibatch["image"], minibatch["label"]]),
+        }
+        forward_ends = 0
+        with _Places(network) as places, MadeTensors(places) as made:
+
+            def marked(logits: Tensor, labels: Tensor) -> Tensor:
+                nonlocal forward_ends
+                result = loss(logits, labels)
+                forward_ends = len(made.changes)
+                return result
+
+            accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
+            gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
+            places.fixed = OPTIMIZER
+            learner.gradient_norm()
+            learner.step(1.0)
+        kept = _kept(learner, loss, minibatch)
+    return _summary(resident, made.changes, forward_ends, gradients, kept)
+
+
+def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
+    """See `Trace.saved`. A pass of its own, because hooks that look at saved tensors keep some of them for longer."""
+    images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
+    held = {tensor.untyped_storage()._cdata for tensor in (*learner.network.parameters(), images, labels)}
+    found: dict[int, tuple[Tensor, str]] = {}  # by the address of the storage, which the tensor keeps alive
+
+    def pack(tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in held:
+            found.setdefault(address, (tensor, places()))
+        return tensor
+
+    with _Places(learner.network) as places, saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss(learner.forward(images), labels)
+    kept: dict[str, int] = defaultdict(int)
+    for tensor, module in found.values():
+        kept[module.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
+    return dict(kept)
+
+
+class _Places:
+    """Context that knows which module runs, and in which pass.
+
+    An operation of the backward pass belongs to the module that made its node, as its sequence number tells. (Hooks on
+    tensors would keep the graphs of reversible blocks.)
+    """
+
+    def __init__(self, network: nn.Module):
+        self.names = {module: name for name, module in network.named_modules()}
+        self.running = [""]  # names of modules, innermost last
+        self.since = [(0, "")]  # (sequence number of the first node, module that made it)
+        self.fixed: str | None = None
+
+    def __enter__(self) -> "_Places":
+        self.hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        self.running.append(self.names.get(module, self.running[-1]))
+        self._note()
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        self.running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.since.append((torch.autograd._get_sequence_nr(), self.running[-1]))
+
+    def __call__(self) -> str:
+        if self.fixed is not None:
+            return self.fixed
+        if torch._C._current_graph_task_id() == -1:
+            return f"forward {self.running[-1]}".rstrip()
+        node = torch._C._current_autograd_node()
+        if len(self.running) > 1 or node is None:  # computed again
+            return f"backward {self.running[-1]}".rstrip()
+        index = bisect_right(self.since, node._sequence_nr(), key=itemgetter(0)) - 1
+        return f"backward {self.since[index][1]}".rstrip()
+
+
+def _summary(
+    resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None], kept: dict[str, int]
+) -> Trace:
+    total = largest = moment = 0
+    for index, change in enumerate(changes):
+        total += change.bytes
+        if total > largest:
+            largest, moment = total, index
+    at_peak = resident | {"gradients": 0, "activations": 0, "temporary": 0}
+    after_forward = _alive(changes[:forward_ends])
+    for number, change in _alive(changes[: moment + 1]).items():
+        kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
+        at_peak[kind] += change.bytes
+    return Trace(at_peak, changes[moment].place, kept)
+
+
+def _alive(changes: Iterable[Change]) -> dict[int, Change]:
+    """The allocations that are not freed, by number."""
+    alive: dict[int, Change] = {}
+    for change in changes:
+        if change.bytes < 0:
+            del alive[change.number]
+        else:
+            alive[change.number] = change
+    return alive
+
+
+def _bytes(tensors: Iterable[object]) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if isinstance(t, Tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
