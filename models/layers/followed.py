@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .overwriting import INPLACE
 from .saved import Kept
-from .values import Value
+from .values import Saved, Value
 
 
 class NotFollowed(Exception):
@@ -30,12 +30,12 @@ class Find(Protocol):
 
 
 class Again(NamedTuple):
-    """A call that gives the same result again. See `Recipe` for `new` and `overwrites`."""
+    """A call that gives the same result again. See `Recipe` for `fresh` and `can_overwrite`."""
 
     function: Callable[..., Tensor]
     arguments: Sequence[Any]
-    new: bool = False
-    overwrites: bool = False
+    fresh: bool = False
+    can_overwrite: bool = False
 
 
 Function = Callable[..., Any]
@@ -49,28 +49,33 @@ _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for funct
 
 
 def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call saves its argument, although its gradient follows from the result just as well."""
+    """Whether a call saves its argument although its result would do for the gradient."""
     if function is F.relu6:
         return True
     if function is F.leaky_relu:
         return (args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0  # the signs stay
     if function is F.hardtanh:
         bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
-        return all(bound == int(bound) and abs(bound) <= 2**8 for bound in bounds)  # exact in every dtype
+        return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)  # exact in every dtype
     return False
 
 
-def _repeated(function: Function, *, lend: bool = False, new: bool = False) -> Rule:
+def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
     """Call a function once more, with the same arguments."""
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         if "out" in kwargs:
             raise NotFollowed
         again = function if not kwargs else _ByName(function, len(args), tuple(kwargs)).call
-        arguments = [find(a, lend) if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
-        return Again(again, arguments, new)
+        arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
+        return Again(again, arguments, fresh)
 
     return rule
+
+
+def _fixed(argument: object) -> object:
+    """An argument that the caller cannot change later."""
+    return tuple(argument) if isinstance(argument, list) else argument
 
 
 class _ByName(NamedTuple):
@@ -93,7 +98,7 @@ def _activation(function: Function) -> Rule:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
         again = partial(function, **named) if named else function
-        return Again(again, [find(x), *others[: position - 1]], new=True, overwrites=True)
+        return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
     return rule
 
@@ -112,19 +117,24 @@ def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
     if not given.get("training", False):
         running = _found(find, given["running_mean"], given["running_var"])
-        return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], new=True)
+        return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], fresh=True)
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
         raise NotFollowed
-    return Again(normalised, [x, *_saved(node._raw_saved_result1, node._raw_saved_result2), *affine], new=True)
+    return Again(normalised, [x, *_saved(node._raw_saved_result1, node._raw_saved_result2), *affine], fresh=True)
 
 
 def _saved(*saved: Any) -> list[Value | Kept]:
     """The values that a node has saved."""
-    values = [one.data for one in saved]
+    values = [saved_value(one) for one in saved]
     if not all(isinstance(value, (Value, Kept)) for value in values):
         raise NotFollowed
     return values
+
+
+def saved_value(saved: Any) -> Any:
+    """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
+    return saved.data.value if isinstance(saved.data, Saved) else saved.data
 
 
 def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Vector) -> Tensor:
@@ -142,12 +152,12 @@ def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], re
     running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
     vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
     arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
-    return Again(F.instance_norm, arguments, new=True)
+    return Again(F.instance_norm, arguments, fresh=True)
 
 
 def _concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     def called(tensors: Any, dim: int = 0) -> Again:
-        return Again(partial(_concatenated, dim), [find(tensor, lend=True) for tensor in tensors], new=True)
+        return Again(partial(_concatenated, dim), [find(tensor, lend=True) for tensor in tensors], fresh=True)
 
     if not kwargs.keys() <= {"tensors", "dim"}:
         raise NotFollowed
@@ -170,7 +180,7 @@ def _max_pool(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     if type(node).__name__ != "MaxPool2DWithIndicesBackward0":
         raise NotFollowed
     x = find(args[0] if args else kwargs["input"])
-    return Again(_gathered, [x, *_saved(node._raw_saved_result1)], new=True)
+    return Again(_gathered, [x, *_saved(node._raw_saved_result1)], fresh=True)
 
 
 def _gathered(x: Tensor, indices: Tensor) -> Tensor:
@@ -182,9 +192,9 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     node: Any = result.grad_fn
     x = args[0] if args else kwargs["input"]
     if type(node).__name__ == "MulBackward0":
-        return Again(torch.mul, [find(x), *_saved(node._raw_saved_other)], new=True)
+        return Again(torch.mul, [find(x), *_saved(node._raw_saved_other)], fresh=True)
     if type(node).__name__ == "NativeDropoutBackward0":
-        return Again(_masked, [find(x), *_saved(node._raw_saved_result1), 1 / (1 - node._saved_p)], new=True)
+        return Again(_masked, [find(x), *_saved(node._raw_saved_result1), 1 / (1 - node._saved_p)], fresh=True)
     raise NotFollowed
 
 
@@ -203,7 +213,7 @@ def _register() -> None:
     for name in ("sigmoid", "tanh"):
         plain: Function = getattr(torch, name)
         for function in (plain, getattr(torch, name + "_"), getattr(Tensor, name), getattr(Tensor, name + "_")):
-            FOLLOWED[function] = _repeated(plain, new=True)
+            FOLLOWED[function] = _repeated(plain, fresh=True)
     makers: list[Function] = [
         F.layer_norm,
         torch.layer_norm,
@@ -214,7 +224,7 @@ def _register() -> None:
     ]
     makers += [F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid]
     for function in makers:
-        FOLLOWED[function] = _repeated(function, new=True)
+        FOLLOWED[function] = _repeated(function, fresh=True)
     copies: list[Function] = [torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad]
     copies += [Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll]
     for function in copies:
@@ -223,7 +233,7 @@ def _register() -> None:
         plain = getattr(torch, name)
         methods = [name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"]
         for function in (plain, *(getattr(Tensor, method) for method in methods)):
-            FOLLOWED[function] = _repeated(plain, new=True)
+            FOLLOWED[function] = _repeated(plain, fresh=True)
     for name in ("to", "float", "double", "half", "bfloat16"):
         FOLLOWED[getattr(Tensor, name)] = _cast
     FOLLOWED[F.batch_norm] = _batch_norm

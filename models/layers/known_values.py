@@ -1,13 +1,13 @@
 """What is known of the tensors of a forward pass while it runs."""
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .saved import Hooks, Kept
-from .values import Recipe, Value
+from .values import Saved, Value
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -21,10 +21,10 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class _Dependents(NamedTuple):
-    """Values that depend on the contents of some memory."""
+    """What depends on the contents of some memory."""
 
     storage: StorageWeakRef  # while it exists, no other storage gets the same address
-    values: list[weakref.ref[Value]]
+    things: list[weakref.ref[Any]]  # of values and of what operations saved
 
 
 class KnownValues:
@@ -56,21 +56,22 @@ class KnownValues:
             return None
         return entry.value
 
-    def depends_on_memory(self, value: Value, tensor: Tensor) -> None:
-        """Note that a value is lost, or out of date, once a tensor is written over."""
+    def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
+        """Note that a kept value, or what an operation saved, depends on a tensor's memory."""
         storage = tensor.untyped_storage()
         dependents = self.dependents.get(storage._cdata)
         if dependents is None:
             dependents = self.dependents[storage._cdata] = _Dependents(StorageWeakRef(storage), [])
-        dependents.values.append(weakref.ref(value))
+        dependents.things.append(weakref.ref(thing))
 
     def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> None:
-        """Copy what only recipes need of a tensor's memory. What operations saved of it is out of date from now on."""
+        """Copy what recipes need of a tensor's memory. What operations saved of it is invalid from now on."""
         dependents = self.dependents.pop(tensor.untyped_storage()._cdata, None)
         if dependents is None:
             return
-        for value in filter(None, (reference() for reference in dependents.values)):
-            if isinstance(value.source, Recipe):
-                value.overwritten = value.saved
-            elif not value.saved:
-                value.source = Kept(value.source.get().clone(), outer)
+        for thing in filter(None, (reference() for reference in dependents.things)):
+            if isinstance(thing, Saved):
+                thing.overwritten = True
+            elif thing.lent and isinstance(thing.source, Kept):
+                thing.source = Kept(thing.source.get().clone(), outer)
+                thing.storage = 0

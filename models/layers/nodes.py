@@ -3,20 +3,25 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules._functions import SyncBatchNorm
 
 from .bn_act import is_node, recompute_output
-from .followed import normalised
+from .followed import normalised, saved_value
 from .values import Recipe, Value, laid_out
 
 if TYPE_CHECKING:
     from .recording import Recording
 
-PLAIN = (Tensor, FakeTensor)  # other subclasses may compute anything
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
 
 _SYNCHRONISED = SyncBatchNorm._backward_cls
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor has memory and versions. Sparse, nested, batched and inference tensors lack one of them."""
+    return type(tensor) in _PLAIN and torch._C._has_storage(tensor) and not tensor.is_inference()
 
 
 def value_by_node(recording: "Recording", tensor: Tensor, node: Any) -> Value | None:
@@ -25,16 +30,14 @@ def value_by_node(recording: "Recording", tensor: Tensor, node: Any) -> Value | 
         return _of_view(recording, tensor)
     if is_node(node):
         if node.strategy.recompute_output and tensor._version == node.output_version:
-            return Value(Recipe(recompute_output, (node,), tensor, new=True))
+            return Value(Recipe(recompute_output, (node,), tensor))  # the node holds the result as well
     elif tensor._version:
         return None
     elif type(node) is _SYNCHRONISED:
         return _of_synchronised_norm(recording, tensor, node)
     elif recording.arguments:
         name = type(node).__name__
-        if name == "ToCopyBackward0":
-            return _of_copied_argument(recording, tensor, node)
-        if name == "CloneBackward0":
+        if name in ("ToCopyBackward0", "CloneBackward0"):
             return _of_copied_argument(recording, tensor, node)
         if name == "UnsafeViewBackward0":
             return _of_reshaped_argument(recording, tensor, node)
@@ -43,7 +46,7 @@ def value_by_node(recording: "Recording", tensor: Tensor, node: Any) -> Value | 
 
 def _of_view(recording: "Recording", tensor: Tensor) -> Value | None:
     base = tensor._base
-    if base is None or type(base) not in PLAIN or tensor.dtype != base.dtype:
+    if base is None or not is_ordinary(base) or tensor.dtype != base.dtype:
         return None
     if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
         return None
@@ -61,16 +64,16 @@ def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tup
 
 def _of_synchronised_norm(recording: "Recording", tensor: Tensor, node: Any) -> Value | None:
     """The output of `nn.SyncBatchNorm`, whose node has everything but the bias, unless that is frozen."""
-    x, weight, mean, invstd, *_ = (saved.data for saved in node._raw_saved_tensors)
+    x, weight, mean, invstd, *_ = (saved_value(saved) for saved in node._raw_saved_tensors)
     bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
     if bias is None:
         return None
-    return Value(Recipe(normalised, (x, mean, invstd, weight, recording.lend(bias)), tensor, new=True))
+    return Value(Recipe(normalised, (x, mean, invstd, weight, recording.lend(bias)), tensor, fresh=True))
 
 
 def _of_copied_argument(recording: "Recording", tensor: Tensor, node: Any) -> Value | None:
     """A copy made inside the running call: autocast converts arguments, silu_ copies the one that it overwrites."""
-    argument = _argument_before(recording, node)
+    argument = _argument_copied_by(recording, node)
     if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
         return None
     value = recording.value_of(argument)
@@ -82,14 +85,14 @@ def _of_copied_argument(recording: "Recording", tensor: Tensor, node: Any) -> Va
 def _of_reshaped_argument(recording: "Recording", tensor: Tensor, node: Any) -> Value | None:
     """A copy in another shape, made inside the running call: matrix products want rows that follow one another."""
     copy = node.next_functions[0][0]
-    argument = _argument_before(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
+    argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
     if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
         return None
     value = recording.value_of(argument)
     return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
 
 
-def _argument_before(recording: "Recording", node: Any) -> Tensor | None:
+def _argument_copied_by(recording: "Recording", node: Any) -> Tensor | None:
     """The argument of the running call that a node works on."""
     source, number = node.next_functions[0]
     for argument in recording.arguments:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 _OPERATORS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
 ) | {"__setitem__"}
-_ALWAYS, _NEVER = -1, 1000
+_OF_METADATA = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
 
 INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
     function: list(inspect.signature(function).parameters).index("inplace")
@@ -22,14 +23,16 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
-    position = INPLACE.get(function)
-    if position is None:
-        name = getattr(function, "__name__", "")
-        ends = name.endswith("_") and not name.endswith("__")
-        position = INPLACE[function] = _ALWAYS if ends or name in _OPERATORS else _NEVER
-    if position is _ALWAYS or "out" in kwargs:
-        return True
-    return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    if (position := INPLACE.get(function)) is not None:
+        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    return "out" in kwargs or _writes(getattr(function, "__name__", ""))
+
+
+@cache
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in _OPERATORS
+    return name.endswith("_") and name not in _OF_METADATA
 
 
 def overwritten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

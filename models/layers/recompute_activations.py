@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from .couplings import Coupling
 from .recording import Recording
-from .saved import current_hooks
+from .saved import current_hooks, hooks_are_allowed
 
 
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
@@ -42,7 +43,7 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
             for key in [key for key, hook in registered.items() if _is_ours(hook)]:
                 del registered[key]
         hooks = _Hooks(checkpointed_only)
-        module.register_forward_pre_hook(hooks.enter)
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
     return network
 
@@ -63,7 +64,7 @@ class _Hooks:
     def __init__(self, checkpointed_only: bool):
         self.checkpointed_only = checkpointed_only
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if not self.checkpointed_only:
                 from torch._dynamo.comptime import comptime  # the import takes a second
@@ -71,8 +72,11 @@ class _Hooks:
                 comptime(_say_that_the_compiler_decides)
             return
         recording = None
-        if torch.is_grad_enabled() and not _is_recorded():
-            recording = Recording(checkpointed_only=self.checkpointed_only, copy_parameters=_is_sharded(module))
+        if torch.is_grad_enabled() and hooks_are_allowed() and not _is_recorded():
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            recording = Recording(
+                checkpointed_only=self.checkpointed_only, copy_parameters=_is_sharded(module), inputs=inputs
+            )
             recording.__enter__()
         _open.passes.append((module, recording))
 

@@ -1,6 +1,6 @@
 """Record a forward pass so that autograd keeps few of its tensors, and computes the others again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 
 from .followed import FOLLOWED, NotFollowed, Rule, result_serves
 from .known_values import KnownValues
-from .nodes import PLAIN, value_by_node
+from .nodes import is_ordinary, value_by_node
 from .overwriting import may_overwrite, overwritten
 from .saved import Hooks, Kept, current_hooks
-from .values import Recipe, Value
+from .values import Recipe, Saved, Value
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -30,17 +30,21 @@ class Recording(TorchFunctionMode):
     Args:
         checkpointed_only: compute the outputs of `CheckpointedABN` again, nothing else.
         copy_parameters: for recipes, because their memory may be gone when they are read (FSDP).
+        inputs: tensors from outside. When a checkpoint repeats the forward pass, they may be others, made elsewhere.
     """
 
-    def __init__(self, *, checkpointed_only: bool = False, copy_parameters: bool = False):
+    def __init__(
+        self, *, checkpointed_only: bool = False, copy_parameters: bool = False, inputs: Sequence[Tensor] = ()
+    ):
         super().__init__()
+        self.outside = {tensor.untyped_storage()._cdata for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
         self.outer: Hooks | None = None
         self.known = KnownValues()
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
         self.result_serves = False  # in place of the argument that the running call saves
-        self.stand_ins: list[Value] = []  # for that argument
+        self.replaceable: list[Saved] = []  # what it has saved of that argument
         self.unsettled: list[tuple[Value, Tensor]] = []  # not yet given to the outer hooks
 
     def __enter__(self) -> "Recording":
@@ -64,22 +68,23 @@ class Recording(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or not self._is_innermost():
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        overwrites = may_overwrite(function, args, kwargs)
+        for tensor in overwritten(args, kwargs) if overwrites else ():
+            if is_ordinary(tensor):
+                self.known.before_overwriting(tensor, self.outer)
+        if not torch.is_grad_enabled() or not self._is_innermost():
             return function(*args, **kwargs)
         target, version, before = None, 0, None
-        if may_overwrite(function, args, kwargs):
-            for tensor in overwritten(args, kwargs):
-                self.known.before_overwriting(tensor, self.outer)
-            if torch.is_grad_enabled() and args and isinstance(args[0], Tensor):
-                target, version, before = args[0], args[0]._version, self.value_of(args[0])
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
+        if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
+            target, version, before = args[0], args[0]._version, self.value_of(args[0])
         self.arguments = args
         self.result_serves = result_serves(function, args, kwargs)
         try:
             result = function(*args, **kwargs)
             rule = FOLLOWED.get(function)
-            if rule is not None and type(result) in PLAIN and result.requires_grad:
+            if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
                 if target is not None and result is target:
                     if result._version == version + 1:
                         self._follow(rule, args, kwargs, result, before)
@@ -92,7 +97,7 @@ class Recording(TorchFunctionMode):
             self.arguments = ()
             self.result_serves = False
             self.unsettled.clear()
-            self.stand_ins.clear()
+            self.replaceable.clear()
         return result
 
     def _is_innermost(self) -> bool:
@@ -104,34 +109,34 @@ class Recording(TorchFunctionMode):
         """The value of a tensor that is kept already, or that can be computed from others."""
         if (value := self.known.find(tensor)) is not None:
             return value
-        node = tensor.grad_fn
-        if not self._made(node):
+        if not self._made(tensor):
             return None
-        value = value_by_node(self, tensor, node)
+        value = value_by_node(self, tensor, tensor.grad_fn)
         return None if value is None else self.known.remember(tensor, value)
 
-    def _made(self, node: Any) -> bool:
-        """Whether a node was made in this context. A repetition of the forward pass may get copies of other tensors."""
-        return node is not None and node._sequence_nr() >= self.start
+    def _made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made in this context."""
+        node = tensor.grad_fn
+        if node is None or node._sequence_nr() < self.start:
+            return False
+        return not self.outside or tensor.untyped_storage()._cdata not in self.outside
 
-    def _pack(self, tensor: Tensor) -> Value | Kept:
+    def _pack(self, tensor: Tensor) -> Saved | Kept:
         """What autograd saves in place of a tensor."""
         if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             return Kept(tensor, None)  # there are many, and nobody looks for their values
+        if not is_ordinary(tensor):
+            return Kept(tensor, self.outer)
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
-            if base is not None and base.numel() == tensor.numel() and self._made(base.grad_fn):  # all of it, reshaped
+            if base is not None and base.numel() == tensor.numel() and self._made(base):  # all of it, reshaped
                 self.keep(base)
                 value = self.value_of(tensor)
-        value = value or self.keep(tensor)
-        if self.result_serves and isinstance(value.source, Recipe):
-            value = Value(Recipe(_itself, (value,), tensor))
-            self.stand_ins.append(value)
-        value.saved = True
-        value.add_reader()
-        if isinstance(value.source, Recipe):
-            self.known.depends_on_memory(value, tensor)
-        return value
+        saved = Saved(value or self.keep(tensor))
+        self.known.depends_on_memory(saved, tensor)
+        if self.result_serves and isinstance(saved.value.source, Recipe):
+            self.replaceable.append(saved)
+        return saved
 
     def keep(self, tensor: Tensor) -> Value:
         value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata)
@@ -140,6 +145,7 @@ class Recording(TorchFunctionMode):
                 self.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
+        self.known.depends_on_memory(value, tensor)
         return self.known.remember(tensor, value)
 
     def _follow(
@@ -150,6 +156,8 @@ class Recording(TorchFunctionMode):
 
         def find(tensor: Tensor, lend: bool = False) -> Value | Tensor:
             copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
+            if not is_ordinary(tensor):
+                raise NotFollowed
             value = self._before(result, before) if tensor is result else self.value_of(tensor)
             if value is not None and not copied:
                 return value
@@ -166,8 +174,8 @@ class Recording(TorchFunctionMode):
             return
         if sum(_bytes(tensor) for tensor in unkept if not tensor.is_leaf) > result.nbytes:
             return
-        arguments = [self.lend(argument) if isinstance(argument, Tensor) else argument for argument in again.arguments]
-        recipe = Recipe(again.function, arguments, result, new=again.new, overwrites=again.overwrites)
+        arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
+        recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
         if recipe.depth > LONGEST:
             return
         own = self.known.find(result)
@@ -175,9 +183,8 @@ class Recording(TorchFunctionMode):
             own = self.known.remember(result, Value(recipe))
         else:  # the call has saved its own result
             own.become(recipe)
-            self.known.depends_on_memory(own, result)
-        for argument in self.stand_ins:
-            argument.become(Recipe(_itself, (own,), result))
+        for saved in self.replaceable:
+            saved.read_instead(own)
 
     def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless that was in the same memory."""
@@ -185,6 +192,12 @@ class Recording(TorchFunctionMode):
         if value is not None and value.reads_storage(overwritten.untyped_storage()._cdata):
             return None
         return value
+
+    def _lent(self, tensor: Tensor, result: Tensor) -> Value:
+        """Keep a tensor for the recipe of a result."""
+        if tensor.grad_fn is None and not tensor.requires_grad and _MUCH * _bytes(tensor) <= result.nbytes:
+            return Value(Kept(tensor.clone(), None))  # it may change unseen, as running statistics do
+        return self.lend(tensor)
 
     def lend(self, tensor: Tensor) -> Value:
         """Keep a tensor for recipes."""
@@ -195,12 +208,7 @@ class Recording(TorchFunctionMode):
             return Value(Kept(tensor, None))
         if value is None:
             value = self.keep(tensor)
-            self.known.depends_on_memory(value, tensor)
         return value
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _bytes(tensor: Tensor) -> int:

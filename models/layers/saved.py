@@ -14,6 +14,11 @@ def current_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
+def hooks_are_allowed() -> bool:
+    """Whether saved-tensor hooks may be set, which `torch.func.grad` and `disable_saved_tensors_hooks` forbid."""
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
+
+
 class Kept:
     """A tensor that the graph needs, kept as autograd would: through `hooks`, and refused if it was changed."""
 

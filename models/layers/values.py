@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .saved import Kept
+from .saved import Kept, check_version
 
 
 class Value:
@@ -17,16 +17,16 @@ class Value:
     It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
     """
 
-    __slots__ = ("__weakref__", "computed", "overwritten", "readers", "reads", "saved", "source", "storage")
+    __slots__ = ("__weakref__", "computed", "lent", "readers", "reads", "source", "storage", "version")
 
     def __init__(self, source: "Kept | Recipe", storage: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
-        self.saved = False  # by an operation
-        self.overwritten = False  # after that
+        self.lent = False  # to a recipe
         self.readers = 0
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
+        self.version = 0  # of the computed tensor
 
     @property
     def depth(self) -> int:
@@ -46,13 +46,11 @@ class Value:
                 value.remove_reader()
 
     def become(self, recipe: "Recipe") -> None:
-        """Forget the tensor, or how it would have been computed: it will be computed by this recipe."""
-        before, self.source = self.source, recipe
+        """Forget the tensor: from now on a recipe computes it."""
+        self.source = recipe
         if self.readers:
             for value in recipe.inputs():
                 value.add_reader()
-            for value in before.inputs() if isinstance(before, Recipe) else ():
-                value.remove_reader()
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in some memory, or computed from something that is."""
@@ -68,23 +66,50 @@ class Value:
         return False
 
     def get(self) -> Tensor:
-        """The tensor. RuntimeError if it, or something that it is computed from, was modified in place."""
-        if self.overwritten:
-            raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
+        """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
         if isinstance(self.source, Kept) and self.source.hooks is None:
             return self.source.get()
-        tensor = self.source.get() if self.computed is None else self.computed
+        tensor = self.computed
+        if tensor is None:
+            tensor = self.source.get()
+            self.version = tensor._version
+        else:
+            check_version(tensor, self.version)  # a backward function may write over what it gets
         self.reads += 1
-        self.computed = tensor if self.reads < self.readers else None
-        if self.computed is None:
-            self.reads = 0
+        if self.reads < self.readers:
+            self.computed = tensor
+        else:
+            self.computed, self.reads = None, 0
         return tensor
+
+
+class Saved:
+    """What an operation saves: a value in the version that it had then."""
+
+    __slots__ = ("__weakref__", "overwritten", "value")
+
+    def __init__(self, value: Value):
+        self.value = value
+        self.overwritten = False
+        value.add_reader()
+
+    def read_instead(self, value: Value) -> None:
+        """Replace the value."""
+        self.value.remove_reader()
+        self.value = value
+        value.add_reader()
+
+    def get(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError if it, or a tensor that it needs, was modified in place."""
+        if self.overwritten:
+            raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
+        return self.value.get()
 
 
 class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
-    __slots__ = ("arguments", "autocast", "depth", "device", "function", "new", "overwrites", "stride")
+    __slots__ = ("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "stride")
 
     def __init__(
         self,
@@ -92,28 +117,32 @@ class Recipe:
         arguments: Sequence[Any],
         like: Tensor,
         *,
-        new: bool = False,
-        overwrites: bool = False,
+        fresh: bool = False,
+        can_overwrite: bool = False,
     ):
-        """`like`: the value. A function that returns another memory layout has its result copied into this one.
+        """`like`: the tensor to compute again, with the same dtype and strides.
 
-        `new`: the function's result never shares memory with its arguments. `overwrites`: the function is elementwise
-        and takes `inplace=True`, which is used where nobody else reads its first argument.
+        `fresh`: nothing else ever holds the function's result or shares its memory. `can_overwrite`: the function is
+        elementwise and takes `inplace=True`, which is used where nobody else reads its first argument.
         """
         self.function = function
         self.arguments = tuple(arguments)
         self.device = like.device.type
+        self.dtype = like.dtype
         self.stride = like.stride()
         self.autocast = _autocast(self.device)
-        self.depth = 1 + max([value.depth for value in self.inputs()], default=0)
-        self.new = new
-        self.overwrites = overwrites
+        self.fresh = fresh
+        self.can_overwrite = can_overwrite
+        self.depth = 1
+        for value in self.inputs():
+            value.lent = True
+            self.depth = max(self.depth, 1 + value.depth)
 
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
 
     def get(self) -> Tensor:
-        options = {"inplace": True} if self.overwrites and _is_spare(self.arguments[0]) else {}
+        options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
         arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
         enabled, dtype = self.autocast
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
@@ -122,14 +151,15 @@ class Recipe:
                 if _autocast(self.device) != self.autocast
                 else nullcontext()
             ):
-                return laid_out(self.function(*arguments, **options), self.stride)
+                result = self.function(*arguments, **options)
+                return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
 
 
 def _is_spare(argument: object) -> bool:
     """Whether a recipe's argument is computed for this recipe alone, in memory of its own."""
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
-    return isinstance(argument.source, Recipe) and argument.source.new
+    return isinstance(argument.source, Recipe) and argument.source.fresh
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
