@@ -155,17 +155,21 @@ def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], re
     return Again(F.instance_norm, arguments, fresh=True)
 
 
-def _concatenation(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    def called(tensors: Any, dim: int = 0) -> Again:
-        return Again(partial(_concatenated, dim), [find(tensor, lend=True) for tensor in tensors], fresh=True)
+def _joined(function: Function) -> Rule:
+    """Concatenate or stack tensors once more. They are kept instead of the result."""
 
-    if not kwargs.keys() <= {"tensors", "dim"}:
-        raise NotFollowed
-    return called(*args, **kwargs)
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        if not kwargs.keys() <= {"tensors", "dim"}:
+            raise NotFollowed
+        given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+        parts = [find(tensor, lend=True) for tensor in given["tensors"]]
+        return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
+
+    return rule
 
 
-def _concatenated(dim: int, *tensors: Tensor) -> Tensor:
-    return torch.cat(tensors, dim)
+def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
+    return function(tensors, dim)
 
 
 def _cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -206,39 +210,37 @@ def _register() -> None:
     activations: list[Function] = [F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu]
     activations += [F.silu, F.mish, F.hardswish, F.hardsigmoid]
     function: Function
+    plain: Function
     for function in activations:
         FOLLOWED[function] = _activation(function)
-    for function in (torch.relu, torch.relu_, Tensor.relu, Tensor.relu_):
+    for plain in (F.relu, F.leaky_relu, F.elu, F.selu, F.celu):
+        FOLLOWED[getattr(F, plain.__name__ + "_")] = _activation(plain)
+    for function in (torch.relu, Tensor.relu, Tensor.relu_):
         FOLLOWED[function] = _activation(F.relu)
     for name in ("sigmoid", "tanh"):
-        plain: Function = getattr(torch, name)
+        plain = getattr(torch, name)
         for function in (plain, getattr(torch, name + "_"), getattr(Tensor, name), getattr(Tensor, name + "_")):
             FOLLOWED[function] = _repeated(plain, fresh=True)
-    makers: list[Function] = [
-        F.layer_norm,
-        torch.layer_norm,
-        F.group_norm,
-        torch.group_norm,
-        F.rms_norm,
-        torch.rms_norm,
-    ]
-    makers += [F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid]
+    makers: list[Function] = [F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm]
+    makers += [F.rms_norm, torch.rms_norm, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid]
     for function in makers:
         FOLLOWED[function] = _repeated(function, fresh=True)
     copies: list[Function] = [torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad]
     copies += [Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll]
     for function in copies:
         FOLLOWED[function] = _repeated(function)
-    for name in ("mul", "add"):
+    for name, operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
         plain = getattr(torch, name)
-        methods = [name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__"]
+        methods = [name, f"{name}_", f"__{operator}__", f"__i{operator}__"]
+        methods += [f"__r{operator}__"] if name in ("mul", "add") else []  # the others swap their arguments
         for function in (plain, *(getattr(Tensor, method) for method in methods)):
             FOLLOWED[function] = _repeated(plain, fresh=True)
     for name in ("to", "float", "double", "half", "bfloat16"):
         FOLLOWED[getattr(Tensor, name)] = _cast
     FOLLOWED[F.batch_norm] = _batch_norm
     FOLLOWED[F.instance_norm] = _instance_norm
-    FOLLOWED[torch.cat] = FOLLOWED[torch.concat] = FOLLOWED[torch.concatenate] = _concatenation
+    for function in (torch.cat, torch.concat, torch.concatenate, torch.stack):
+        FOLLOWED[function] = _joined(function)
     FOLLOWED[F.max_pool2d] = FOLLOWED[torch.max_pool2d] = _max_pool
     FOLLOWED[F.dropout] = _dropout
     FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)

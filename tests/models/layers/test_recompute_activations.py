@@ -84,6 +84,9 @@ ACTIVATIONS = {
     "max-pooling": lambda y: F.max_pool2d(y.relu(), 3, 1, 1),
     "upsampling": lambda y: F.interpolate(y.relu(), scale_factor=2.0, mode="bilinear")[..., ::2, ::2],
     "concatenation": lambda y: torch.cat([y.relu(), y.sigmoid()], 1)[:, 2:6],
+    "stack": lambda y: torch.stack([y.relu(), y - 1.0], 1)[:, 1],
+    "quotient": lambda y: y / (1 + y.abs()),
+    "elu_": lambda y: F.elu_(y, 0.5),
 }
 CHANGES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object]]] = {
     "nothing": (id, id),
@@ -217,14 +220,15 @@ def test_functions(name):
 
 
 UNARY = [F.silu, torch.relu, torch.sin, torch.sigmoid, F.gelu, F.softplus, torch.neg, Tensor.contiguous, torch.exp]
-UNARY += [F.relu6, F.leaky_relu]
+UNARY += [F.relu6, F.leaky_relu, lambda x: 1 / (2 + x.sigmoid())]
 IN_PLACE = [torch.relu_, Tensor.sigmoid_, lambda x: F.silu(x, inplace=True), lambda x: x.mul_(0.5), lambda x: x.add_(1)]
-IN_PLACE += [lambda x: F.leaky_relu(x, 0.1, inplace=True)]
+IN_PLACE += [lambda x: F.leaky_relu(x, 0.1, inplace=True), F.elu_, lambda x: x.sub_(0.5), lambda x: x.div_(2)]
 BINARY = [torch.mul, torch.add, torch.sub, lambda x, y: torch.cat([x, y], 1)[:, 1:5]]
+BINARY += [lambda x, y: x / (1 + y * y), lambda x, y: 1 - x, lambda x, y: torch.stack([x, y], 1)[:, 1]]
 VIEWS = [lambda x: x[:, :2], lambda x: x.transpose(2, 3), lambda x: x.detach(), lambda x: x.view(2, 4, 36)]
 MOVES = st.tuples(
     st.sampled_from(["unary", "in place", "unseen", "part", "binary", "norm", "transposed"]),
-    st.integers(0, 10),
+    st.integers(0, 11),
     st.integers(0, 8),
     st.integers(0, 8),
 )
