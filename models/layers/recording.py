@@ -117,7 +117,7 @@ class Recording(TorchFunctionMode):
     def _made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made in this context."""
         node = tensor.grad_fn
-        if node is None or node._sequence_nr() < self.start:
+        if node is None or node._sequence_nr() < self.start or not is_ordinary(tensor):
             return False
         return not self.outside or tensor.untyped_storage()._cdata not in self.outside
 
