@@ -22,7 +22,7 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
 
     `values`: a composed `engine.schema.classification.ClassificationRun`. All else is as in `train_seg.train`.
     """
-    config = configuration.typed(values, ClassificationRun)
+    config = build.fitted(configuration.typed(values, ClassificationRun))
     with opened(config, command, build.classified_splits, verify_images) as run:
         make = partial(build.classification_network, config, len(run.train_set.classes))
         run.start(build.learner(config, make, run.schedule, run.world))

@@ -38,7 +38,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
         Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
     """
-    config = configuration.typed(values, SegmentationRun)
+    config = build.fitted(configuration.typed(values, SegmentationRun))
     trainer = config.trainer
     with opened(config, command, build.labelled_splits, verify) as run:
         train_set, total_steps, world = run.train_set, run.schedule.total_steps, run.world

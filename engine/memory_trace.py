@@ -28,11 +28,13 @@ class Trace:
         momentum, gradients, images (with labels), activations (from before the end of the forward pass) and temporary.
     place: the pass and the module that ran then.
     saved: what autograd keeps of a micro-batch for its backward pass, by the module that made it.
+    parameters: all of them, without statistics.
     """
 
     at_peak: dict[str, int]
     place: str
     saved: dict[str, int]
+    parameters: int
 
     @property
     def peak(self) -> int:
@@ -73,7 +75,8 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]]) -> Trace:
             learner.gradient_norm()
             learner.step(1.0)
         kept = _kept(learner, loss, minibatch)
-    return _summary(resident, made.changes, forward_ends, gradients, kept)
+    at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
+    return Trace(at_peak, place, kept, parameters=_bytes(network.parameters()))
 
 
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
@@ -141,9 +144,10 @@ class _Places:
         return f"backward {self.since[index][1]}".rstrip()
 
 
-def _summary(
-    resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None], kept: dict[str, int]
-) -> Trace:
+def _at_peak(
+    resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None]
+) -> tuple[dict[str, int], str]:
+    """See `Trace.at_peak` and `Trace.place`."""
     total = largest = moment = 0
     for index, change in enumerate(changes):
         total += change.bytes
@@ -154,7 +158,7 @@ def _summary(
     for number, change in _alive(changes[: moment + 1]).items():
         kind = "gradients" if number in gradients else "activations" if number in after_forward else "temporary"
         at_peak[kind] += change.bytes
-    return Trace(at_peak, changes[moment].place, kept)
+    return at_peak, changes[moment].place
 
 
 def _alive(changes: Iterable[Change]) -> dict[int, Change]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from engine.schema.data import Data
 from engine.schema.keys import group, key, override
+from engine.schema.memory import Memory
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 from models.official import SCALES
@@ -95,6 +96,7 @@ class TrainingRun:
     optim: Optim = group(OPTIMS)
     lr_schedule: LRSchedule = group(LR_SCHEDULES)
     trainer: Trainer = field(default_factory=Trainer)
+    memory: Memory = field(default_factory=Memory)
 
     def check(self) -> None:
         """Check rules between groups. ValueError names the key, its value, what is expected and how to get it."""

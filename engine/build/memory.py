@@ -1,0 +1,212 @@
+"""Configuration keys -> the memory of a training step, and the minibatch that fits into a device."""
+
+import hashlib
+import json
+import os
+from copy import deepcopy
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from datasets.cache import cache_folder
+from datasets.camvid import camvid_classes
+from datasets.cityscapes import cityscapes_classes
+from datasets.coco_stuff import coco_stuff_classes
+from datasets.shapes import CLASSES as SHAPES
+from engine import config as configuration
+from engine.build import optimization
+from engine.build.classification import IMAGENET_CLASSES, classification_network
+from engine.build.network import forward
+from engine.build.segmentation import loss, segmentation_network
+from engine.console import logger
+from engine.learner import Learner
+from engine.loop import Loss
+from engine.memory_plan import largest_crop, most_crops
+from engine.memory_trace import Trace, traced
+from engine.schedule import Schedule
+from engine.schema.classification import ClassificationRun
+from engine.schema.data import CocoStuffData, Data
+from engine.schema.memory import Memory
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+from engine.weight_average import WeightAverage
+
+Config = TypeVar("Config", bound=TrainingRun)
+
+_REPOSITORY = Path(__file__).resolve().parent.parent.parent
+_VISTAS_CLASSES = 65
+_SMALLEST_CROP = 64
+_ONE_STEP = Schedule(total_steps=1, steps_per_epoch=1, evaluate_every=None, checkpoint_every=1, log_every=1)
+
+
+def classes_of(data: Data) -> int:
+    """The number of classes of a dataset, which need not be there."""
+    if isinstance(data, CocoStuffData):
+        return len(coco_stuff_classes(other_class=data.other_class).names)
+    known: dict[str, int] = {
+        "camvid": len(camvid_classes().names),
+        "cifar10": 10,
+        "cifar100": 100,
+        "cityscapes": len(cityscapes_classes().names),
+        "imagenet": IMAGENET_CLASSES,
+        "shapes": len(SHAPES),
+        "synthetic": len(cityscapes_classes().names),
+        "vistas": _VISTAS_CLASSES,
+    }
+    return known[data.name]
+
+
+def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
+    """A learner, a loss and a minibatch for `engine.memory_trace.traced`.
+
+    The optimiser works on all weights at once, as it does on CUDA devices.
+    """
+    classes, device = classes_of(config.data), torch.device("cpu")
+    labels = torch.zeros(crops, dtype=torch.int64)
+    criterion: Loss = nn.CrossEntropyLoss()
+    if isinstance(config, SegmentationRun):
+        network: nn.Module = segmentation_network(config, classes)
+        labels = torch.zeros(crops, crop_size, crop_size, dtype=torch.uint8)
+        criterion = loss(config.loss, ignore_index=255)
+    else:
+        network = classification_network(cast(ClassificationRun, config), classes)
+    if config.trainer.channels_last:
+        for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    optimizer = optimization.optimizer(config.optim, network, config.head_modules)
+    for group in optimizer.param_groups:
+        group["foreach"] = True
+    decay = config.trainer.ema_decay
+    learner = Learner(
+        network=network,
+        forward=forward(config, nn.Identity(), device).through(network),
+        optimizer=optimizer,
+        scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, _ONE_STEP),
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        accumulation_steps=config.trainer.accumulation_steps,
+        average=None if decay is None else WeightAverage(network, decay),
+        max_gradient_norm=config.optim.max_gradient_norm,
+    )
+    images = torch.zeros(crops, 3, crop_size, crop_size, dtype=torch.uint8)
+    return learner, criterion, {"image": images, "label": labels}
+
+
+def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Trace:
+    """The memory of a step of one of `devices` on square crops. With several, DDP has memory for all gradients."""
+    trace = _kept_trace(config, crops, crop_size)
+    return replace(trace, at_peak=trace.at_peak | {"gradients": trace.parameters}) if devices > 1 else trace
+
+
+def _kept_trace(config: TrainingRun, crops: int, crop_size: int) -> Trace:
+    """A trace from the cache folder, or a new one, which is put there."""
+    keys = configuration.flat(configuration.plain(config))
+    used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
+    network = {name: value for name, value in keys.items() if name.startswith(used)}
+    about = [network, config.task, classes_of(config.data), crops, crop_size, torch.__version__, _code()]
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
+    file = cache_folder() / "traces" / f"{name}.json"
+    try:
+        return Trace(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):  # missing or damaged
+        trace = traced(lambda: fake_step(config, crops, crop_size))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(trace)))
+    partial.replace(file)
+    return trace
+
+
+@cache
+def _code() -> str:
+    """A hash of the code that a trace depends on."""
+    files = [file for folder in ("engine", "models") for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def share_of(config: TrainingRun, devices: int) -> int:
+    """The most crops of a minibatch that one of several devices gets."""
+    return -(-config.data.crops_per_minibatch // devices)
+
+
+def fitting(config: Config, devices: int) -> Config:
+    """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
+
+    Raises:
+        ValueError: nothing fits; says how much the least would need.
+    """
+    memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
+    budget = memory.available()
+    assert budget is not None
+    chosen, size, share = deepcopy(config), config.data.crop_size, share_of(config, devices)
+    if memory.fit == "batch":
+        found = most_crops(lambda crops: step_memory(config, crops, size, devices).peak, budget, fewest)
+        least = fewest, size
+        chosen.data.crops_per_minibatch = (found or 0) * devices
+    else:
+        found = largest_crop(
+            lambda side: step_memory(config, share, side, devices).peak, budget, smallest=_SMALLEST_CROP
+        )
+        least = share, _SMALLEST_CROP
+        chosen.data.crop_size = found or 0
+    if found is None:
+        raise ValueError(
+            f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {least[0]} crops of "
+            f"{least[1]}x{least[1]} pixels already need {gib(step_memory(config, *least, devices).peak)} on a device, "
+            f"and {gib(budget)} are left for tensors"
+        )
+    return chosen
+
+
+def fitted(config: Config) -> Config:
+    """The configuration to train: `memory.fit` has become plain numbers, which a resumed run takes from its directory.
+
+    Raises:
+        ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
+    """
+    memory = config.memory
+    budget = memory.available()
+    if budget is None:
+        return config
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    if memory.gpus not in (None, processes):
+        raise ValueError(
+            f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
+            f"torchrun --nproc-per-node {memory.gpus}"
+        )
+    chosen = _begun(config) or (fitting(config, processes) if memory.fit else deepcopy(config))
+    data, share = chosen.data, share_of(chosen, processes)
+    needed = step_memory(chosen, share, data.crop_size, processes).peak
+    step = f"{share} crops of {data.crop_size}x{data.crop_size} pixels on each device need {gib(needed)}"
+    if needed > budget:
+        raise ValueError(
+            f"memory.budget={memory.budget}: {step}, and {gib(budget)} are left for tensors; memory.fit=batch or "
+            f"memory.fit=crop chooses what fits"
+        )
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(
+            f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
+            f"data.crop_size={data.crop_size}, as {step} of {gib(budget)}"
+        )
+    chosen.memory = Memory()
+    return chosen
+
+
+def _begun(config: Config) -> Config | None:
+    """A copy with the minibatch and crop of the run that is to be resumed; None if there is none."""
+    if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
+        return None
+    before = OmegaConf.load(Path(config.run_dir) / "config.yaml")
+    chosen = deepcopy(config)
+    chosen.data.crops_per_minibatch = before.data.crops_per_minibatch
+    chosen.data.crop_size = before.data.crop_size
+    return chosen
+
+
+def gib(count: int) -> str:
+    """Bytes for messages."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,160 @@
+"""Plan the memory of a training without a GPU, for any experiment and override:
+
+    python -m scripts.plan_memory experiment=table3/cityscapes_resnext101_std memory.gpus=4
+    python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
+
+Prints what one device holds when a step needs most, in which module that is, and what is kept for the backward pass.
+memory.fit also finds, for standard, checkpointed and in-place norms, the most crops of data.crop_size (batch) or the
+largest crop for data.crops_per_minibatch (crop) that fit into memory.budget. It takes the keys of train_seg.py, or of
+train_imagenet.py for one of its experiments. Traces run on fake tensors, and are kept in the cache folder.
+"""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+from omegaconf import DictConfig
+from rich.table import Table
+
+from engine import build
+from engine import config as configuration
+from engine.command_line import choices, configured
+from engine.console import make_console
+from engine.memory_trace import Trace
+from engine.schema.classification import ClassificationRun
+from engine.schema.network import NORMS, Norm
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+from models.layers.activations import INVERTIBLE_ACTIVATIONS
+
+PLANNED_NORMS = ("std", "checkpoint", "inplace")
+SCHEMAS: dict[str, type[TrainingRun]] = {"train_seg": SegmentationRun, "train_imagenet": ClassificationRun}
+
+
+class Fit(NamedTuple):
+    """What fits with a norm."""
+
+    norm: str
+    crops: int  # per minibatch
+    share: int  # on each device
+    crop_size: int
+    bytes: int  # on each device
+
+
+def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
+    """Print the plan; return what fits. Raises ValueError if a key is wrong, or nothing fits."""
+    config, console = configuration.typed(values, schema), make_console()
+    devices = config.memory.gpus or 1
+    share, size = build.share_of(config, devices), config.data.crop_size
+    trace = build.step_memory(config, share, size, devices)
+    each = "on one device" if devices == 1 else f"on each of {devices} devices"
+    console.print(f"{share} crops of {size}x{size} pixels {each}: {build.gib(trace.peak)}, most in: {trace.place}")
+    console.print(peak_table(trace))
+    console.print(f"kept for the backward pass: {build.gib(sum(trace.saved.values()))}")
+    console.print(kept_table(trace, share // config.trainer.accumulation_steps * size**2))
+    budget, found = config.memory.available(), []
+    if budget is not None:
+        verdict = "fits" if trace.peak <= budget else "does not fit"
+        reserved = f"less memory.context={config.memory.context} and memory.workspace={config.memory.workspace}"
+        lost = f", less memory.fragmentation={config.memory.fragmentation}" if config.memory.fragmentation else ""
+        console.print(f"{config.memory.budget} {reserved}{lost}: {build.gib(budget)} for tensors. This step {verdict}.")
+        if config.memory.fit is not None:
+            found = list(fits(config, devices))
+            console.print(f"memory.fit={config.memory.fit} {each}:")
+            console.print(fit_table(found))
+    console.print("Temporary memory is of the eager layers; fused ones on CUDA need less.")
+    return found
+
+
+def peak_table(trace: Trace) -> Table:
+    """What a device holds when it holds most."""
+    table = _table("at the peak", "memory")
+    for kind, size in trace.at_peak.items():
+        if size:
+            table.add_row(kind, build.gib(size))
+    return table
+
+
+def kept_table(trace: Trace, pixels: int) -> Table:
+    """Bytes per pixel that autograd keeps for the backward pass, by part of the network and by its parts."""
+    table = _table("module", "bytes per pixel")
+    for depth, name, size in _tree(trace.saved):
+        table.add_row("  " * depth + (name or "loss and outside of modules"), f"{size / pixels:,.0f}")
+    table.add_row("all", f"{sum(trace.saved.values()) / pixels:,.0f}")
+    return table
+
+
+def _tree(saved: dict[str, int]) -> Iterator[tuple[int, str, int]]:
+    """(depth, name, bytes) of the network's parts and theirs."""
+    top: Counter[str] = Counter()
+    second: Counter[str] = Counter()
+    for name, size in saved.items():
+        parts = name.split(".")
+        top[parts[0]] += size
+        if len(parts) > 1:
+            second[".".join(parts[:2])] += size
+    for part, size in top.items():
+        yield 0, part, size
+        yield from ((1, name, of_part) for name, of_part in second.items() if name.startswith(f"{part}."))
+
+
+def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
+    """What fits with each norm; a norm that cannot have the configured activation is left out."""
+    for norm in PLANNED_NORMS:
+        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
+            continue
+        changed = replace(deepcopy(config), norm=_as(norm, config.norm))
+        chosen = build.fitting(changed, devices)
+        share, size = build.share_of(chosen, devices), chosen.data.crop_size
+        peak = build.step_memory(chosen, share, size, devices).peak
+        yield Fit(norm, chosen.data.crops_per_minibatch, share, size, peak)
+
+
+def _as(name: str, norm: Norm) -> Norm:
+    """A norm of another name with the same options, as far as it has them."""
+    options = {entry.name: getattr(norm, entry.name) for entry in fields(norm) if entry.name != "name"}
+    known = {entry.name for entry in fields(NORMS[name])}
+    return NORMS[name](**{option: value for option, value in options.items() if option in known})
+
+
+def fit_table(found: list[Fit]) -> Table:
+    """What fits, and the pixels of a minibatch relative to the first norm's."""
+    table = _table("norm", "crops per minibatch", "on each device", "crop", "memory", "pixels")
+    first = found[0].crops * found[0].crop_size ** 2
+    for fit in found:
+        more = fit.crops * fit.crop_size**2 / first - 1
+        crop = f"{fit.crop_size}x{fit.crop_size}"
+        table.add_row(fit.norm, str(fit.crops), str(fit.share), crop, build.gib(fit.bytes), f"{more:+.0%}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    return table
+
+
+def entry_of(arguments: list[str]) -> str:
+    """The entry whose keys the arguments are: train_seg, unless the experiment is another's."""
+    chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
+    fitting = [entry for entry, schema in SCHEMAS.items() if chosen and chosen[1] in choices("experiment", schema)]
+    return fitting[0] if fitting else "train_seg"
+
+
+def main() -> None:
+    entry = entry_of(sys.argv[1:])
+    schema = SCHEMAS[entry]
+
+    def run(values: DictConfig) -> None:
+        plan(values, schema)
+
+    configured(entry, schema, about=__doc__)(run)()
+
+
+if __name__ == "__main__":
+    main()

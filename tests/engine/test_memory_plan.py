@@ -1,0 +1,113 @@
+"""The search for what fits, and trainings that spend a budget."""
+
+import pytest
+import yaml
+
+import train_seg
+from engine import build
+from engine.memory_plan import largest_crop, most_crops
+from engine.schema.memory import bytes_of
+from scripts import plan_memory
+from tests import runs
+
+
+@pytest.mark.parametrize("budget, expected", [(99, None), (119, 2), (139, 3), (140, 4), (1000, 47)])
+def test_the_most_crops_are_found_with_few_traces(budget, expected):
+    traced = []
+
+    def peak(crops: int) -> int:
+        traced.append(crops)
+        return 60 + 20 * crops if crops > 2 else 100  # the first has another peak
+
+    assert most_crops(peak, budget, fewest=2) == expected
+    assert len(traced) <= 5
+
+
+@pytest.mark.parametrize("budget, expected", [(1_000, None), (10_000, 96), (1_048_576 + 1000, 1024)])
+def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
+    assert largest_crop(lambda side: side**2 + 500, budget, smallest=64) == expected
+
+
+@pytest.mark.parametrize("text, expected", [("12GiB", 12 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9)])
+def test_units(text, expected):
+    assert bytes_of("memory.budget", text) == expected
+
+
+SMALL = ("body=resnext_tiny", "memory.context=0MiB", "memory.workspace=0MiB")
+
+
+def planned(*overrides: str):
+    return runs.run_config("run_dir=unused", *SMALL, *overrides)
+
+
+def test_what_fits_is_the_most_that_fits():
+    config = planned("memory.budget=100MiB", "memory.fit=batch", "norm=std")
+    chosen = build.fitting(config, devices=2)
+    share, size = chosen.data.crops_per_minibatch // 2, config.data.crop_size
+    peaks = [build.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
+    assert peaks[0] <= 100 * 2**20 < peaks[1]
+    inplace = build.fitting(planned("memory.budget=100MiB", "memory.fit=batch", "norm=inplace"), devices=2)
+    assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
+
+
+def test_several_devices_hold_all_gradients_throughout():
+    config = planned()
+    one, two = (build.step_memory(config, 16, 128, devices) for devices in (1, 2))
+    assert one.at_peak["gradients"] < two.at_peak["gradients"] == two.parameters
+
+
+def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
+    run = ("debug=smoke", *SMALL, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
+    budget = ("memory.budget=30MiB", "memory.fit=batch")
+    crops = build.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
+    file = tmp_path / "run" / "config.yaml"
+    train_seg.train(runs.composed("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
+    written = yaml.safe_load(file.read_text())
+    assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
+    # Whatever fits now, a resumed run keeps its minibatch.
+    more = ("memory.budget=60MiB", "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
+    assert build.fitted(planned(*run, *more)).data.crops_per_minibatch == crops
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["memory.budget=1GiB", "memory.context=1GiB"], r"memory.budget=1GiB leaves nothing for tensors"),
+        (["memory.budget=twelve"], r"memory.budget=twelve: expected a number and one of KiB, .*, such as 12GiB"),
+        (["memory.fit=batch"], r"memory.fit=batch needs a device's memory: give memory.budget="),
+        (["memory.fit=size", "memory.budget=1GiB"], r"memory.fit=size: expected one of batch, crop"),
+    ],
+)
+def test_wrong_keys_are_named(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        runs.run_config("run_dir=unused", *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["memory.budget=3MiB", "memory.fit=batch"], r"nothing fits; 2 crops of \d+x\d+ pixels already need .* MiB"),
+        (["memory.budget=3MiB", "memory.fit=crop"], r"nothing fits; \d+ crops of 64x64 pixels already need .* MiB"),
+        (["memory.budget=3MiB"], r"memory.budget=3MiB: .* need .* MiB, and 3.0 MiB are left .* memory.fit=batch or"),
+        (["memory.budget=1GiB", "memory.gpus=4"], r"memory.gpus=4, but this run has 1 process\(es\): .*torchrun"),
+    ],
+)
+def test_a_budget_that_nothing_fits_says_what_would(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        build.fitted(planned(*overrides))
+
+
+def test_the_plan_of_an_experiment(capsys):
+    """The pixels of a minibatch grow as in-place norms allow."""
+    overrides = ("run_dir=unused", *SMALL, "memory.budget=100MiB", "memory.fit=crop", "memory.gpus=2", "norm=std")
+    std, checkpoint, inplace = plan_memory.plan(runs.composed("train_seg", *overrides), plan_memory.SegmentationRun)
+    assert std.crops == checkpoint.crops == inplace.crops and std.crop_size < inplace.crop_size
+    assert all(fit.bytes <= 100 * 2**20 for fit in (std, checkpoint, inplace))
+    printed = capsys.readouterr().out
+    assert "on each of 2 devices" in printed and "body.mod1" in printed and "100MiB less memory.context=0MiB" in printed
+
+
+def test_the_experiment_decides_whose_keys_are_taken():
+    assert plan_memory.entry_of(["experiment=table2/wrn38_inplace_256"]) == "train_imagenet"
+    assert plan_memory.entry_of(["experiment=table3/cityscapes_wrn38_std"]) == "train_seg"
+    assert plan_memory.entry_of(["body=resnext_tiny"]) == "train_seg"
