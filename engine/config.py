@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -123,6 +124,13 @@ def _container(values: DictConfig) -> dict:
 def yaml(config: Keys) -> str:
     """A schema's instance as YAML."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """{"optim.lr": 1, …}: what `yaml` has written."""
+    values = OmegaConf.load(file)
+    assert isinstance(values, DictConfig), file
+    return flat(_container(values))
 
 
 def flat(values: dict, prefix: str = "") -> dict:

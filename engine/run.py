@@ -69,8 +69,11 @@ class Run(Generic[Config, Split]):
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees as much memory as the network and its momentum
+        parameters = sum(p.numel() for p in learner.network.parameters())
+        if self.start_step == 0 and (advice := self.config.random_weights_advice(parameters)):
+            logger.warning(advice)
         logger.info(
-            f"{self.directory.path}: {sum(p.numel() for p in learner.network.parameters()):,} parameters, "
+            f"{self.directory.path}: {parameters:,} parameters, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
         )

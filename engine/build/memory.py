@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from omegaconf import OmegaConf
 from torch import nn
 
 from datasets.cache import cache_folder
@@ -200,10 +199,10 @@ def _begun(config: Config) -> Config | None:
     """A copy with the minibatch and crop of the run that is to be resumed; None if there is none."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
-    before = OmegaConf.load(Path(config.run_dir) / "config.yaml")
+    before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")
     chosen = deepcopy(config)
-    chosen.data.crops_per_minibatch = before.data.crops_per_minibatch
-    chosen.data.crop_size = before.data.crop_size
+    chosen.data.crops_per_minibatch = before["data.crops_per_minibatch"]
+    chosen.data.crop_size = before["data.crop_size"]
     return chosen
 
 

@@ -22,6 +22,9 @@ def evaluation_memory_advice(key: str = "", batch_size: int = 1) -> str:
     )
 
 
+_LARGE = 20_000_000  # parameters: the papers' networks have more, those that we train from scratch have fewer
+
+
 @dataclass
 class Loss:
     name: str = MISSING
@@ -69,6 +72,14 @@ class SegmentationRun(TrainingRun):
 
     def evaluation_command(self, checkpoint: Path) -> str:
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
+
+    def random_weights_advice(self, parameters: int) -> str | None:
+        if self.init.weights is not None or parameters < _LARGE:
+            return None
+        return (
+            "this network starts from random weights, but the papers' runs with this learning rate start from a body "
+            "trained on ImageNet: give init.weights=FILE, a checkpoint of train_imagenet.py or a released one"
+        )
 
     def evaluation_memory_advice(self) -> str:
         return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)

@@ -139,6 +139,10 @@ class TrainingRun:
         """The command that evaluates a checkpoint; None if the task has none."""
         return None
 
+    def random_weights_advice(self, parameters: int) -> str | None:
+        """A line for a new run of a network with so many parameters, if its weights should not be random."""
+        return None
+
     def check_precision(self) -> None:
         """Raise ValueError if the norm cannot compute in `trainer.precision`."""
         if isinstance(self.norm, PackageNorm) and self.trainer.precision != "float32":
