@@ -47,7 +47,7 @@ from tests.test_structure import windows
 from train_imagenet import train
 
 STEPS = 24
-WIDER_CHANNELS = "body.channels=[[4,4],[4,4],[4,4],[4,4],[4,4,8],[4,4,8]]"
+WIDER_CHANNELS = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
 STEADY = ("trainer.log_every_steps=1", "trainer.checkpoint_every_steps=8", "trainer.evaluate_every_steps=12")
 RUN = (*SHORT_SHAPES, *STEADY, f"trainer.steps={STEPS}", "trainer.ema_decay=0.5")
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
@@ -220,7 +220,7 @@ def test_processes_stop_resume_and_evaluate_together(ranks, tmp_path):
     [
         ("trainer.precision=bfloat16", "trainer.accumulation_steps=2"),
         ("trainer.precision=float16", "trainer.recompute=sqrt"),
-        ("norm=std", "norm.activation=relu", "body=resnet_cifar_tiny", "body.base_channels=[4,4]"),
+        ("norm=std", "norm.activation=relu", "body=resnet_cifar_tiny", "body.base_channels=[8,8]"),
         ("body=revnet_tiny", "norm=inplace", "trainer.precision=bfloat16", "trainer.accumulation_steps=2", *MEAN_IMAGE),
         ("body=revnet_tiny", "body.reversible=false", "norm=std", "norm.activation=relu", "optim.decay=weights"),
         ("body=densenet264", "body.structure=[1,1,1,1]", "body.growth=4", "body.stem=cifar", "body.stem_channels=8"),
@@ -289,7 +289,7 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     """It does not need the training images."""
     root = classification_trees.cifar_folders(tmp_path / "cifar")
     data = ("data=cifar10", f"data.root={root}", "data.crops_per_minibatch=10", "trainer.evaluate_images=null")
-    body = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[4,4],[8,8],[8,8]]", "body.stem_channels=4")
+    body = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")
     steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
     trained = train(composed("train_imagenet", *data, *body, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
     last = tmp_path / "run" / "checkpoints" / "last.pt"

@@ -85,8 +85,8 @@ def interrupted(run_dir, step: int, *options: str) -> None:
 
 def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
     """With dropout, whose random numbers must continue too, and in the middle of an epoch."""
-    network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
-    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
+    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*network, channels, "trainer.steps=6", "trainer.checkpoint_every_steps=3", "norm=inplace")
     train_short(tmp_path / "whole", *options)
 
@@ -98,8 +98,8 @@ def test_resuming_gives_the_same_weights_to_the_bit(tmp_path):
 
 def test_checkpointed_blocks_end_with_the_same_bits_also_if_a_resumed_run_changes_them(tmp_path):
     """With dropout, whose random numbers must come again."""
-    network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
-    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    network = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
+    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*network, channels, "trainer.steps=4", "trainer.checkpoint_every_steps=2", "norm=std")
     train_short(tmp_path / "stored", *options)
     interrupted(tmp_path / "resumed", 4, *options, "trainer.recompute=blocks")

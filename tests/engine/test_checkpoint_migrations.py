@@ -173,6 +173,7 @@ def test_an_old_checkpoint_evaluates_as_it_did(tmp_path, commit):
     assert results["images"] == 40 and found == pytest.approx(SCORES[commit], abs=1e-3)  # other processors round
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("commit", SCORES)
 def test_the_run_of_an_old_checkpoint_continues_to_its_end(tmp_path, commit):
     file = OLD_CHECKPOINTS / f"{commit}.pt"
@@ -180,7 +181,8 @@ def test_the_run_of_an_old_checkpoint_continues_to_its_end(tmp_path, commit):
     last = tmp_path / "checkpoints" / "last.pt"
     last.parent.mkdir()
     shutil.copy(file, last)
-    train(with_the_keys_of(file, tmp_path))
+    with torch.backends.mkldnn.flags(enabled=False):  # github.com/uxlfoundation/oneDNN/issues/6035, see CONTRIBUTING
+        train(with_the_keys_of(file, tmp_path))
     state, records = checkpoint.load(last), (tmp_path / "metrics.jsonl").read_text().splitlines()
     steps = [record["step"] for record in map(json.loads, records) if record["kind"] == "train"]
     assert steps == list(range(before["step"] + 1, before["total_steps"] + 1)) and len(steps) > 1

@@ -279,8 +279,8 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: in
 
 def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
     """With dropout, which every rank draws for itself."""
-    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
-    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
+    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*SHORT, *body, channels, "data.crops_per_minibatch=7", "trainer.steps=5", "trainer.ema_decay=0.5")
     ranks.run(run_in_rank, (f"run_dir={tmp_path / 'whole'}", *options))
     stopped = ranks.run(asked_to_stop, (f"run_dir={tmp_path / 'stopped'}", *options), 1, 2)

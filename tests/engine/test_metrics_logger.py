@@ -101,8 +101,8 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys):
 
 def test_watching_does_not_change_the_weights(tmp_path, monkeypatch):
     """With pictures and layer health after every step, or without; in bfloat16, with dropout and averaged weights."""
-    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4", "norm=inplace_1")
-    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8", "norm=inplace_1")
+    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*body, channels, "trainer.ema_decay=0.5", "trainer.precision=bfloat16")
     trained(tmp_path / "watched", *options, "trainer.evaluate_every_steps=1")
     monkeypatch.setattr("engine.segmentation.evaluation.layer_health", lambda *_, **__: {})

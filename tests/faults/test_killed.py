@@ -159,8 +159,8 @@ def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_everything_that_changes_continues(tmp_path, seed):
-    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=4")
-    channels = "body.channels=[[4,4],[4,4],[8,8],[8,8],[8,8,8],[8,8,8]]"
+    body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
+    channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*body, channels, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
     whole = complete(tmp_path / "whole", *options)
     assert checkpoint.load(whole / "checkpoints" / "last.pt")["scaler"]
