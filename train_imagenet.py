@@ -22,8 +22,10 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
 
     `values`: a composed `engine.schema.classification.ClassificationRun`. All else is as in `train_seg.train`.
     """
-    config = build.fitted(configuration.typed(values, ClassificationRun))
-    with opened(config, command, build.classified_splits, verify_images) as run:
+    with (
+        build.fitted(configuration.typed(values, ClassificationRun)) as config,
+        opened(config, command, build.classified_splits, verify_images) as run,
+    ):
         make = partial(build.classification_network, config, len(run.train_set.classes))
         run.start(build.learner(config, make, run.schedule, run.world))
         crops = partial(build.classified_crops, config, run.train_set, world=run.world)

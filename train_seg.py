@@ -38,10 +38,11 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         OSError: a checkpoint cannot be written, reading data timed out, or another process was lost.
         Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
     """
-    config = build.fitted(configuration.typed(values, SegmentationRun))
-    trainer = config.trainer
-    with opened(config, command, build.labelled_splits, verify) as run:
-        train_set, total_steps, world = run.train_set, run.schedule.total_steps, run.world
+    with (
+        build.fitted(configuration.typed(values, SegmentationRun)) as config,
+        opened(config, command, build.labelled_splits, verify) as run,
+    ):
+        trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
         make = partial(build.segmentation_network, config, len(train_set.classes))
         run.start(build.learner(config, make, run.schedule, world))
         if run.start_step == 0 and trainer.pictures and world.first:

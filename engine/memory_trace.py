@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -29,22 +30,26 @@ class Trace:
     place: the pass and the module that ran then.
     saved: what autograd keeps of a micro-batch for its backward pass, by the module that made it.
     parameters: all of them, without statistics.
+    moved: if what is kept for the backward pass lies in the host's memory, the bytes that go there, and come back.
     """
 
     at_peak: dict[str, int]
     place: str
     saved: dict[str, int]
     parameters: int
+    moved: int = 0
 
     @property
     def peak(self) -> int:
         return sum(self.at_peak.values())
 
 
-def traced(make: Callable[[], tuple[Learner, Loss, dict]]) -> Trace:
+def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False) -> Trace:
     """Trace the second step of a training, when momentum exists.
 
-    `make` is called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
+    Args:
+        make: called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
+        offloaded: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
     """
     with FakeTensorMode():
         learner, loss, minibatch = make()
@@ -61,6 +66,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]]) -> Trace:
             "images": _bytes([minibatch["image"], minibatch["label"]]),
         }
         forward_ends = 0
+        host = _Offloaded() if offloaded else nullcontext()
         with _Places(network) as places, MadeTensors(places) as made:
 
             def marked(logits: Tensor, labels: Tensor) -> Tensor:
@@ -69,14 +75,15 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]]) -> Trace:
                 forward_ends = len(made.changes)
                 return result
 
-            accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
+            with host:
+                accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
             gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
             places.fixed = OPTIMIZER
             learner.gradient_norm()
             learner.step(1.0)
         kept = _kept(learner, loss, minibatch)
     at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
-    return Trace(at_peak, place, kept, parameters=_bytes(network.parameters()))
+    return Trace(at_peak, place, kept, _bytes(network.parameters()), moved=getattr(host, "bytes", 0))
 
 
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
@@ -97,6 +104,18 @@ def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
     for tensor, module in found.values():
         kept[module.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
     return dict(kept)
+
+
+class _Offloaded(saved_tensors_hooks):
+    """Context in which saved tensors are not on the device until the backward pass reads them."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        super().__init__(self._pack, lambda packed: torch.empty(packed[0], dtype=packed[1]))
+
+    def _pack(self, tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        self.bytes += tensor.nbytes
+        return tensor.shape, tensor.dtype
 
 
 class _Places:

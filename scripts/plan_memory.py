@@ -5,8 +5,10 @@
 
 Prints what one device holds when a step needs most, in which module that is, and what is kept for the backward pass.
 memory.fit also finds, for standard, checkpointed and in-place norms, the most crops of data.crop_size (batch) or the
-largest crop for data.crops_per_minibatch (crop) that fit into memory.budget. It takes the keys of train_seg.py, or of
-train_imagenet.py for one of its experiments. Traces run on fake tensors, and are kept in the cache folder.
+largest crop for data.crops_per_minibatch (crop) that fit into memory.budget. memory.gpus=1 also lists how much memory
+one device needs for the whole minibatch with bfloat16, in-place norms, recomputed blocks and a reversible body. The
+keys are those of train_seg.py, or of train_imagenet.py for one of its experiments. Traces run on fake tensors, and are
+kept in the cache folder.
 """
 
 import re
@@ -22,17 +24,15 @@ from rich.table import Table
 
 from engine import build
 from engine import config as configuration
-from engine.command_line import choices, configured
+from engine.command_line import configured
 from engine.console import make_console
 from engine.memory_trace import Trace
-from engine.schema.classification import ClassificationRun
 from engine.schema.network import NORMS, Norm
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from models.layers.activations import INVERTIBLE_ACTIVATIONS
+from scripts import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
-SCHEMAS: dict[str, type[TrainingRun]] = {"train_seg": SegmentationRun, "train_imagenet": ClassificationRun}
 
 
 class Fit(NamedTuple):
@@ -66,7 +66,19 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
             found = list(fits(config, devices))
             console.print(f"memory.fit={config.memory.fit} {each}:")
             console.print(fit_table(found))
+    if config.memory.gpus == 1:
+        console.print(f"{share} crops of {size}x{size} pixels on one device, with the memory that CUDA itself needs:")
+        console.print(combination_table(config))
+    host = build.step_memory(config, share, size, devices, offloaded=True)
+    console.print(
+        f"In torch.autograd.graph.save_on_cpu(), a step would need {build.gib(host.peak)} on a device and move "
+        f"{build.gib(host.moved)} to the host's memory and back."
+    )
     console.print("Temporary memory is of the eager layers; fused ones on CUDA need less.")
+    if config.trainer.precision != "float32":
+        console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
+    if config.trainer.compile:
+        console.print("trainer.compile=true is planned as without it: compiled graphs keep about as much.")
     return found
 
 
@@ -132,6 +144,35 @@ def fit_table(found: list[Fit]) -> Table:
     return table
 
 
+def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
+    """The configuration with each combination of norm, recomputed blocks, precision and reversible body."""
+    reversible = papers.configured_as(None, "body=revnet104").body
+    found = {}
+    for norm, recompute, body, about in (
+        ("std", "none", config.body, "standard norms"),
+        ("inplace", "none", config.body, "in-place norms"),
+        ("std", "sqrt", config.body, "standard norms, trainer.recompute=sqrt"),
+        ("inplace", "sqrt", config.body, "in-place norms, trainer.recompute=sqrt"),
+        ("inplace", "none", reversible, "in-place norms, body=revnet104"),
+    ):
+        if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
+            continue
+        for precision in ("float32", "bfloat16"):
+            trainer = replace(config.trainer, recompute=recompute, precision=precision)
+            changed = replace(deepcopy(config), norm=_as(norm, config.norm), body=body, trainer=trainer)
+            found[f"{about}, {precision}"] = changed
+    return found
+
+
+def combination_table(config: TrainingRun) -> Table:
+    """Memory of one device for the whole minibatch, by combination."""
+    table, crops, size = _table("combination", "memory"), config.data.crops_per_minibatch, config.data.crop_size
+    for combination, changed in combinations(config).items():
+        peak = build.step_memory(changed, crops, size).peak
+        table.add_row(combination, build.gib(peak + config.memory.reserved()))
+    return table
+
+
 def _table(*columns: str) -> Table:
     table = Table()
     for number, column in enumerate(columns):
@@ -142,13 +183,12 @@ def _table(*columns: str) -> Table:
 def entry_of(arguments: list[str]) -> str:
     """The entry whose keys the arguments are: train_seg, unless the experiment is another's."""
     chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
-    fitting = [entry for entry, schema in SCHEMAS.items() if chosen and chosen[1] in choices("experiment", schema)]
-    return fitting[0] if fitting else "train_seg"
+    return papers.all_experiments().get(chosen[1] if chosen else "", "train_seg")
 
 
 def main() -> None:
     entry = entry_of(sys.argv[1:])
-    schema = SCHEMAS[entry]
+    schema = papers.SCHEMAS[entry]
 
     def run(values: DictConfig) -> None:
         plan(values, schema)

@@ -21,7 +21,7 @@ from engine.build.data import (
     training_crops,
     training_loader,
 )
-from engine.build.memory import classes_of, fake_step, fitted, fitting, gib, share_of, step_memory
+from engine.build.memory import classes_of, fake_step, fitted, fitting, gib, share_of, step_memory, training_images
 from engine.build.network import body, forward, norm_act, trained_forward
 from engine.build.optimization import lr_schedule, optimizer
 from engine.build.segmentation import loss, segmentation_network, views

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
@@ -19,7 +21,8 @@ from datasets.coco_stuff import coco_stuff_classes
 from datasets.shapes import CLASSES as SHAPES
 from engine import config as configuration
 from engine.build import optimization
-from engine.build.classification import IMAGENET_CLASSES, classification_network
+from engine.build.classification import IMAGENET_CLASSES, classification_network, classified_counts
+from engine.build.data import official_images
 from engine.build.network import forward
 from engine.build.segmentation import loss, segmentation_network
 from engine.console import logger
@@ -27,9 +30,9 @@ from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory_plan import largest_crop, most_crops
 from engine.memory_trace import Trace, traced
-from engine.schedule import Schedule
-from engine.schema.classification import ClassificationRun
-from engine.schema.data import CocoStuffData, Data
+from engine.peak_memory import peak_memory_mib
+from engine.schema.classification import ClassificationData, ClassificationRun
+from engine.schema.data import CocoStuffData, Data, SegmentationData
 from engine.schema.memory import Memory
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
@@ -40,7 +43,6 @@ Config = TypeVar("Config", bound=TrainingRun)
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _VISTAS_CLASSES = 65
 _SMALLEST_CROP = 64
-_ONE_STEP = Schedule(total_steps=1, steps_per_epoch=1, evaluate_every=None, checkpoint_every=1, log_every=1)
 
 
 def classes_of(data: Data) -> int:
@@ -58,6 +60,13 @@ def classes_of(data: Data) -> int:
         "vistas": _VISTAS_CLASSES,
     }
     return known[data.name]
+
+
+def training_images(data: Data) -> int:
+    """The published number of training images of a dataset, which need not be there."""
+    if isinstance(data, SegmentationData):
+        return official_images(data)["train"]
+    return classified_counts(cast(ClassificationData, data), classes_of(data))["train"]
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
@@ -85,7 +94,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         network=network,
         forward=forward(config, nn.Identity(), device).through(network),
         optimizer=optimizer,
-        scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, _ONE_STEP),
+        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         accumulation_steps=config.trainer.accumulation_steps,
         average=None if decay is None else WeightAverage(network, decay),
@@ -95,24 +104,27 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     return learner, criterion, {"image": images, "label": labels}
 
 
-def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1) -> Trace:
-    """The memory of a step of one of `devices` on square crops. With several, DDP has memory for all gradients."""
-    trace = _kept_trace(config, crops, crop_size)
+def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
+    """The memory of a step of one of `devices` on square crops. With several, DDP has memory for all gradients.
+
+    `offloaded`: see `engine.memory_trace.traced`.
+    """
+    trace = _kept_trace(config, crops, crop_size, offloaded)
     return replace(trace, at_peak=trace.at_peak | {"gradients": trace.parameters}) if devices > 1 else trace
 
 
-def _kept_trace(config: TrainingRun, crops: int, crop_size: int) -> Trace:
+def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool) -> Trace:
     """A trace from the cache folder, or a new one, which is put there."""
     keys = configuration.flat(configuration.plain(config))
     used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
     network = {name: value for name, value in keys.items() if name.startswith(used)}
-    about = [network, config.task, classes_of(config.data), crops, crop_size, torch.__version__, _code()]
+    about = [network, config.task, classes_of(config.data), crops, crop_size, offloaded, torch.__version__, _code()]
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     file = cache_folder() / "traces" / f"{name}.json"
     try:
         return Trace(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # missing or damaged
-        trace = traced(lambda: fake_step(config, crops, crop_size))
+        trace = traced(lambda: fake_step(config, crops, crop_size), offloaded)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(asdict(trace)))
@@ -161,8 +173,11 @@ def fitting(config: Config, devices: int) -> Config:
     return chosen
 
 
-def fitted(config: Config) -> Config:
-    """The configuration to train: `memory.fit` has become plain numbers, which a resumed run takes from its directory.
+@contextmanager
+def fitted(config: Config) -> Iterator[Config]:
+    """Context with the configuration to train: `memory.fit` has become plain numbers.
+
+    A resumed run takes them from its directory. A MemoryError from within says what was planned, and what was needed.
 
     Raises:
         ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
@@ -170,7 +185,8 @@ def fitted(config: Config) -> Config:
     memory = config.memory
     budget = memory.available()
     if budget is None:
-        return config
+        yield config
+        return
     processes = int(os.environ.get("WORLD_SIZE", 1))
     if memory.gpus not in (None, processes):
         raise ValueError(
@@ -192,7 +208,15 @@ def fitted(config: Config) -> Config:
             f"data.crop_size={data.crop_size}, as {step} of {gib(budget)}"
         )
     chosen.memory = Memory()
-    return chosen
+    try:
+        yield chosen
+    except MemoryError as error:
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
+        raise MemoryError(
+            f"{error}. The plan for memory.budget={memory.budget} was {gib(needed)}, and {taken} before that: give "
+            f"more memory.workspace or memory.fragmentation, or a smaller budget"
+        ) from error
 
 
 def _begun(config: Config) -> Config | None:

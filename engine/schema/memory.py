@@ -39,9 +39,12 @@ class Memory:
                 f"memory.workspace={self.workspace} are taken off"
             )
 
+    def reserved(self) -> int:
+        """Bytes of each device that tensors cannot use."""
+        return bytes_of("memory.context", self.context) + bytes_of("memory.workspace", self.workspace)
+
     def available(self) -> int | None:
         """Bytes of each device for tensors; None without a budget."""
-        reserved = bytes_of("memory.context", self.context) + bytes_of("memory.workspace", self.workspace)
         if self.budget is None:
             return None
-        return int((bytes_of("memory.budget", self.budget) - reserved) * (1 - self.fragmentation))
+        return int((bytes_of("memory.budget", self.budget) - self.reserved()) * (1 - self.fragmentation))

@@ -182,7 +182,10 @@ class TrainingRun:
             ways.append("trainer.recompute=blocks")
         if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
             ways.append("trainer.precision=bfloat16")
-        return f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}"
+        return (
+            f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}. "
+            f"memory.budget=… memory.fit=batch chooses a minibatch that fits"
+        )
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
         """For messages: how to continue from `checkpoint`, the last good one, after divergence."""

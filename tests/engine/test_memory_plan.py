@@ -7,6 +7,7 @@ import train_seg
 from engine import build
 from engine.memory_plan import largest_crop, most_crops
 from engine.schema.memory import bytes_of
+from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
 from tests import runs
 
@@ -66,7 +67,8 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
     more = ("memory.budget=60MiB", "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    assert build.fitted(planned(*run, *more)).data.crops_per_minibatch == crops
+    with build.fitted(planned(*run, *more)) as config:
+        assert config.data.crops_per_minibatch == crops
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,23 @@ def test_wrong_keys_are_named(overrides, message):
     ],
 )
 def test_a_budget_that_nothing_fits_says_what_would(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        build.fitted(planned(*overrides))
+    with pytest.raises(ValueError, match=message), build.fitted(planned(*overrides)):
+        pass
+
+
+def test_running_out_of_memory_all_the_same_names_the_plan():
+    config, planned_mib = planned("memory.budget=1GiB"), r"The plan for memory.budget=1GiB was [\d.]+ MiB"
+    with pytest.raises(MemoryError, match=rf"out of memory in step 3. {planned_mib}, and .* took [\d,.]+ MiB before"):
+        with build.fitted(config):
+            raise MemoryError("out of memory in step 3")
+    with pytest.raises(MemoryError, match="^full$"), build.fitted(planned()):
+        raise MemoryError("full")
 
 
 def test_the_plan_of_an_experiment(capsys):
     """The pixels of a minibatch grow as in-place norms allow."""
     overrides = ("run_dir=unused", *SMALL, "memory.budget=100MiB", "memory.fit=crop", "memory.gpus=2", "norm=std")
-    std, checkpoint, inplace = plan_memory.plan(runs.composed("train_seg", *overrides), plan_memory.SegmentationRun)
+    std, checkpoint, inplace = plan_memory.plan(runs.composed("train_seg", *overrides), SegmentationRun)
     assert std.crops == checkpoint.crops == inplace.crops and std.crop_size < inplace.crop_size
     assert all(fit.bytes <= 100 * 2**20 for fit in (std, checkpoint, inplace))
     printed = capsys.readouterr().out

@@ -1,5 +1,8 @@
 """Traces of a step on fake tensors against the same step on real ones."""
 
+import itertools
+import json
+
 import pytest
 import torch
 
@@ -15,7 +18,7 @@ from tests import runs
 CROPS, SIZE = 3, 64
 
 
-def made(config) -> tuple[Learner, Loss, dict]:
+def made(config, crops: int = CROPS, size: int = SIZE) -> tuple[Learner, Loss, dict]:
     torch.manual_seed(0)
     network = build.segmentation_network(config, classes=5)
     forward = build.forward(config, torch.nn.Identity(), torch.device("cpu")).through(network)
@@ -24,8 +27,8 @@ def made(config) -> tuple[Learner, Loss, dict]:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     learner = Learner(network, forward, optimizer, scheduler, scaler, config.trainer.accumulation_steps)
     minibatch = {
-        "image": torch.zeros(CROPS, 3, SIZE, SIZE, dtype=torch.uint8),
-        "label": torch.zeros(CROPS, SIZE, SIZE, dtype=torch.uint8),
+        "image": torch.zeros(crops, 3, size, size, dtype=torch.uint8),
+        "label": torch.zeros(crops, size, size, dtype=torch.uint8),
     }
     return learner, build.loss(config.loss, 255), minibatch
 
@@ -61,3 +64,46 @@ def test_a_trace_is_what_a_real_step_takes(body, norm):
     assert trace.at_peak["weights"] == parameters + sum(b.nbytes for b in learner.network.buffers())
     assert trace.at_peak["momentum"] == parameters
     assert trace.at_peak["images"] == sum(tensor.nbytes for tensor in minibatch.values())
+
+
+@pytest.mark.parametrize("norm", ["std", "inplace"])
+def test_offloaded_every_saved_tensor_moves(norm):
+    config, moved = runs.run_config("run_dir=unused", f"norm={norm}", "body=resnext_tiny", "norm.backend=eager"), []
+    learner, loss, minibatch = made(config)
+    learner.network.train()
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: moved.append(saved.nbytes), lambda _: None):
+        loss(learner.forward(minibatch["image"]), minibatch["label"])
+    kept, offloaded = traced(lambda: made(config)), traced(lambda: made(config), offloaded=True)
+    assert kept.moved == 0 and offloaded.moved == sum(moved) > sum(kept.saved.values())
+    assert offloaded.peak < kept.peak and offloaded.at_peak["activations"] < 0.5 * kept.at_peak["activations"]
+
+
+def allocated_peak(step, folder) -> int:
+    """The most that PyTorch's CPU allocator gave out during a step, inside operators too."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace"])
+def test_memory_inside_operators_is_under_a_tenth(norm, tmp_path):
+    """Of batch normalisation's backward pass, for one."""
+    config = runs.run_config("run_dir=unused", f"norm={norm}", "body=resnext_tiny", "norm.backend=eager")
+    trace = traced(lambda: made(config, crops=4, size=512))
+    learner, loss, minibatch = made(config, crops=4, size=512)
+    learner.network.train()
+
+    def step() -> None:
+        learner.optimizer.zero_grad()
+        accumulate_gradients(learner, loss, minibatch, 4, World())
+        learner.gradient_norm()
+        learner.step(1.0)
+
+    step()
+    learner.optimizer.zero_grad()
+    planned = sum(trace.at_peak[kind] for kind in ("gradients", "activations", "temporary"))
+    assert 0.9 < planned / allocated_peak(step, tmp_path) <= 1

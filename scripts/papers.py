@@ -1,0 +1,133 @@
+"""The papers' experiments: what was published, and which training each row is of."""
+
+import difflib
+import re
+from functools import cache
+from typing import NamedTuple
+
+from engine import config as configuration
+from engine.command_line import CONFIGS, choices, composed, declare
+from engine.schema.classification import ClassificationRun
+from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import TrainingRun
+
+REPOSITORY = CONFIGS.parent
+SCHEMAS: dict[str, type[TrainingRun]] = {"train_seg": SegmentationRun, "train_imagenet": ClassificationRun}
+TABLES = {  # folders of configs/experiment
+    "table1": "In-Place ABN, Table 1: ImageNet with exchanged activations",
+    "table2": "In-Place ABN, Table 2: ImageNet",
+    "table3": "In-Place ABN, Table 3: Cityscapes and COCO-Stuff",
+    "table4": "In-Place ABN, Table 4: Cityscapes and Vistas",
+    "revnet": "RevNet, Tables 3 and 4: CIFAR and ImageNet",
+    "memcnn": "MemCNN, Table 1: CIFAR",
+    "camvid": "CamVid, not in the papers",
+    "cifar10": "CIFAR-10 in few steps, not in the papers",
+}
+# Keys in which two runs of one training may differ: where it starts, and its random numbers.
+FREE = ("seed", "init.weights")
+ORDINALS = ("first", "second", "third", "fourth", "fifth")
+VIEWS = ("", "_ten_crop", "_crop320")  # of results*.json, as eval.py names them
+
+
+class Published(NamedTuple):
+    """A published score of an experiment."""
+
+    score: str  # in results.json
+    file: str  # results.json of the training, or of an evaluation that differs
+    percent: float
+    source: str  # empty: the table's paper
+
+
+def experiments_of(table: str) -> list[str]:
+    """The experiments of a table, in the paper's order. Raises ValueError if there is no such table."""
+    names = [name for name in all_experiments() if name.startswith(f"{table}/")]
+    if not names:
+        raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
+    return sorted(names, key=_place)
+
+
+def _place(experiment: str) -> tuple[str, int, str]:
+    """The part of a table and the row in it, by the header's first sentence; experiments without a row come last."""
+    found = re.search(rf"^# (Table .*?),? ?({'|'.join(ORDINALS)}) row", header(experiment), re.MULTILINE)
+    return (found[1], ORDINALS.index(found[2]), "") if found else ("~", 0, experiment)
+
+
+@cache
+def all_experiments() -> dict[str, str]:
+    """{name of an experiment: the entry whose keys it sets}"""
+    return {name: entry for entry, schema in SCHEMAS.items() for name in choices("experiment", schema)}
+
+
+def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
+    """The configuration of an experiment with overrides. Raises ValueError if it does not exist."""
+    entry = all_experiments().get(experiment or "", "train_seg")
+    if experiment is not None and experiment not in all_experiments():
+        nearest = ", ".join(difflib.get_close_matches(experiment, all_experiments(), n=3, cutoff=0))
+        raise ValueError(f"experiment={experiment}: there is no such experiment; the nearest names are {nearest}")
+    _declare(entry)
+    chosen = () if experiment is None else (f"experiment={experiment}",)
+    return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
+
+
+@cache
+def _declare(entry: str) -> None:
+    declare(entry, SCHEMAS[entry])
+
+
+def header(experiment: str) -> str:
+    """The comment on top of an experiment's file."""
+    text = (CONFIGS / "experiment" / f"{experiment}.yaml").read_text()
+    return text[: text.index("defaults:")]
+
+
+def command_of(experiment: str) -> str:
+    """The command in an experiment's header."""
+    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*)$", header(experiment))
+    assert found is not None, experiment
+    return found[1]
+
+
+def devices_of(experiment: str) -> int:
+    """The devices of the command in an experiment's header."""
+    processes = re.search(r"--nproc-per-node (\d+)", command_of(experiment))
+    return int(processes[1]) if processes else 1
+
+
+def published(experiment: str) -> list[Published]:
+    """The scores in an experiment's header."""
+    text, found = header(experiment), []
+    for miou in re.findall(r"mIoU ([\d.]+) %", text):
+        found.append(Published("miou", "results", float(miou), ""))
+    for error in re.findall(r"Published (?:top-1 )?error[^:]*: ([\d.]+) %", text):
+        found.append(Published("top1", "results", round(100 - float(error), 2), ""))
+    for row, activation in re.findall(
+        r"(?m)^# +(\d[\d./ |]+\d)(?: +(?:as trained|evaluated with activation=(\w+).*))?$", text
+    ):
+        swapped = f"_{activation}" if activation else ""
+        for view, scores in zip(VIEWS, row.split("|"), strict=True):
+            for score, percent in zip(("top1", "top5"), scores.split("/"), strict=True):
+                found.append(Published(score, f"results{swapped}{view}", float(percent), ""))
+    for percent, source in re.findall(r"(?m)^# +([\d.]+) in \d+:\d+ +(.*)$", text):
+        found.append(Published("top1", "results", float(percent), source))
+    return found
+
+
+def training_of(config: TrainingRun) -> dict[str, object]:
+    """{key: value}: what makes one training another than a second one."""
+    return {name: value for name, value in configuration.fixed(config).items() if name not in FREE}
+
+
+def changed_keys(config: TrainingRun, experiment: str) -> list[str]:
+    """key=value of the keys in which a run is another training than the experiment."""
+    ours, theirs = training_of(config), _training(experiment)
+    return [f"{name}={value}" for name, value in ours.items() if name not in theirs or theirs[name] != value]
+
+
+@cache
+def _training(experiment: str) -> dict[str, object]:
+    return training_of(configured_as(experiment))
+
+
+def sharing(experiment: str) -> list[str]:
+    """Other experiments that are the same training."""
+    return [name for name in all_experiments() if name != experiment and _training(name) == _training(experiment)]

@@ -1,0 +1,194 @@
+"""The page and the chart of `plan_experiments`, made from its record alone."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from scripts.bench.frame import page_text, table
+
+GIB = 2**30
+TITLES = {
+    "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
+    "coco_stuff_resnext101": "COCO-Stuff, ResNeXt-101",
+    "cityscapes_wrn38": "Cityscapes, WideResNet-38",
+    "coco_stuff_wrn38": "COCO-Stuff, WideResNet-38",
+    "cityscapes_resnext152": "Cityscapes, ResNeXt-152",
+    "vistas_wrn38": "Vistas, WideResNet-38",
+}
+FIT_TITLES = {"batch": "fixed crop", "crop": "fixed batch"}
+CATEGORIES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart
+    "weights": "#000000",
+    "average": "#999999",
+    "momentum": "#0072B2",
+    "gradients": "#56B4E9",
+    "images": "#F0E442",
+    "activations": "#E69F00",
+    "temporary": "#D55E00",
+}
+PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "64; 128 with a second implementation", "RevNet-602": "“trains”"}
+
+METHOD = """
+- Each number comes from a training step that is traced on fake tensors, which have shapes but no memory: see
+  `engine/memory_trace.py`. Tests compare traces with real steps to the byte.
+- *Memory* of an experiment is what PyTorch's tensors take on one device at the worst moment. CUDA's context and the
+  workspaces of convolutions come on top. Where a page speaks of devices of some size, both are taken off or added with
+  the defaults of `memory.context` and `memory.workspace`.
+- With several devices, DistributedDataParallel holds memory for all gradients throughout.
+- The operators are the CPU's and the layers' eager ones. Fused layers on CUDA need less temporary memory; autocast has
+  a list of its own for each kind of device; memory inside operators is not seen; `trainer.compile` is not planned.
+"""
+
+
+def markdown(result: dict, picture: str, cards_gb: Sequence[int]) -> str:
+    """The page's text."""
+    sections = [
+        *_table_3(result["fits"], result["arguments"]["budget"]),
+        *_one_device(result["one_device"], result["reserved"]),
+        *_cards(result["cards"], result["reserved"], cards_gb),
+        *_claims(result["claims"], result["arguments"]["budget"]),
+        *["", f"![memory of experiments by category, and crops that fit by memory]({picture})"],
+        *_experiments(result["experiments"]),
+    ]
+    about = f"{len(result['experiments'])} experiments"
+    return page_text(result, "Planned memory of the papers' experiments", about, sections, METHOD)
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.2f}"
+
+
+def _table_3(fits: list[dict], budget: str) -> Iterator[str]:
+    yield from ["", "## Table 3: what fits", ""]
+    yield (
+        f"Crops of a minibatch on four devices of {budget}: the most of the column's size (fixed crop), or as many of "
+        "the largest size, a multiple of 8 (fixed batch). The percentage is the pixels of a minibatch that in-place "
+        "norms add. *Exact from … to* is the memory for tensors with which the planner would choose just what the "
+        "paper chose: from the memory that its choice needs, to that of one crop more on each device, or of crops 8 "
+        "pixels larger."
+    )
+    yield ""
+    titles = ["", "", "norm", "planned", "", "published", "", "exact from", "to, GiB"]
+    yield from table(titles, _fit_rows(fits), left=3)
+
+
+def _fit_rows(fits: list[dict]) -> Iterator[list[str]]:
+    standard: dict = {}
+    for row in fits:
+        if row["norm"] == "std":
+            standard = row
+        cells = [TITLES[row["column"]], FIT_TITLES[row["fit"]], row["norm"]]
+        for of in ("", "paper_"):
+            crops, size = row[f"{of}crops"], row[f"{of}crop_size"]
+            more = crops * size**2 / (standard[f"{of}crops"] * standard[f"{of}crop_size"] ** 2) - 1
+            cells += [f"{crops} x {size}²", f"{more:+.0%}" if row["norm"] != "std" else ""]
+        yield [*cells, _gib(row["paper_peak"]), _gib(row["larger_peak"])]
+
+
+def _one_device(rows: list[dict], reserved: int) -> Iterator[str]:
+    yield from ["", "## A minibatch of Tables 3 and 4 on one device", ""]
+    yield (
+        f"The least memory of a device, GiB, on which the whole minibatch fits, so that norms see all crops without "
+        f"synchronisation; {_gib(reserved)} of it are CUDA's own. In each cell: float32 / bfloat16."
+    )
+    yield ""
+    networks: dict[tuple, dict[str, list[str]]] = {}
+    for row in rows:
+        combination, _, precision = row["combination"].rpartition(", ")
+        cells = networks.setdefault((row["network"], row["crops"], row["crop_size"]), {})
+        cells.setdefault(combination, []).append(f"{(row['peak'] + reserved) / GIB:.1f}")
+    titles = ["", "crops", *_columns(networks.values())]
+    lines = [
+        [TITLES[name], f"{crops} x {size}²", *(" / ".join(cells) for cells in found.values())]
+        for (name, crops, size), found in networks.items()
+    ]
+    yield from table(titles, lines, left=2)
+
+
+def _columns(rows: Iterable[dict[str, list[str]]]) -> list[str]:
+    return list(next(iter(rows)))
+
+
+def _cards(rows: list[dict], reserved: int, cards_gb: Sequence[int]) -> Iterator[str]:
+    yield from ["", "## Crops on devices of 8 to 141 GB", ""]
+    worst = max(abs(row["error"]) for row in rows)
+    yield (
+        f"The most crops on one device, from a line through the memory of 4 and 16 crops, which misses that of 64 by "
+        f"{worst:.1%} at most. GB are 10⁹ bytes."
+    )
+    for network in dict.fromkeys(row["network"] for row in rows):
+        own = [row for row in rows if row["network"] == network]
+        yield from ["", f"{TITLES[network]}, {own[0]['crop_size']}²:", ""]
+        lines = [[row["combination"], *(str(crops_on(row, gb, reserved) or "–") for gb in cards_gb)] for row in own]
+        yield from table(["", *map(str, cards_gb)], lines)
+
+
+def crops_on(row: dict, gigabytes: float, reserved: int) -> int:
+    """The crops that fit on a device by the line of a row; 0 if none do."""
+    return max(0, int((gigabytes * 10**9 - reserved - row["base"]) // row["each"]))
+
+
+def _claims(rows: list[dict], budget: str) -> Iterator[str]:
+    yield from ["", "## RevNet's claims", ""]
+    yield (
+        f"The most ImageNet images of 224² on one device of {budget}, standard norms in float32; the paper (section 7) "
+        "had TensorFlow of 2017 on devices of the same size."
+    )
+    yield ""
+    lines = [[row["network"], str(row["images"]), PUBLISHED_CLAIMS[row["network"]]] for row in rows]
+    yield from table(["", "images", "published"], lines)
+
+
+def _experiments(rows: list[dict]) -> Iterator[str]:
+    yield from ["", "## Every experiment", ""]
+    yield "Memory of one device, GiB, and what of it autograd keeps for the backward pass."
+    yield ""
+    lines = [
+        [
+            row["experiment"],
+            str(row["devices"]),
+            f"{row['share']} x {row['crop_size']}²",
+            _gib(row["peak"]),
+            _gib(row["kept"]),
+            row["place"],
+        ]
+        for row in rows
+    ]
+    yield from table(["experiment", "devices", "crops on each", "memory", "kept", "most in"], lines)
+
+
+def chart(result: dict) -> Figure:
+    """Memory by category beside the crops that fit by memory."""
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _bars(left, [row for row in result["experiments"] if row["experiment"].startswith(("table3/", "table4/"))])
+    _lines(right, result["cards"], result["reserved"])
+    return figure
+
+
+def _bars(axes: Axes, rows: list[dict]) -> None:
+    names = [row["experiment"] for row in rows][::-1]
+    start = [0.0] * len(rows)
+    for category, colour in CATEGORIES.items():
+        sizes = [row["at_peak"].get(category, 0) / GIB for row in rows][::-1]
+        if any(sizes):
+            axes.barh(names, sizes, left=start, color=colour, label=category)
+        start = [a + b for a, b in zip(start, sizes, strict=True)]
+    axes.tick_params(axis="y", labelsize=7)
+    axes.set_xlabel("GiB of tensors on each of four devices, at the peak")
+    axes.legend(fontsize=7)
+
+
+def _lines(axes: Axes, rows: list[dict], reserved: int) -> None:
+    chosen = [row for row in rows if row["network"] == rows[0]["network"]]
+    colours = ["#000000", "#0072B2", "#999999", "#56B4E9", "#D55E00"]
+    gigabytes = [6, *range(8, 81, 2)]
+    for number, row in enumerate(chosen):
+        crops = [crops_on(row, gb, reserved) for gb in gigabytes]
+        style = "--" if row["combination"].endswith("bfloat16") else "-"
+        axes.plot(gigabytes, crops, style, color=colours[number // 2 % len(colours)], label=row["combination"])
+    axes.set_xlabel("GB of the device")
+    axes.set_ylabel(f"crops of {chosen[0]['crop_size']}² that fit: {TITLES[chosen[0]['network']]}")
+    axes.set_yscale("log", base=2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
