@@ -1,5 +1,6 @@
 """Running a command for its user: configuration, --help, exit statuses and error messages."""
 
+import difflib
 import os
 import re
 import shlex
@@ -125,11 +126,16 @@ def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str,
 
 
 def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:
-    """Raise ValueError for a choice that exists, but for another command."""
+    """Raise ValueError for a choice that does not exist, or only for another command."""
     for group, choice in re.findall(r"^\+?(\w+)=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE):
+        if not (configs / group).is_dir() or choice == "null":
+            continue
         fitting = choices(group, schema, configs)
         if (configs / group / f"{choice}.yaml").is_file() and choice not in fitting:
             raise ValueError(f"{group}={choice} is for another command: expected one of {', '.join(fitting)}")
+        if choice not in fitting:
+            nearest = difflib.get_close_matches(choice, fitting, n=5, cutoff=0)
+            raise ValueError(f"{group}={choice}: there is no such choice; the nearest are {', '.join(nearest)}")
 
 
 @contextmanager

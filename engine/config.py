@@ -35,11 +35,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     """
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
-        group, _, name = missing[0].rpartition(".")
-        kind: Any = OmegaConf.get_type(values, group) if group else schema
-        entries = {entry.name: entry for entry in fields(kind)}
-        advice = entries[name].metadata.get("if_missing") or f"give {missing[0]}=… on the command line"
-        raise ValueError(f"{missing[0]} has no value: {advice}")
+        raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
     config = _instance(values, schema)
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass

@@ -27,13 +27,13 @@ from engine import config as configuration
 from engine.classification.evaluation import Counts, class_logits
 from engine.distributed import World
 from engine.forward import Forward
-from engine.loop import train_step
 from engine.metrics_logger import MetricsLogger
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import Preempted
+from engine.training_step import train_step
 from eval import evaluate
 from models.bodies import resnext101
 from models.layers import ABN

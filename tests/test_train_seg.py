@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datasets import synthetic
 from engine import checkpoint
-from tests.runs import REPOSITORY, SHORT, command, composed, run
+from tests.runs import REPOSITORY, SHORT, command, composed, run, run_config
 from train_seg import train
 
 
@@ -284,3 +284,13 @@ def test_a_training_evaluates_batches(tmp_path, monkeypatch):
 def test_trains_on_a_gpu(tmp_path, precision):
     results = train_short(tmp_path, "trainer.steps=3", "trainer.device=cuda", f"trainer.precision={precision}")
     assert results["images"] == 2 and "NVIDIA" in results["environment"]["hardware"]
+
+
+def test_a_full_network_from_random_weights_says_so(tmp_path, monkeypatch):
+    assert run_config("init.weights=FILE").random_weights_advice(50_000_000) is None
+    monkeypatch.setattr("engine.schema.segmentation._FEWEST_OF_A_FULL_NETWORK", 1000)
+    said = "starts from random weights, but the papers' runs with this learning rate start from a body"
+    train_short(tmp_path, "trainer.steps=1")
+    assert (tmp_path / "log.txt").read_text().count(said) == 1
+    train_short(tmp_path, "trainer.steps=1", "resume=auto")  # it has ended, and starts nothing
+    assert (tmp_path / "log.txt").read_text().count(said) == 1

@@ -27,7 +27,6 @@ from engine.build.network import forward
 from engine.build.segmentation import loss, segmentation_network
 from engine.console import logger
 from engine.learner import Learner
-from engine.loop import Loss
 from engine.memory_plan import largest_crop, most_crops
 from engine.memory_trace import Trace, traced
 from engine.peak_memory import peak_memory_mib
@@ -36,6 +35,7 @@ from engine.schema.data import CocoStuffData, Data, SegmentationData
 from engine.schema.memory import Memory
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+from engine.training_step import Loss
 from engine.weight_average import WeightAverage
 
 Config = TypeVar("Config", bound=TrainingRun)

@@ -36,7 +36,6 @@ def key(
     free_on_resume: bool = False,
     per_machine: bool = False,
     task: str | None = None,
-    if_missing: str | None = None,
 ) -> T:
     """A key with a default. Bounds hold for every number in a list; None (null) is always allowed.
 
@@ -47,13 +46,10 @@ def key(
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
         per_machine: ranks may have different values too.
         task: the only task that has the key, see `refuse_other_tasks`.
-        if_missing: what to give where an experiment leaves the key open (???).
     """
     bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
-    return field(
-        default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task, "if_missing": if_missing}
-    )
+    return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task})
 
 
 def refuse_other_tasks(config: Keys, task: str, source: str, prefix: str = "") -> None:

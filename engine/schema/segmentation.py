@@ -22,7 +22,8 @@ def evaluation_memory_advice(key: str = "", batch_size: int = 1) -> str:
     )
 
 
-_LARGE = 20_000_000  # parameters: the papers' networks have more, those that we train from scratch have fewer
+# Parameters. The papers' segmentation networks have more, the small ones that are trained from scratch have fewer.
+_FEWEST_OF_A_FULL_NETWORK = 20_000_000
 
 
 @dataclass
@@ -74,7 +75,7 @@ class SegmentationRun(TrainingRun):
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def random_weights_advice(self, parameters: int) -> str | None:
-        if self.init.weights is not None or parameters < _LARGE:
+        if self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
             return None
         return (
             "this network starts from random weights, but the papers' runs with this learning rate start from a body "

@@ -52,12 +52,7 @@ class Init:
     """The initial weights; random without a file."""
 
     # A checkpoint of this project, or a file of the format below.
-    weights: str | None = key(
-        None,
-        if_missing="this experiment starts from a trained body: give init.weights=FILE, a checkpoint of "
-        "train_imagenet.py or a file in init.format, or init.weights=null to start from random weights, which needs "
-        "more epochs and a higher learning rate",
-    )
+    weights: str | None = None
     # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names; released: a
     # checkpoint of the in-place ABN release; torchvision: the state dict of a ResNet.
     format: str | None = key(None, one_of=("standard_bn", "released", "torchvision"))

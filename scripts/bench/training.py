@@ -19,7 +19,8 @@ from engine.schema.keys import key
 
 from . import frame
 from .elsewhere import Elsewhere
-from .training_steps import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Overhead, Switch, Training
+from .training_steps import Overhead, Training
+from .training_switches import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Switch
 
 PARTS = ("overhead", *GROUPS)
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only

@@ -10,7 +10,8 @@ from scripts.bench import training
 from scripts.bench.elsewhere import Elsewhere
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS
 from scripts.bench.training import TrainingArguments, code, ratio, spread, targets
-from scripts.bench.training_steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
+from scripts.bench.training_steps import Overhead, Training, composed
+from scripts.bench.training_switches import DEFAULT, GROUPS, PLAIN, Switch
 from tests.bench.records import measured
 from tests.runs import REPOSITORY
 

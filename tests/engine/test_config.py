@@ -184,7 +184,7 @@ SEGMENTATION = {
     for (data, body), rows in TABLE_3.items()
     for row, numbers in zip(ROWS, rows, strict=True)
 } | {f"table4/{name}": numbers for name, numbers in TABLE_4.items()}
-FULL_NETWORKS = {  # parameters of body and head, and those of the classifier per class
+FULL_NETWORKS = {  # parameters without the classifier, which has 257 for each class
     "resnext101": 56_393_299 - 257 * 19,
     "resnext152": 71_650_899 - 257 * 19,
     "wrn38": 135_815_251 - 257 * 19,

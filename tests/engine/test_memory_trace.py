@@ -9,9 +9,9 @@ import torch
 from engine import build
 from engine.distributed import World
 from engine.learner import Learner
-from engine.loop import Loss, accumulate_gradients
 from engine.made_tensors import MadeTensors
 from engine.memory_trace import traced
+from engine.training_step import Loss, accumulate_gradients
 from scripts.bench.measuring import saved_for_backward
 from tests import runs
 

@@ -1,0 +1,164 @@
+"""The Markdown and the figures of `tables`."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from matplotlib.figure import Figure
+
+from scripts import papers
+from scripts.bench.frame import MIB, table
+
+if TYPE_CHECKING:
+    from scripts.tables import Finished
+
+GIB = 2**30
+SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
+VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
+NOTES = {
+    "table1": "The table's other two rows are evaluations of table2/resnext101_std_256.",
+    "table4": "The paper also quotes four networks of the LSUN 2017 winner on Vistas (PSPNet, 16 x 713²), which this "
+    "code does not train: 49.76; 50.28 with hybrid dilated convolutions; 51.50 with reweighted labels as well; 51.59 "
+    "when it also starts from Cityscapes.",
+    "memcnn": "Times in the papers are in the experiments' headers.",
+}
+
+
+class Row(NamedTuple):
+    """An experiment and its runs."""
+
+    experiment: str
+    runs: list[Finished]  # with its configuration
+    others: list[tuple[Finished, list[str]]]  # started as it, with changed keys
+    planned: int | None  # bytes on each device
+
+
+ABOUT = """Published scores, and the last checkpoint's of our runs: mean and standard deviation over seeds. A run counts
+if it has the configuration of its experiment. Memory is of one device: planned for its tensors
+([memory_plan](memory_plan.md)), and measured as the most that they took; of a run on a CPU, the most that the whole
+process took."""
+
+
+def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], unfinished: list[Path], out: Path) -> str:
+    """All tables. Links are relative to the folder `out`."""
+    lines = [ABOUT]
+    for name, rows in tables.items():
+        lines += ["", f"### {papers.TABLES[name]}", ""]
+        titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
+        lines += table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)
+        if name in NOTES:
+            lines += ["", NOTES[name]]
+        if others := [other for row in rows for other in row.others]:
+            lines += ["", "Runs that changed keys of their experiment, and so are not rows of it:", ""]
+            lines += [f"- {_link(run, out)}, with `{' '.join(changed)}`: {_score(run)}" for run, changed in others]
+        if runs := {run.folder: run for row in rows for run in [*row.runs, *(run for run, _ in row.others)]}:
+            lines += ["", *(_provenance(run, out) for run in runs.values())]
+            lines += ["", f"![validation score over steps, and scores of classes]({pictures[name]})"]
+    if unfinished:
+        lines += ["", "### Trainings that have not ended", "", *(f"- {_relative(path, out)}" for path in unfinished)]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, out: Path) -> Iterator[list[str]]:
+    """A line for every published evaluation of the experiment; one for its own score if nothing is published."""
+    published = papers.published(row.experiment)
+    evaluations = dict.fromkeys((entry.file, entry.source) for entry in published) or {("results", ""): None}
+    for number, (file, source) in enumerate(evaluations):
+        entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
+        found = [entry.score for entry in entries] or [row.runs[0].scores.best if row.runs else _own_score(row)]
+        about = " / ".join(SCORE_TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
+        ours = [_values(row.runs, file, score) for score in found]
+        difference = [
+            f"{statistics.mean(own) - entry.percent:+.2f}" for own, entry in zip(ours, entries, strict=False) if own
+        ]
+        yield [
+            row.experiment if not number else "",
+            about,
+            " / ".join(f"{entry.percent:.2f}" for entry in entries) or "–",
+            " / ".join(_mean(own) for own in ours if own) or ("not run" if not row.runs else "not evaluated"),
+            " / ".join(difference) or "–",
+            "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
+            _measured(row.runs) if not number else "",
+            _runs(row, out) if not number else "",
+        ]
+
+
+def _own_score(row: Row) -> str:
+    return "miou" if papers.all_experiments()[row.experiment] == "train_seg" else "top1"
+
+
+def _view(file: str) -> str:
+    """How an evaluation differs from the training's own, from the name of its results*.json."""
+    about = file.removeprefix("results")
+    views = {view: f", {words}" for view, words in VIEWS.items() if about.endswith(view)}
+    for view in views:
+        about = about.removesuffix(view)
+    activation = f", activation={about.removeprefix('_')}" if about else ""
+    return "".join(views.values()) + activation
+
+
+def _values(runs: list[Finished], file: str, score: str) -> list[float]:
+    """The percentages of the runs that have the evaluation."""
+    found = (run.results if file == "results" else run.others.get(file.removeprefix("results_")) for run in runs)
+    return [100 * results[score] for results in found if results is not None]
+
+
+def _mean(values: list[float]) -> str:
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"
+
+
+def _measured(runs: list[Finished]) -> str:
+    return ", ".join(f"{run.peak_memory() * MIB / GIB:.2f}" for run in runs) or "–"
+
+
+def _runs(row: Row, out: Path) -> str:
+    if row.runs:
+        return ", ".join(_link(run, out) for run in row.runs)
+    shared = papers.sharing(row.experiment)
+    same = f"; the same training as {', '.join(shared)}" if shared else ""
+    return f"`{papers.command_of(row.experiment)}`{same}"
+
+
+def _link(run: Finished, out: Path) -> str:
+    return f"[{run.folder.parent.name}/{run.folder.name}]({_relative(run.folder / 'results.json', out)})"
+
+
+def _relative(path: Path, out: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
+
+
+def _score(run: Finished) -> str:
+    return f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
+
+
+def _provenance(run: Finished, out: Path) -> str:
+    environment = run.results["environment"]
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
+    return f"- {_link(run, out)}: {environment['hardware']}; {versions}; commit {environment['commit']}"
+
+
+def chart(runs: list[Finished]) -> Figure:
+    """Validation scores over steps beside the last checkpoint's scores of each class."""
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=(1, 2))
+    scores, classes = runs[0].scores, runs[0].classes()
+    width = 0.8 / len(runs)
+    for number, run in enumerate(runs):
+        steps, values = run.curve("val", run.scores.best)
+        label = f"{run.folder.parent.name}/{run.name}"
+        curves.plot(steps, [100 * value for value in values], label=label)
+        own = run.results[scores.of_classes]
+        if run.classes() == classes:
+            places = [index + (number - (len(runs) - 1) / 2) * width for index in range(len(classes))]
+            bars.bar(places, [100 * (own[name] or 0) for name in classes], width)
+    curves.set_xlabel("steps")
+    curves.set_ylabel(f"validation {scores.best_title}")
+    curves.legend(fontsize=7)
+    bars.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=7)
+    bars.set_ylabel(f"{scores.of_classes.replace('iou', 'IoU')} of each class, %")
+    return figure

@@ -1,0 +1,182 @@
+"""The papers' tables: what was published, which runs count, and the commands for the rest."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from scripts import papers, run_table, tables
+from scripts.run_table import RunTable
+from scripts.tables import END, START, Tables
+from tests.runs import REPOSITORY
+
+RESULTS = REPOSITORY / "docs" / "results"
+PAPERS = ("table1", "table2", "table3", "table4", "revnet", "memcnn")
+
+
+def written(tmp_path: Path, *runs: Path, before: str = f"{START}\n{END}\n") -> str:
+    """The page that `tables` makes of runs."""
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "README.md").write_text(before)
+    values = OmegaConf.structured(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out")))
+    return tables.write(values).read_text()
+
+
+@pytest.fixture
+def of_few_tables(monkeypatch):
+    """Composing every experiment takes half a minute."""
+    known = {name: entry for name, entry in papers.all_experiments().items() if name.startswith("cifar10/")}
+    monkeypatch.setattr(papers, "all_experiments", lambda: known)
+    monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
+
+
+def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **data: object) -> Path:
+    """A run of cifar10/resnet14 with another seed, score and keys of the data."""
+    shutil.copytree(RESULTS / "cifar10" / "inplace", folder)
+    results = json.loads((folder / "results.json").read_text())
+    results["config"]["seed"], results["top1"] = seed, score
+    results["config"]["data"].update(data)
+    (folder / "results.json").write_text(json.dumps(results))
+    *records, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
+    return folder
+
+
+def test_the_page_of_results_is_what_the_script_makes_of_the_runs(tmp_path):
+    shutil.copytree(RESULTS, tmp_path / "results")
+    page = tmp_path / "results" / "README.md"
+    tables.write(OmegaConf.structured(Tables(runs=[str(page.parent)], out=str(page.parent))))
+    assert page.read_text() == (RESULTS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("table", PAPERS)
+def test_every_row_has_a_published_score_and_a_command(table):
+    for name in papers.experiments_of(table):
+        assert papers.published(name), name
+        assert f"experiment={name}" in papers.command_of(name) and papers.devices_of(name) in (1, 4)
+
+
+def test_published_scores_are_read_from_the_headers():
+    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
+    assert papers.published("revnet/imagenet_revnet104") == [("top1", "results", 76.90, "")]
+    scores = papers.published("table1/resnext101_relu")
+    assert scores[0] == ("top1", "results", 77.74, "") and scores[-1] == (
+        "top5",
+        "results_leaky_relu_crop320",
+        94.25,
+        "",
+    )
+    sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
+    assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
+
+
+def test_rows_are_in_the_paper_s_order():
+    names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
+    assert names == ["std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch"]
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
+    copy_of_a_run(tmp_path / "runs" / "first", seed=0, score=0.88)
+    copy_of_a_run(tmp_path / "runs" / "second", seed=1, score=0.90)
+    copy_of_a_run(tmp_path / "runs" / "larger", seed=0, score=0.99, crops_per_minibatch=64)
+    shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "copy")  # counts once
+    text = written(tmp_path, tmp_path / "runs", before=f"# Mine\n{START}\nold\n{END}\nafter\n")
+    (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
+    assert " 89.00 ± 1.41 |" in row and "larger" not in row
+    assert "larger](../runs/larger/results.json), with `data.crops_per_minibatch=64`: top-1 99.00" in text
+    assert text.startswith(f"# Mine\n{START}\n") and text.endswith(f"{END}\nafter\n") and "\nold\n" not in text
+    assert (tmp_path / "out" / "table_cifar10.png").is_file()
+    (missing,) = [line for line in text.splitlines() if line.startswith("| cifar10/revnet38 |")]
+    assert " not run |" in missing and "`python train_imagenet.py experiment=cifar10/revnet38 data.root=DIR" in missing
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_planned_memory_comes_from_the_plan(tmp_path):
+    copy_of_a_run(tmp_path / "runs" / "run")
+    rows = [{"experiment": "cifar10/resnet14", "peak": 3 * 2**29}]
+    record = {"command": "python -m scripts.plan_experiments out=FILE.json", "experiments": rows}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "memory_plan.json").write_text(json.dumps(record))
+    assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
+    (tmp_path / "out" / "memory_plan.json").write_text(json.dumps({**record, "command": "python -m scripts.bench_abn"}))
+    with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.plan_experiments: .*bench_abn"):
+        written(tmp_path, tmp_path / "runs")
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_unusable_folders_are_named(tmp_path):
+    with pytest.raises(ValueError, match="runs: .*nowhere is not a folder"):
+        written(tmp_path, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"runs: there is no run directory \(with a config.yaml\) below .*empty"):
+        written(tmp_path, tmp_path / "empty")
+    with pytest.raises(ValueError, match="README.md has no lines '<!-- tables start -->' and '<!-- tables end -->'"):
+        written(tmp_path, RESULTS / "cifar10", before="# Mine\n")
+    run = copy_of_a_run(tmp_path / "runs" / "one")
+    other = copy_of_a_run(tmp_path / "runs" / "two", seed=1, score=0.8)
+    results = json.loads((other / "results.json").read_text())
+    results["accuracy"] = {"cat": 1.0}
+    (other / "results.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
+        written(tmp_path, tmp_path / "runs")
+    (run / "results.json").unlink()
+    assert "### Trainings that have not ended\n\n- ../runs/one\n" in written(tmp_path, tmp_path / "runs")
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        run_dir = Path(next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir="))
+        if "preact_resnet32" in str(run_dir) and len(commands) < 4:
+            return run_table.subprocess.CompletedProcess(command, 1)
+        run_dir.mkdir(parents=True)
+        (run_dir / "results.json").write_text("{}")
+        return run_table.subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(run_table.subprocess, "run", run)
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
+    arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "DIR"}, seeds=[0])
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments, dry_run=True))) == 0 and not commands
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 1
+    assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
+    assert all({"seed=0", "data.root=DIR", "resume=auto"} <= set(command) for command in commands)
+    assert "2 run, 0 had been run before, 1 failed" in capsys.readouterr().out
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
+    assert "1 run, 2 had been run before, 0 failed" in capsys.readouterr().out
+
+
+def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
+    arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
+    job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
+    assert job.command[:4] == ["torchrun", "--nproc-per-node", "4", "train_seg.py"] and not job.missing
+    assert "init.weights=FILE" in job.command and job.steps == 360 * (2975 // 20)
+    assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0, devices=4) == pytest.approx(
+        job.flops / 4e13 / 3600
+    )
+    missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
+    assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101: FILE}"]
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_missing_data_is_named_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
+    values = OmegaConf.structured(RunTable(table="cifar10", runs=str(tmp_path)))
+    with pytest.raises(ValueError, match=r"table=cifar10 needs roots=\{cifar10: DIR\}"):
+        run_table.run(values)
+    with pytest.raises(ValueError, match="table=table9: expected one of cifar10"):
+        run_table.run(OmegaConf.structured(RunTable(table="table9")))
+
+
+def test_operations_of_a_crop_are_counted():
+    """Those of ResNet-14's forward pass, three times: the gradients of inputs and weights take as many each."""
+    config = papers.configured_as("cifar10/resnet14")
+    forward = run_table.crop_flops(config) / 3
+    assert forward == pytest.approx(run_table.crop_flops(papers.configured_as("cifar10/resnet14", "norm=std")) / 3)
+    assert 5e7 < forward < 2e9
