@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path, PurePosixPath
 
 import hydra
@@ -110,9 +110,8 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
 def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
     file = configs / group / f"{choice}.yaml"
-    content = OmegaConf.load(file) if file.is_file() else None
-    for entry in content.get("defaults", []) if isinstance(content, DictConfig) else ():
-        if isinstance(entry, DictConfig):  # of an experiment, such as {"override /data": "camvid"}
+    for entry in _defaults(file) if file.is_file() else ():
+        if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
                 yield from _alternatives(str(other).split("/")[-1], str(name), configs)
         elif entry.startswith("/schema/"):
@@ -123,6 +122,13 @@ def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str,
             yield from _alternatives(other, name, configs)
         else:  # relative to the choice's folder
             yield from _alternatives(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
+
+
+@cache
+def _defaults(file: Path) -> list:
+    """The defaults list of a choice's file. Many choices share others, so each file is read once."""
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    return content.get("defaults", []) if isinstance(content, dict) else []
 
 
 def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:

@@ -27,7 +27,6 @@ from scripts.plan_memory import combinations
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
 FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
-CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
 CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
 LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
@@ -149,7 +148,7 @@ def _claims(budget: str) -> Iterator[dict]:
 def page(result: dict, picture: Path) -> str:
     """Make the page, and draw its chart to `picture`."""
     chart(result).savefig(picture, dpi=110)
-    return markdown(result, picture.name, CARDS_GB)
+    return markdown(result, picture.name)
 
 
 run, main = frame.benchmark("plan_experiments", PlanArguments, measure, page)

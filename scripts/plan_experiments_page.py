@@ -1,6 +1,6 @@
 """The page and the chart of `plan_experiments`, made from its record alone."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +16,7 @@ TITLES = {
     "cityscapes_resnext152": "Cityscapes, ResNeXt-152",
     "vistas_wrn38": "Vistas, WideResNet-38",
 }
+CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
 FIT_TITLES = {"batch": "fixed crop", "crop": "fixed batch"}
 CATEGORIES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart
     "weights": "#000000",
@@ -40,12 +41,12 @@ METHOD = """
 """
 
 
-def markdown(result: dict, picture: str, cards_gb: Sequence[int]) -> str:
+def markdown(result: dict, picture: str) -> str:
     """The page's text."""
     sections = [
         *_table_3(result["fits"], result["arguments"]["budget"]),
         *_one_device(result["one_device"], result["reserved"]),
-        *_cards(result["cards"], result["reserved"], cards_gb),
+        *_cards(result["cards"], result["reserved"]),
         *_claims(result["claims"], result["arguments"]["budget"]),
         *["", f"![memory of experiments by category, and crops that fit by memory]({picture})"],
         *_experiments(result["experiments"]),
@@ -109,7 +110,7 @@ def _columns(rows: Iterable[dict[str, list[str]]]) -> list[str]:
     return list(next(iter(rows)))
 
 
-def _cards(rows: list[dict], reserved: int, cards_gb: Sequence[int]) -> Iterator[str]:
+def _cards(rows: list[dict], reserved: int) -> Iterator[str]:
     yield from ["", "## Crops on devices of 8 to 141 GB", ""]
     worst = max(abs(row["error"]) for row in rows)
     yield (
@@ -119,8 +120,8 @@ def _cards(rows: list[dict], reserved: int, cards_gb: Sequence[int]) -> Iterator
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
         yield from ["", f"{TITLES[network]}, {own[0]['crop_size']}²:", ""]
-        lines = [[row["combination"], *(str(crops_on(row, gb, reserved) or "–") for gb in cards_gb)] for row in own]
-        yield from table(["", *map(str, cards_gb)], lines)
+        lines = [[row["combination"], *(str(crops_on(row, gb, reserved) or "–") for gb in CARDS_GB)] for row in own]
+        yield from table(["", *map(str, CARDS_GB)], lines)
 
 
 def crops_on(row: dict, gigabytes: float, reserved: int) -> int:

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from models.bodies import resnext101
 from scripts.recomputation_table import recomputation_table
 from scripts.strategy_table import (
@@ -49,6 +51,7 @@ def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
             assert abs(of_body["std"] / of_body[norm] - expected) < 0.005
 
 
+@pytest.mark.slow
 def test_the_page_states_what_checkpointed_blocks_cost():
     text = recomputation_table(resnext101, RECOMPUTED_NORMS)
     assert text in PAGE.read_text()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.command_line import composed
+from scripts import plan_experiments_page
 from scripts.bench import abn, abn_page, loader, networks, networks_page, training
 from scripts.bench.elsewhere import Elsewhere
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
@@ -16,7 +17,13 @@ from scripts.bench.measuring import peak_bytes
 from tests.runs import REPOSITORY
 
 RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
-PAGES = {"abn": abn_page.markdown, "loader": loader.page, "training": training.page, "networks": networks_page.markdown}
+PAGES = {
+    "abn": abn_page.markdown,
+    "loader": loader.page,
+    "memory": plan_experiments_page.markdown,
+    "networks": networks_page.markdown,
+    "training": training.page,
+}
 RECORDS = [path for name in PAGES for path in sorted((REPOSITORY / "docs" / "results").glob(f"{name}_*.json"))]
 
 

@@ -1,5 +1,7 @@
 """Configurations: every shipped one composes, builds and steps; wrong ones are refused, naming the key."""
 
+import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -19,6 +21,7 @@ from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.network import BODIES, NORMS, RevNetBody
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
+from engine.training_step import train_step
 from eval import evaluate
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from scripts.predict import predict
@@ -220,6 +223,34 @@ def test_segmentation_experiments_are_the_paper_s(name):
     assert sum(p.numel() for p in network.parameters()) == FULL_NETWORKS[body] + 257 * classes
 
 
+NARROW = {
+    "resnext": ("body.structure=[1,1,1,1]", "body.base_channels=[8,8,16]", "body.groups=2", "body.stem_channels=8"),
+    "wider_resnet": (
+        "body.structure=[1,1,1,1,1,1]",
+        "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]",
+        "body.stem_channels=8",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTATION)
+def test_narrowed_copies_of_segmentation_experiments_take_a_real_step(name):
+    torch.manual_seed(0)
+    body = NARROW["wider_resnet" if "wrn38" in name else "resnext"]
+    head = ("head.hidden_channels=8", "head.out_channels=8", "trainer.device=cpu")
+    config = run_config(f"experiment={name}", *body, *head, "data.crops_per_minibatch=2", "data.crop_size=64")
+    make = functools.partial(build.segmentation_network, config, build.classes_of(config.data))
+    learner = build.learner(config, make, runs.one_epoch(4), World())
+    before = copy.deepcopy(learner.network.state_dict())
+    minibatch = {
+        "image": torch.randint(0, 256, (2, 3, 64, 64), dtype=torch.uint8),
+        "label": torch.randint(0, build.classes_of(config.data), (2, 64, 64), dtype=torch.uint8),
+    }
+    loss, norm = train_step(learner, build.loss(config.loss, ignore_index=255), minibatch, 2, World())
+    assert 0 < loss < 20 and 0 < norm < math.inf
+    assert all(not torch.equal(before[key], value) for key, value in learner.network.named_parameters())
+
+
 def header(experiment: str) -> str:
     """The comment on top of an experiment's file."""
     text = (runs.REPOSITORY / "configs" / "experiment" / f"{experiment}.yaml").read_text()
@@ -376,17 +407,24 @@ def test_norm_choices_are_the_layers_of_figure_2(norm, cls, option):
     assert layer.sync and layer.backend == "eager"
 
 
+@functools.cache
+def shallow_bodies() -> list[SegmentationRun]:
+    """A configuration for every body, with one block per stage: deeper bodies only repeat these."""
+    different: list[SegmentationRun] = []
+    for body in choices("body"):
+        config = run_config(f"body={body}")
+        config.body.structure = [1] * len(config.body.structure)
+        if config.body not in [other.body for other in different]:
+            different.append(config)
+    return different
+
+
 @pytest.mark.parametrize("norm", OUR_NORMS)
 def test_every_norm_fits_every_body(norm):
-    different = []
-    for body in choices("body"):
-        config = run_config(f"norm={norm}", f"body={body}", "norm.sync=true")
-        config.body.structure = [1] * len(config.body.structure)  # deeper ones only repeat these blocks
-        if config.body in different:
-            continue
-        different.append(config.body)
+    chosen = run_config(f"norm={norm}", "norm.sync=true").norm
+    for config in shallow_bodies():
         with FakeTensorMode():
-            network = build.segmentation_network(config, classes=3)
+            network = build.segmentation_network(dataclasses.replace(config, norm=chosen), classes=3)
             network(torch.empty(2, 3, 64, 96)).square().mean().backward()
         assert all(parameter.grad is not None for parameter in network.parameters())
         assert all(module.sync for module in network.modules() if isinstance(module, ABN))
