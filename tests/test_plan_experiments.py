@@ -42,7 +42,7 @@ def test_table_3_is_redrawn():
 
 
 def test_memory_is_linear_in_crops():
-    assert all(abs(row["error"]) < 0.01 for row in RECORD["cards"])
+    assert all(abs(row["error"]) <= 0.02 for row in RECORD["cards"])
 
 
 @pytest.mark.parametrize("gigabytes, crops", [(1, 0), (2, 0), (3, 1), (3.999, 1), (4, 2)])
