@@ -133,8 +133,11 @@ def _defaults(file: Path) -> list:
 
 def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:
     """Raise ValueError for a choice that does not exist, or only for another command."""
+    if any(argument.startswith(("--config-dir", "-cd", "hydra.searchpath")) for argument in arguments):
+        return  # choices may lie elsewhere
+    groups = groups_of(schema)
     for group, choice in re.findall(r"^\+?(\w+)=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE):
-        if not (configs / group).is_dir() or choice == "null":
+        if not groups or group not in (*groups, "experiment", "debug") or choice == "null":
             continue
         fitting = choices(group, schema, configs)
         if (configs / group / f"{choice}.yaml").is_file() and choice not in fitting:

@@ -191,7 +191,8 @@ def opened(
             if directory.notice and world.first:
                 logger.warning(directory.notice)
             if run.resumed is None and world.first:
-                directory.config.write_text(f"# {command}\n{configuration.yaml(config)}", "utf-8", "backslashreplace")
+                head = f"# {command}\n# {world.size} x {world.device.type}\n"
+                directory.config.write_text(head + configuration.yaml(config), "utf-8", "backslashreplace")
             with world.first_goes_ahead() as first:
                 if data.verify and first:
                     verify_with_progress(run.train_set, run.console, verify, stops=data.on_error == "stop")

@@ -1,11 +1,12 @@
 """The papers' experiments: what was published, and which training each row is of."""
 
+import importlib
 import re
 from functools import cache
 from typing import NamedTuple
 
 from engine import config as configuration
-from engine.command_line import CONFIGS, choices, composed, declare
+from engine.command_line import CONFIGS, choices, composed
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
@@ -23,8 +24,10 @@ TABLES = {  # folders of configs/experiment
     "camvid": "CamVid, not in the papers",
     "cifar10": "CIFAR-10 in few steps, not in the papers",
 }
-# Keys in which two runs of one training may differ: where it starts, and its random numbers.
-FREE = ("seed", "init.weights")
+# Keys in which two runs of one training may differ: its random numbers, the file that it starts from, and how its
+# minibatch is computed, which `changed_keys` judges.
+FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
+WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 VIEWS = ("", "_ten_crop", "_crop320")  # of results*.json, as eval.py names them
 
@@ -39,17 +42,19 @@ class Published(NamedTuple):
 
 
 def experiments_of(table: str) -> list[str]:
-    """The experiments of a table, in the paper's order. Raises ValueError if there is no such table."""
+    """The experiments of a table, in the order of its rows. Raises ValueError if there is no such table."""
     names = [name for name in all_experiments() if name.startswith(f"{table}/")]
     if not names:
         raise ValueError(f"table={table}: expected one of {', '.join(TABLES)}")
     return sorted(names, key=_place)
 
 
-def _place(experiment: str) -> tuple[str, int, str]:
+def _place(experiment: str) -> tuple[str, int, list]:
     """The part of a table and the row in it, by the header's first sentence; experiments without a row come last."""
     found = re.search(rf"^# (Table .*?),? ?({'|'.join(ORDINALS)}) row", header(experiment), re.MULTILINE)
-    return (found[1], ORDINALS.index(found[2]), "") if found else ("~", 0, experiment)
+    if found:
+        return found[1].casefold(), ORDINALS.index(found[2]), []
+    return "~", 0, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", experiment)]
 
 
 @cache
@@ -61,14 +66,9 @@ def all_experiments() -> dict[str, str]:
 def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
     """The configuration of an experiment with overrides."""
     entry = all_experiments().get(experiment or "", "train_seg")
-    _declare(entry)
+    importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)
     return configuration.typed(composed(entry, "run_dir=unused", *chosen, *overrides), SCHEMAS[entry])
-
-
-@cache
-def _declare(entry: str) -> None:
-    declare(entry, SCHEMAS[entry])
 
 
 def header(experiment: str) -> str:
@@ -78,9 +78,10 @@ def header(experiment: str) -> str:
 
 
 def command_of(experiment: str) -> str:
-    """The command in an experiment's header."""
-    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*)$", header(experiment))
-    assert found is not None, experiment
+    """The command in an experiment's header, without its [optional] keys. ValueError: there is none."""
+    found = re.search(r"(?m)^# +((?:python|torchrun) .*experiment=\S+.*?)(?: \[.*\])*$", header(experiment))
+    if found is None:
+        raise ValueError(f"configs/experiment/{experiment}.yaml: expected its command in the comment on top")
     return found[1]
 
 
@@ -110,19 +111,43 @@ def published(experiment: str) -> list[Published]:
 
 
 def training_of(config: TrainingRun) -> dict[str, object]:
-    """{key: value}: what makes one training another than a second one."""
+    """The keys, with their values, that distinguish one training from another."""
     return {name: value for name, value in configuration.fixed(config).items() if name not in FREE}
 
 
-def changed_keys(config: TrainingRun, experiment: str) -> list[str]:
-    """key=value of the keys in which a run is another training than the experiment."""
+def changed_keys(config: TrainingRun, experiment: str, processes: int | None = None) -> list[str]:
+    """key=value of every key in which a run differs from its experiment.
+
+    Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header;
+    `processes`: of the run, if known.
+    """
     ours, theirs = training_of(config), _training(experiment)
-    return [f"{name}={value}" for name, value in ours.items() if name not in theirs or theirs[name] != value]
+    changed = [f"{name}={value}" for name, value in ours.items() if name not in theirs or theirs[name] != value]
+    if WEIGHTS in command_of(experiment) and config.init.weights is None:
+        changed.append("init.weights=null")
+    own, parts = _configuration(experiment), config.trainer.accumulation_steps
+    if processes is None:
+        if parts != own.trainer.accumulation_steps:
+            changed.append(f"trainer.accumulation_steps={parts}")
+    elif not changed and _crops_per_norm(config, processes) != _crops_per_norm(own, devices_of(experiment)):
+        changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
+    return changed
+
+
+def _crops_per_norm(config: TrainingRun, processes: int) -> int:
+    """The most crops that a norm sees at a time."""
+    among = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
+    return -(-config.data.crops_per_minibatch // among)
+
+
+@cache
+def _configuration(experiment: str) -> TrainingRun:
+    return configured_as(experiment)
 
 
 @cache
 def _training(experiment: str) -> dict[str, object]:
-    return training_of(configured_as(experiment))
+    return training_of(_configuration(experiment))
 
 
 def sharing(experiment: str) -> list[str]:

@@ -27,7 +27,7 @@ CATEGORIES = {  # Okabe and Ito's colours, which colour-blind readers can tell a
     "activations": "#E69F00",
     "temporary": "#D55E00",
 }
-PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "64; 128 with a second implementation", "RevNet-602": "“trains”"}
+PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
 
 METHOD = """
 - Each number comes from a training step that is traced on fake tensors, which have shapes but no memory: see

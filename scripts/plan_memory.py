@@ -11,6 +11,7 @@ keys are those of train_seg.py, or of train_imagenet.py for one of its experimen
 kept in the cache folder.
 """
 
+import difflib
 import re
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from engine import build
 from engine import config as configuration
-from engine.command_line import configured
+from engine.command_line import configured, errors_for_users
 from engine.console import make_console
 from engine.memory_trace import Trace
 from engine.schema.network import NORMS, Norm
@@ -33,6 +34,7 @@ from models.layers.activations import INVERTIBLE_ACTIVATIONS
 from scripts import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
+SMALL_NETWORK = 80_000_000  # bytes of parameters
 
 
 class Fit(NamedTuple):
@@ -49,13 +51,14 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     """Print the plan; return what fits. Raises ValueError if a key is wrong, or nothing fits."""
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
+    config.check_shares(devices)
     share, size = build.share_of(config, devices), config.data.crop_size
     trace = build.step_memory(config, share, size, devices)
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
     console.print(f"{share} crops of {size}x{size} pixels {each}: {build.gib(trace.peak)}, most in: {trace.place}")
     console.print(peak_table(trace))
     console.print(f"kept for the backward pass: {build.gib(sum(trace.saved.values()))}")
-    console.print(kept_table(trace, share // config.trainer.accumulation_steps * size**2))
+    console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
     budget, found = config.memory.available(), []
     if budget is not None:
         verdict = "fits" if trace.peak <= budget else "does not fit"
@@ -74,7 +77,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         f"In torch.autograd.graph.save_on_cpu(), a step would need {build.gib(host.peak)} on a device and move "
         f"{build.gib(host.moved)} to the host's memory and back."
     )
-    console.print("Temporary memory is of the eager layers; fused ones on CUDA need less.")
+    console.print("Temporary memory is that of the eager layers; CUDA's fused layers need less.")
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
@@ -145,16 +148,22 @@ def fit_table(found: list[Fit]) -> Table:
 
 
 def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
-    """The configuration with each combination of norm, recomputed blocks, precision and reversible body."""
-    reversible = papers.configured_as(None, "body=revnet104").body
+    """The configuration with each combination of norm, recomputed blocks, precision and reversible body.
+
+    Small networks get no reversible body: RevNet-104 would need more than they do.
+    """
+    changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
+    if not config.body.forgets_activations():
+        changes += [
+            ("std", "sqrt", config.body, "standard norms, trainer.recompute=sqrt"),
+            ("inplace", "sqrt", config.body, "in-place norms, trainer.recompute=sqrt"),
+        ]
+        data = config.data
+        if build.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
+            reversible = papers.configured_as(None, "body=revnet104").body
+            changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
     found = {}
-    for norm, recompute, body, about in (
-        ("std", "none", config.body, "standard norms"),
-        ("inplace", "none", config.body, "in-place norms"),
-        ("std", "sqrt", config.body, "standard norms, trainer.recompute=sqrt"),
-        ("inplace", "sqrt", config.body, "in-place norms, trainer.recompute=sqrt"),
-        ("inplace", "none", reversible, "in-place norms, body=revnet104"),
-    ):
+    for norm, recompute, body, about in changes:
         if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
             continue
         for precision in ("float32", "bfloat16"):
@@ -181,13 +190,24 @@ def _table(*columns: str) -> Table:
 
 
 def entry_of(arguments: list[str]) -> str:
-    """The entry whose keys the arguments are: train_seg, unless the experiment is another's."""
-    chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
-    return papers.all_experiments().get(chosen[1] if chosen else "", "train_seg")
+    """The entry whose keys the arguments are: train_seg, unless the experiment is another's.
+
+    Raises:
+        ValueError: there is no such experiment.
+    """
+    chosen, known = (
+        re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE),
+        papers.all_experiments(),
+    )
+    if chosen and chosen[1] not in known:
+        nearest = difflib.get_close_matches(chosen[1], known, n=5, cutoff=0)
+        raise ValueError(f"experiment={chosen[1]}: there is no such experiment; the nearest are {', '.join(nearest)}")
+    return known[chosen[1]] if chosen else "train_seg"
 
 
 def main() -> None:
-    entry = entry_of(sys.argv[1:])
+    with errors_for_users():
+        entry = entry_of(sys.argv[1:])
     schema = papers.SCHEMAS[entry]
 
     def run(values: DictConfig) -> None:

@@ -9,11 +9,12 @@ the others from running. Rows that are the same training run once. For the page:
 """
 
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
@@ -24,12 +25,13 @@ from engine import build
 from engine import config as configuration
 from engine.command_line import configured
 from engine.console import make_console
-from engine.schema.keys import key
+from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
+from engine.stopping import Preempted
 from scripts import papers
+from scripts.tables import Finished
 
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
-BODIES = ("resnext101", "resnext152", "wrn38")  # in names of experiments that start from trained weights
 
 
 @dataclass
@@ -37,12 +39,19 @@ class RunTable:
     table: str = MISSING  # a folder of configs/experiment
     dry_run: bool = False
     runs: str = "runs/tables"  # folder for the run directories
-    roots: dict[str, str] = field(default_factory=dict)  # {name of the data: data.root}
-    weights: dict[str, str] = field(default_factory=dict)  # {body, as experiments name it: init.weights}
+    roots: Any = None  # {name of the data: data.root}
+    weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])
     overrides: list[str] = field(default_factory=list)  # of every training; scripts.tables lists them as changed
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
+
+    def check(self) -> None:
+        """Raise ValueError for an impossible argument."""
+        for name in ("roots", "weights"):
+            given = getattr(self, name)
+            if not isinstance(given, (dict, type(None))):
+                raise ValueError(f"{name}={given}: expected {{NAME: PATH, …}}")
 
 
 class Job(NamedTuple):
@@ -50,6 +59,7 @@ class Job(NamedTuple):
 
     experiment: str
     seed: int
+    config: TrainingRun
     command: list[str]
     run_dir: Path
     missing: list[str]  # what the command needs and was not given
@@ -59,16 +69,22 @@ class Job(NamedTuple):
     def hours(self, tflops: float, devices: int) -> float:
         return self.flops / (tflops * 1e12 * devices) / 3600
 
-    @property
     def has_ended(self) -> bool:
-        return (self.run_dir / "results.json").is_file()
+        """Whether its run directory has results. ValueError: they are of another configuration."""
+        if not (self.run_dir / "results.json").is_file():
+            return False
+        run = Finished(self.run_dir)
+        if papers.training_of(run.typed) != papers.training_of(self.config):
+            raise ValueError(f"{self.run_dir} holds a run with other keys than these: give another folder as runs=")
+        return True
 
 
 def run(values: DictConfig) -> int:
     """List the trainings and run those that are missing; returns how many failed.
 
     Raises:
-        ValueError: there is no such table; or, before anything runs, data or weights are missing.
+        ValueError: there is no such table; a run directory holds another run; no training has its data and weights.
+        Preempted: SIGTERM stopped a training.
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
     jobs = list(jobs_of(arguments))
@@ -77,21 +93,43 @@ def run(values: DictConfig) -> int:
         console.print(shlex.join(job.command), soft_wrap=True, markup=False, highlight=False)
     if arguments.dry_run:
         return 0
-    waiting = [job for job in jobs if not job.has_ended]
-    if missing := sorted({entry for job in waiting for entry in job.missing}):
-        raise ValueError(f"table={arguments.table} needs {'; '.join(missing)}")
+    waiting = [job for job in jobs if not job.has_ended()]
+    ready = [job for job in waiting if not job.missing]
+    lacking = sorted({entry for job in waiting for entry in job.missing})
+    if waiting and not ready:
+        raise ValueError(f"table={arguments.table} needs {'; '.join(lacking)}")
     failed = []
-    for job in waiting:
-        console.print(f"[bold]{job.experiment}, seed {job.seed}[/bold]")
-        code = subprocess.run(job.command, cwd=papers.REPOSITORY, check=False).returncode
-        if code:
+    for job in ready:
+        console.print(f"{job.experiment}, seed {job.seed}", style="bold")
+        if code := _finished(job.command):
             failed.append(job)
-            console.print(f"[red]failed with exit code {code}; its log: {job.run_dir / 'log.txt'}[/red]")
-    done = len(waiting) - len(failed)
+            console.print(f"failed with exit code {code}; see {job.run_dir}", style="red")
+    done = len(ready) - len(failed)
     console.print(f"{done} run, {len(jobs) - len(waiting)} had been run before, {len(failed)} failed")
     for job in failed:
         console.print(f"failed: {job.experiment}, seed {job.seed}")
+    if lacking:
+        console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(lacking)}")
     return len(failed)
+
+
+def _finished(command: list[str]) -> int:
+    """Run a training and return its exit status. A SIGTERM goes on to it, and Preempted is raised when it has ended."""
+    with subprocess.Popen(command, cwd=papers.REPOSITORY) as training:
+        stopped = []
+
+        def stop(number: int, _: object) -> None:
+            stopped.append(number)
+            training.send_signal(number)
+
+        before = signal.signal(signal.SIGTERM, stop)
+        try:
+            status = training.wait()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if stopped:
+        raise Preempted("the training was stopped")
+    return status
 
 
 def jobs_of(arguments: RunTable) -> list[Job]:
@@ -110,22 +148,23 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     config = papers.configured_as(experiment, *arguments.overrides)
     devices, run_dir = _devices(experiment, arguments), Path(arguments.runs) / experiment / f"seed{seed}"
     entry, missing = papers.all_experiments()[experiment], []
-    options = [f"experiment={experiment}", f"seed={seed}", f"run_dir={run_dir.resolve()}", "resume=auto"]
-    if config.data.name in arguments.roots:
-        options.append(f"data.root={arguments.roots[config.data.name]}")
+    options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
+    roots, weights = arguments.roots or {}, arguments.weights or {}
+    if config.data.name in roots:
+        options.append(override("data.root", roots[config.data.name]))
     elif config.data.name not in DRAWN:
         missing.append(f"roots={{{config.data.name}: DIR}}")
-    if "init.weights=FILE" in papers.command_of(experiment):
-        body = next(name for name in BODIES if name in experiment)
-        if body in arguments.weights:
-            options.append(f"init.weights={arguments.weights[body]}")
+    if papers.WEIGHTS in papers.command_of(experiment):
+        fitting = sorted((name for name in weights if name in experiment), key=len)
+        if fitting:
+            options.append(override("init.weights", weights[fitting[-1]]))
         else:
-            missing.append(f"weights={{{body}: FILE}}")
-    start = ["torchrun", "--nproc-per-node", str(devices)] if devices > 1 else [sys.executable]
+            missing.append(f"weights={{{experiment.split('/')[1]}: FILE}}")
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = build.schedule_of(config, build.training_images(config.data)).total_steps
     flops = steps * config.data.crops_per_minibatch * crop_flops(config)
-    command = [*start, f"{entry}.py", *options, *arguments.overrides]
-    return Job(experiment, seed, command, run_dir, missing, steps, flops)
+    command = [sys.executable, *start, f"{entry}.py", *options, *arguments.overrides]
+    return Job(experiment, seed, config, command, run_dir, missing, steps, flops)
 
 
 def _devices(experiment: str, arguments: RunTable) -> int:
@@ -152,9 +191,9 @@ def job_table(jobs: list[Job], arguments: RunTable) -> Table:
     table.add_column("", overflow="fold")
     for job in jobs:
         devices = _devices(job.experiment, arguments)
-        state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"
-        cells = [f"{job.experiment}, seed {job.seed}", str(devices), f"{job.steps:,}", f"{job.flops / 1e18:.2f}"]
-        table.add_row(*cells, f"{job.hours(arguments.tflops, devices):.1f}", state)
+        state = "has ended" if job.has_ended() else "needs " + "; ".join(job.missing) if job.missing else "to run"
+        cells = [f"{job.experiment}, seed {job.seed}", str(devices), f"{job.steps:,}", f"{job.flops / 1e18:.3g}"]
+        table.add_row(*cells, f"{job.hours(arguments.tflops, devices):.3g}", state)
     return table
 
 

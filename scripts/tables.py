@@ -2,17 +2,17 @@
 
     python -m scripts.tables runs=[docs/results] out=docs/results
 
-`runs`: folders in which run directories lie, at any depth. Writes the tables into OUT/README.md, between its lines
-"tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it has the
-same configuration; other runs are listed with the keys that they changed. OUT/memory_plan.json
-(scripts.plan_experiments) gives the planned memory.
+`runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
+its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it
+has the same configuration; other runs are listed with the keys that they changed. `plan`, a record of
+scripts.plan_experiments, gives the planned memory.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from omegaconf import DictConfig
 
@@ -21,15 +21,16 @@ from engine.checkpoint_migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.command_line import configured
 from scripts import papers
 from scripts.compare_runs import Run
-from scripts.tables_page import Row, as_markdown, chart
+from scripts.tables_page import Row, as_markdown, chart, runs_of
 
 START, END = "<!-- tables start -->", "<!-- tables end -->"
 
 
 @dataclass
 class Tables:
-    runs: list[str] = field(default_factory=lambda: ["docs/results"])  # folders that hold run directories
+    runs: Any = "docs/results"  # folder that holds run directories, or a list of such folders
     out: str = "docs/results"  # folder
+    plan: str = "docs/results/memory_plan.json"  # record of scripts.plan_experiments
 
 
 class Finished(Run):
@@ -44,6 +45,8 @@ class Finished(Run):
         self.typed = configuration.from_plain(config, papers.SCHEMAS[self.task], f"{folder}")
         named = re.search(r"experiment=([\w/.-]+)", self.command)
         self.experiment = named[1] if named else None  # that it was started as
+        processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
+        self.processes = int(processes[1]) if processes else None  # None: of an older version
 
     def classes(self) -> list[str]:
         return list(self.results[self.scores.of_classes])
@@ -58,24 +61,30 @@ def write(values: DictConfig) -> Path:
     _, _, after = rest.partition(END)
     if not after:
         raise ValueError(f"out={out}: {page} has no lines {START!r} and {END!r}, between which the tables would go")
-    runs, unfinished = found_runs(arguments.runs)
-    planned = planned_memory(out / "memory_plan.json")
+    runs, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs)
+    planned = planned_memory(Path(arguments.plan))
     tables = {table: rows_of(table, runs, planned) for table in papers.TABLES}
+    in_rows = {run.folder for rows in tables.values() for row in rows for run in row.runs}
+    for rows in tables.values():  # a run may be another row than the one that it was started as
+        for row in rows:
+            row.others[:] = [(run, changed) for run, changed in row.others if run.folder not in in_rows]
+    shown = in_rows | {run.folder for rows in tables.values() for row in rows for run, _ in row.others}
+    left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
+    out.mkdir(parents=True, exist_ok=True)
     pictures = {}
     for table, rows in tables.items():
-        counted = [run for row in rows for run in [*row.runs, *(run for run, _ in row.others)]]
-        if counted:
+        if counted := runs_of(rows):
             pictures[table] = f"table_{table}.png"
             chart(counted).savefig(out / pictures[table], dpi=110)
-    text = as_markdown(tables, pictures, unfinished, out)
+    text = as_markdown(tables, pictures, left_out, out)
     page.write_text(f"{before}{START}\n{text}\n{END}{after}")
     return page
 
 
-def found_runs(folders: list[str]) -> tuple[list[Finished], list[Path]]:
-    """The runs below folders, and the run directories whose training has not ended."""
+def found_runs(folders: list[str]) -> tuple[list[Finished], dict[Path, str]]:
+    """The runs below folders, and run directories that cannot be read, with the reason."""
     finished: dict[str, Finished] = {}  # by its records, as a page may hold a copy of another page's run
-    unfinished = []
+    left_out = {}
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"runs: {folder} is not a folder")
@@ -83,26 +92,33 @@ def found_runs(folders: list[str]) -> tuple[list[Finished], list[Path]]:
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
         for path in found:
-            if (path / "results.json").is_file():
+            if not (path / "results.json").is_file():
+                left_out[path] = "it has not ended"
+                continue
+            try:
                 run = Finished(path)
-                finished.setdefault(run.metrics, run)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
             else:
-                unfinished.append(path)
-    return list(finished.values()), unfinished
+                finished.setdefault(run.metrics, run)
+    return list(finished.values()), left_out
 
 
 def planned_memory(file: Path) -> dict[str, int]:
     """{experiment: bytes on each device} of a record of scripts.plan_experiments; empty without one.
 
     Raises:
-        ValueError: the file is another benchmark's.
+        ValueError: the file is another benchmark's, or damaged.
     """
     if not file.is_file():
         return {}
-    record = json.loads(file.read_text())
-    if "scripts.plan_experiments" not in record.get("command", ""):
-        raise ValueError(f"{file} is not a record of scripts.plan_experiments: it was made by {record.get('command')}")
-    return {row["experiment"]: row["peak"] for row in record["experiments"]}
+    try:
+        record = json.loads(file.read_text())
+        if "scripts.plan_experiments" not in record["command"]:
+            raise ValueError(f"it was made by {record['command']}")
+        return {row["experiment"]: row["peak"] for row in record["experiments"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"plan={file} is not a record of scripts.plan_experiments: {error}") from error
 
 
 def rows_of(table: str, runs: list[Finished], planned: dict[str, int]) -> list[Row]:
@@ -114,7 +130,7 @@ def rows_of(table: str, runs: list[Finished], planned: dict[str, int]) -> list[R
     rows = []
     for name in papers.experiments_of(table):
         own = [run for run in runs if run.task == papers.all_experiments()[name]]
-        changes = [(run, papers.changed_keys(run.typed, name)) for run in own]
+        changes = [(run, papers.changed_keys(run.typed, name, run.processes)) for run in own]
         counted = [run for run, changed in changes if not changed]
         for run in counted[1:]:
             if run.classes() != counted[0].classes():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scripts import papers
@@ -37,14 +38,20 @@ class Row(NamedTuple):
     planned: int | None  # bytes on each device
 
 
-ABOUT = """Published scores, and the last checkpoint's of our runs: mean and standard deviation over seeds. A run counts
+ABOUT = """Published scores beside those of our last checkpoints: mean and standard deviation over seeds. A run counts
 if it has the configuration of its experiment. Memory is of one device: planned for its tensors
-([memory_plan](memory_plan.md)), and measured as the most that they took; of a run on a CPU, the most that the whole
-process took."""
+([memory_plan](memory_plan.md)), and measured as their peak; on a CPU, measured memory is the peak of the whole
+process."""
 
 
-def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], unfinished: list[Path], out: Path) -> str:
-    """All tables. Links are relative to the folder `out`."""
+def runs_of(rows: list[Row]) -> list[Finished]:
+    """All runs of a table, each once."""
+    found = {run.folder: run for row in rows for run in [*row.runs, *(run for run, _ in row.others)]}
+    return list(found.values())
+
+
+def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out: dict[Path, str], out: Path) -> str:
+    """All tables. `left_out`: run directories that are in none, and why. Links are relative to the folder `out`."""
     lines = [ABOUT]
     for name, rows in tables.items():
         lines += ["", f"### {papers.TABLES[name]}", ""]
@@ -55,11 +62,12 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], unfinish
         if others := [other for row in rows for other in row.others]:
             lines += ["", "Runs that changed keys of their experiment, and so are not rows of it:", ""]
             lines += [f"- {_link(run, out)}, with `{' '.join(changed)}`: {_score(run)}" for run, changed in others]
-        if runs := {run.folder: run for row in rows for run in [*row.runs, *(run for run, _ in row.others)]}:
-            lines += ["", *(_provenance(run, out) for run in runs.values())]
+        if runs := runs_of(rows):
+            lines += ["", *(_provenance(run, out) for run in runs)]
             lines += ["", f"![validation score over steps, and scores of classes]({pictures[name]})"]
-    if unfinished:
-        lines += ["", "### Trainings that have not ended", "", *(f"- {_relative(path, out)}" for path in unfinished)]
+    if left_out:
+        lines += ["", "### Run directories that are in no table", ""]
+        lines += [f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items()]
     return "\n".join(lines)
 
 
@@ -139,26 +147,38 @@ def _score(run: Finished) -> str:
 def _provenance(run: Finished, out: Path) -> str:
     environment = run.results["environment"]
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
-    return f"- {_link(run, out)}: {environment['hardware']}; {versions}; commit {environment['commit']}"
+    seed, on = run.typed.seed, f"; {run.processes} processes" if (run.processes or 1) > 1 else ""
+    hardware, commit = environment["hardware"], environment["commit"]
+    return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
 
 
 def chart(runs: list[Finished]) -> Figure:
-    """Validation scores over steps beside the last checkpoint's scores of each class."""
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    curves, bars = figure.subplots(1, 2, width_ratios=(1, 2))
-    scores, classes = runs[0].scores, runs[0].classes()
+    """Validation scores over steps beside the last checkpoint's scores of each class; runs of other classes below."""
+    groups: dict[tuple[str, ...], list[Finished]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.classes()), []).append(run)
+    figure = Figure(figsize=(12, 4.2 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), 2, width_ratios=(1, 2), squeeze=False)
+    for (curves, bars), (classes, own) in zip(panels, groups.items(), strict=True):
+        _curves(curves, own)
+        _bars(bars, own, classes)
+    return figure
+
+
+def _curves(axes: Axes, runs: list[Finished]) -> None:
+    for run in runs:
+        steps, values = run.curve("val", run.scores.best)
+        axes.plot(steps, [100 * value for value in values], label=f"{run.folder.parent.name}/{run.name}")
+    axes.set_xlabel("steps")
+    axes.set_ylabel(f"validation {runs[0].scores.best_title}")
+    axes.legend(fontsize=7)
+
+
+def _bars(axes: Axes, runs: list[Finished], classes: tuple[str, ...]) -> None:
     width = 0.8 / len(runs)
     for number, run in enumerate(runs):
-        steps, values = run.curve("val", run.scores.best)
-        label = f"{run.folder.parent.name}/{run.name}"
-        curves.plot(steps, [100 * value for value in values], label=label)
-        own = run.results[scores.of_classes]
-        if run.classes() == classes:
-            places = [index + (number - (len(runs) - 1) / 2) * width for index in range(len(classes))]
-            bars.bar(places, [100 * (own[name] or 0) for name in classes], width)
-    curves.set_xlabel("steps")
-    curves.set_ylabel(f"validation {scores.best_title}")
-    curves.legend(fontsize=7)
-    bars.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=7)
-    bars.set_ylabel(f"{scores.of_classes.replace('iou', 'IoU')} of each class, %")
-    return figure
+        values = run.results[run.scores.of_classes]
+        places = [index + (number - (len(runs) - 1) / 2) * width for index in range(len(classes))]
+        axes.bar(places, [100 * (values[name] or 0) for name in classes], width)
+    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel(f"{runs[0].scores.of_classes.replace('iou', 'IoU')} of each class, %")

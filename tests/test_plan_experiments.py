@@ -41,6 +41,14 @@ def test_table_3_is_redrawn():
         assert norm == "std" or pixels > 1.35 * standard["crops"] * standard["crop_size"] ** 2
 
 
+def test_the_table_in_the_documentation_is_the_plan_s():
+    page = (REPOSITORY / "docs" / "results" / "memory_plan.md").read_text()
+    text = (REPOSITORY / "docs" / "memory.md").read_text()
+    section = text[text.index("## What fits on your device") : text.index("## Precision")]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert len(rows) == 8 and set(rows) <= set(page.splitlines())
+
+
 def test_memory_is_linear_in_crops():
     assert all(abs(row["error"]) <= 0.02 for row in RECORD["cards"])
 

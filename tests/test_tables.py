@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ def written(tmp_path: Path, *runs: Path, before: str = f"{START}\n{END}\n") -> s
     """The page that `tables` makes of runs."""
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "README.md").write_text(before)
-    values = OmegaConf.structured(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out")))
+    plan = str(tmp_path / "out" / "memory_plan.json")
+    values = OmegaConf.structured(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out"), plan=plan))
     return tables.write(values).read_text()
 
 
@@ -32,12 +35,12 @@ def of_few_tables(monkeypatch):
     monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
 
 
-def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **data: object) -> Path:
-    """A run of cifar10/resnet14 with another seed, score and keys of the data."""
+def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **changed: object) -> Path:
+    """A run of cifar10/resnet14 with another seed, score and keys."""
     shutil.copytree(RESULTS / "cifar10" / "inplace", folder)
     results = json.loads((folder / "results.json").read_text())
     results["config"]["seed"], results["top1"] = seed, score
-    results["config"]["data"].update(data)
+    results["config"].update(changed)
     (folder / "results.json").write_text(json.dumps(results))
     *records, last = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
@@ -47,7 +50,8 @@ def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **data: objec
 def test_the_page_of_results_is_what_the_script_makes_of_the_runs(tmp_path):
     shutil.copytree(RESULTS, tmp_path / "results")
     page = tmp_path / "results" / "README.md"
-    tables.write(OmegaConf.structured(Tables(runs=[str(page.parent)], out=str(page.parent))))
+    arguments = Tables(runs=str(page.parent), out=str(page.parent), plan=str(page.with_name("memory_plan.json")))
+    tables.write(OmegaConf.structured(arguments))
     assert page.read_text() == (RESULTS / "README.md").read_text()
 
 
@@ -81,7 +85,8 @@ def test_rows_are_in_the_paper_s_order():
 def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
     copy_of_a_run(tmp_path / "runs" / "first", seed=0, score=0.88)
     copy_of_a_run(tmp_path / "runs" / "second", seed=1, score=0.90)
-    copy_of_a_run(tmp_path / "runs" / "larger", seed=0, score=0.99, crops_per_minibatch=64)
+    data = json.loads((tmp_path / "runs" / "first" / "results.json").read_text())["config"]["data"]
+    copy_of_a_run(tmp_path / "runs" / "larger", score=0.99, data={**data, "crops_per_minibatch": 64})
     shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "copy")  # counts once
     text = written(tmp_path, tmp_path / "runs", before=f"# Mine\n{START}\nold\n{END}\nafter\n")
     (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
@@ -104,6 +109,9 @@ def test_planned_memory_comes_from_the_plan(tmp_path):
     (tmp_path / "out" / "memory_plan.json").write_text(json.dumps({**record, "command": "python -m scripts.bench_abn"}))
     with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.plan_experiments: .*bench_abn"):
         written(tmp_path, tmp_path / "runs")
+    (tmp_path / "out" / "memory_plan.json").write_text("[]")
+    with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.plan_experiments"):
+        written(tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.usefixtures("of_few_tables")
@@ -123,45 +131,88 @@ def test_unusable_folders_are_named(tmp_path):
     with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
         written(tmp_path, tmp_path / "runs")
     (run / "results.json").unlink()
-    assert "### Trainings that have not ended\n\n- ../runs/one\n" in written(tmp_path, tmp_path / "runs")
+    (other / "results.json").write_text("{")
+    config = json.loads((RESULTS / "cifar10" / "inplace" / "results.json").read_text())["config"]
+    copy_of_a_run(tmp_path / "runs" / "mine", optim={**config["optim"], "lr": 1e-9})
+    header, rest = (tmp_path / "runs" / "mine" / "config.yaml").read_text().split("\n", 1)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text(f"# python train_imagenet.py\n{rest}")
+    text = written(tmp_path, tmp_path / "runs")
+    assert "- ../runs/one: it has not ended\n- ../runs/two: it cannot be read (JSONDecodeError: " in text
+    assert "- ../runs/mine: it is of no experiment\n" in text
 
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
     commands = []
 
-    def run(command, **_):
+    def finished(command):
         commands.append(command)
         run_dir = Path(next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir="))
         if "preact_resnet32" in str(run_dir) and len(commands) < 4:
-            return run_table.subprocess.CompletedProcess(command, 1)
-        run_dir.mkdir(parents=True)
-        (run_dir / "results.json").write_text("{}")
-        return run_table.subprocess.CompletedProcess(command, 0)
+            return 1
+        name = run_dir.parent.name
+        source = {"resnet14": "cifar10/inplace", "revnet38": "revnet_cifar10/revnet38_seed0"}
+        shutil.copytree(RESULTS / source.get(name, "revnet_cifar10/resnet32_seed0"), run_dir)
+        return 0
 
-    monkeypatch.setattr(run_table.subprocess, "run", run)
+    monkeypatch.setattr(run_table, "_finished", finished)
     monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
-    arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "DIR"}, seeds=[0])
+    arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
     assert run_table.run(OmegaConf.structured(RunTable(**arguments, dry_run=True))) == 0 and not commands
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 1
     assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
-    assert all({"seed=0", "data.root=DIR", "resume=auto"} <= set(command) for command in commands)
+    assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
     assert "2 run, 0 had been run before, 1 failed" in capsys.readouterr().out
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
     assert "1 run, 2 had been run before, 0 failed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds a run with other keys than these: give another folder as runs="):
+        run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"])))
 
 
 def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path, monkeypatch):
     monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
     arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
     job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
-    assert job.command[:4] == ["torchrun", "--nproc-per-node", "4", "train_seg.py"] and not job.missing
-    assert "init.weights=FILE" in job.command and job.steps == 360 * (2975 // 20)
+    assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
+    assert 'init.weights="FILE"' in job.command and not job.missing and job.steps == 360 * (2975 // 20)
     assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0, devices=4) == pytest.approx(
         job.flops / 4e13 / 3600
     )
     missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
-    assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101: FILE}"]
+    assert missing == ["roots={coco_stuff: DIR}", "weights={coco_stuff_resnext101_std: FILE}"]
+
+
+def test_the_command_takes_folders_by_name(tmp_path):
+    options = [
+        "table=cifar10",
+        "dry_run=true",
+        f"runs={tmp_path}",
+        "roots={cifar10: DIR, cifar100: DIR}",
+        "weights={a: b}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.run_table", *options], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "overrides, processes, changed",
+    [
+        (["init.weights=FILE"], 4, []),
+        (["init.weights=FILE", "init.format=released", "seed=3", "trainer.recompute=sqrt"], 4, []),
+        ([], 4, ["init.weights=null"]),
+        (["init.weights=FILE"], 1, ["processes=1 trainer.accumulation_steps=1"]),
+        (["init.weights=FILE", "trainer.accumulation_steps=4"], 1, []),
+        (["init.weights=FILE", "trainer.accumulation_steps=2"], None, ["trainer.accumulation_steps=2"]),
+        (["init.weights=FILE", "norm.sync=true"], 4, ["norm.sync=True"]),
+        (["init.weights=FILE", "trainer.precision=bfloat16"], 4, ["trainer.precision=bfloat16"]),
+    ],
+)
+def test_what_makes_a_run_another_than_the_row(overrides, processes, changed):
+    config = papers.configured_as("table3/cityscapes_resnext101_std", *overrides)
+    assert papers.changed_keys(config, "table3/cityscapes_resnext101_std", processes) == changed
 
 
 @pytest.mark.usefixtures("of_few_tables")

@@ -122,3 +122,16 @@ def test_the_experiment_decides_whose_keys_are_taken():
     assert plan_memory.entry_of(["experiment=table2/wrn38_inplace_256"]) == "train_imagenet"
     assert plan_memory.entry_of(["experiment=table3/cityscapes_wrn38_std"]) == "train_seg"
     assert plan_memory.entry_of(["body=resnext_tiny"]) == "train_seg"
+    with pytest.raises(
+        ValueError, match="experiment=table2/wrn: there is no such experiment; the nearest are .*table2/wrn38"
+    ):
+        plan_memory.entry_of(["experiment=table2/wrn"])
+
+
+def test_a_reversible_body_is_planned_on_one_device(capsys):
+    values = runs.composed(
+        "train_seg", "run_dir=unused", *SMALL, "body=revnet_tiny", "memory.gpus=1", "data.crop_size=64"
+    )
+    plan_memory.plan(values, SegmentationRun)
+    printed = capsys.readouterr().out
+    assert "in-place norms, bfloat16" in printed and "sqrt" not in printed and "save_on_cpu" in printed
