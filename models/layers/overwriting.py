@@ -25,7 +25,7 @@ def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
     if (position := INPLACE.get(function)) is not None:
         return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
-    return "out" in kwargs or _writes(getattr(function, "__name__", ""))
+    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", ""))
 
 
 @cache
@@ -38,6 +38,7 @@ def _writes(name: str) -> bool:
 def overwritten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that such a call may write over."""
     first = args[0] if args else kwargs.get("input")
-    if isinstance(first, Tensor) and "out" not in kwargs:
+    out = kwargs.get("out")
+    if isinstance(first, Tensor) and out is None:
         return [first]
-    return [tensor for tensor in tree_leaves((first, kwargs.get("out"))) if isinstance(tensor, Tensor)]
+    return [tensor for tensor in tree_leaves((first, out)) if isinstance(tensor, Tensor)]

@@ -229,3 +229,21 @@ def test_a_part_of_a_concatenation_may_be_overwritten_under_other_hooks():
             a.relu_()
     expected = w.detach().cos() + 2 * (2 * w.detach()).cos()
     same([expected], list(torch.autograd.grad(y.sum(), w)))
+
+
+def test_an_output_that_is_not_given_is_not_written_over():
+    """`F.normalize` calls itself with out=None; Swin V2's attention normalises queries and keys."""
+
+    class CosineAttention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = self.linear(x).reshape(2, 5, 3, 8).permute(2, 0, 1, 3)
+            return (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)) @ v
+
+    plain, prepared = both(CosineAttention())
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    gradients = [torch.autograd.grad(network(x).square().sum(), network.parameters()) for network in (plain, prepared)]
+    same(*map(list, gradients))
