@@ -52,6 +52,16 @@ def test_costs_in_the_readme_are_those_of_the_records():
     for about in [about for about in written if "bytes per input pixel" in about]:
         for norm, value in zip(("std", "inplace"), written.pop(about), strict=True):
             assert re.search(rf"\| {norm} \|.*\b{value}\b", memory), about
+    plan = json.loads((RESULTS / "memory_plan.json").read_text())
+    first = {
+        row["combination"]: row["peak"]
+        for row in plan["one_device"]
+        if (row["network"], row["crops"], row["crop_size"]) == ("cityscapes_resnext101", 16, 512)
+    }
+    about_plan = [about for about in written if about.startswith("planned: ")]
+    for about, kind in zip(about_plan, ("float32", "trainer.recompute=sqrt, bfloat16"), strict=True):
+        for norm, value in zip(("standard", "in-place"), written.pop(about), strict=True):
+            assert f"{(first[f'{norm} norms, {kind}'] + plan['reserved']) / 2**30:.1f}" == value, about
     records = json.loads((RESULTS / "training_cpu_norms.json").read_text())["rows"]
     found = {row["switch"]: row for row in records if row["switch"] in ("norm=std", "default")}
     standard, inplace = found["norm=std"], found["default"]

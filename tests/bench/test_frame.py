@@ -127,7 +127,7 @@ def test_the_command_line_says_what_is_not_the_default(arguments, options):
         (
             "bench_training",
             ["parts=[all]"],
-            "parts=.*expected some of overhead, switches, data, norms, allocation, recompute, compile",
+            "parts=.*expected some of overhead, switches, data, norms, allocation, compile",
         ),
         ("bench_networks", ["device=cuda"], "PyTorch sees no CUDA device"),
         ("bench_networks", ["images=1"], "images=1: expected 2 or more"),
