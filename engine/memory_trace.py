@@ -66,7 +66,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
             "images": _bytes([minibatch["image"], minibatch["label"]]),
         }
         forward_ends = 0
-        host = _Offloaded() if offloaded else nullcontext()
+        host = _Offloaded()
         with _Places(network) as places, MadeTensors(places) as made:
 
             def marked(logits: Tensor, labels: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
                 forward_ends = len(made.changes)
                 return result
 
-            with host:
+            with host if offloaded else nullcontext():
                 accumulate_gradients(learner, marked, minibatch, len(minibatch["image"]), World())
             gradients = {made.number(p.grad) for p in network.parameters() if p.grad is not None}
             places.fixed = OPTIMIZER
@@ -83,7 +83,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
             learner.step(1.0)
         kept = _kept(learner, loss, minibatch)
     at_peak, place = _at_peak(resident, made.changes, forward_ends, gradients)
-    return Trace(at_peak, place, kept, _bytes(network.parameters()), moved=getattr(host, "bytes", 0))
+    return Trace(at_peak, place, kept, _bytes(network.parameters()), moved=host.bytes)
 
 
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:

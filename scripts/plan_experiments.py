@@ -19,14 +19,12 @@ from engine.memory_trace import Trace
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
-from engine.schema.training import TrainingRun
 from scripts import papers
 from scripts.bench import frame
-from scripts.plan_experiments_page import chart, markdown
+from scripts.plan_experiments_page import FITS, chart, markdown
 from scripts.plan_memory import combinations
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
-FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
 CARD_BODIES = ("cityscapes_resnext101_std", "cityscapes_wrn38_std")
 LINE = (4, 16, 64)  # crops: a line through the first two, checked at the third
 # The claims of RevNet's section 7.2. A unit has six layers: 2 + 6 * 100 are 602.
@@ -108,21 +106,16 @@ def _one_device() -> Iterator[dict]:
     """Each minibatch of Tables 3 and 4 as a whole on one device."""
     done = set()
     for name in papers.all_experiments():
-        if not name.startswith(("table3/", "table4/")):
+        if (network := re.match(r"table[34]/(\w+?_(resnext\d+|wrn\d+))_", name)) is None:
             continue
         config = papers.configured_as(name)
-        body, crops, size = name.split("/")[1].split("_inplace")[0].removesuffix("_std"), *_minibatch(config)
-        about = re.sub(r"_\d+(_sync)?(_cus)?$", "", body), crops, size
-        if about in done:
+        crops, size = config.data.crops_per_minibatch, config.data.crop_size
+        if (network[1], crops, size) in done:
             continue
-        done.add(about)
-        row = dict(zip(("network", "crops", "crop_size"), about, strict=True))
+        done.add((network[1], crops, size))
+        row = {"network": network[1], "crops": crops, "crop_size": size}
         for combination, changed in combinations(config).items():
             yield {**row, "combination": combination, "peak": build.step_memory(changed, crops, size).peak}
-
-
-def _minibatch(config: TrainingRun) -> tuple[int, int]:
-    return config.data.crops_per_minibatch, config.data.crop_size
 
 
 def _cards() -> Iterator[dict]:

@@ -17,7 +17,7 @@ TITLES = {
     "vistas_wrn38": "Vistas, WideResNet-38",
 }
 CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
-FIT_TITLES = {"batch": "fixed crop", "crop": "fixed batch"}
+FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
 CATEGORIES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart
     "weights": "#000000",
     "average": "#999999",
@@ -62,14 +62,13 @@ def _gib(count: float) -> str:
 def _table_3(fits: list[dict], budget: str) -> Iterator[str]:
     yield from ["", "## Table 3: what fits", ""]
     yield (
-        f"Crops of a minibatch on four devices of {budget}: the most of the column's size (fixed crop), or as many of "
-        "the largest size, a multiple of 8 (fixed batch). The percentage is the pixels of a minibatch that in-place "
-        "norms add. *Exact from … to* is the memory for tensors with which the planner would choose just what the "
-        "paper chose: from the memory that its choice needs, to that of one crop more on each device, or of crops 8 "
-        "pixels larger."
+        f"What fits on four devices of {budget}. *Fixed crop* keeps the crop size of the paper's first row and adds "
+        "crops. *Fixed batch* keeps the number of crops and enlarges them, in steps of 8 pixels. The percentage says "
+        "how many more pixels in-place norms allow in a minibatch. The last two columns check the assumed budget: the "
+        "planner chooses exactly what the paper chose if a device has between *from* and *to* GiB for tensors."
     )
     yield ""
-    titles = ["", "", "norm", "planned", "", "published", "", "exact from", "to, GiB"]
+    titles = ["", "", "norm", "planned", "", "published", "", "from", "to"]
     yield from table(titles, _fit_rows(fits), left=3)
     fixed_crop = [row for row in fits if row["fit"] == "batch"]
     exact = {
@@ -92,7 +91,7 @@ def _fit_rows(fits: list[dict]) -> Iterator[list[str]]:
     for row in fits:
         if row["norm"] == "std":
             standard = row
-        cells = [TITLES[row["column"]], FIT_TITLES[row["fit"]], row["norm"]]
+        cells = [TITLES[row["column"]], FITS[row["fit"]].replace("_", " "), row["norm"]]
         for of in ("", "paper_"):
             crops, size = row[f"{of}crops"], row[f"{of}crop_size"]
             more = crops * size**2 / (standard[f"{of}crops"] * standard[f"{of}crop_size"] ** 2) - 1
@@ -128,8 +127,8 @@ def _cards(rows: list[dict], reserved: int) -> Iterator[str]:
     yield from ["", "## Crops on devices of 8 to 141 GB", ""]
     worst = max(abs(row["error"]) for row in rows)
     yield (
-        f"The most crops on one device, from a line through the memory of 4 and 16 crops, which misses that of 64 by "
-        f"{worst:.1%} at most. GB are 10⁹ bytes."
+        f"How many crops fit on one device. The memory of 4 and of 16 crops gives a straight line, from which the "
+        f"table is computed; at 64 crops the line is off by {worst:.1%} at most. 1 GB is 10⁹ bytes."
     )
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
@@ -156,7 +155,7 @@ def _claims(rows: list[dict], budget: str) -> Iterator[str]:
 
 def _experiments(rows: list[dict]) -> Iterator[str]:
     yield from ["", "## Every experiment", ""]
-    yield "Memory of one device, GiB, and what of it autograd keeps for the backward pass."
+    yield "GiB on one device: *memory* is the peak, and *kept* is what autograd holds for the backward pass."
     yield ""
     lines = [
         [

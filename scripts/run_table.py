@@ -59,28 +59,20 @@ class Job(NamedTuple):
 
     experiment: str
     seed: int
-    config: TrainingRun
     command: list[str]
     run_dir: Path
     missing: list[str]  # what the command needs and was not given
+    has_ended: bool
+    devices: int
     steps: int
     flops: int  # of the whole training
 
-    def hours(self, tflops: float, devices: int) -> float:
-        return self.flops / (tflops * 1e12 * devices) / 3600
-
-    def has_ended(self) -> bool:
-        """Whether its run directory has results. ValueError: they are of another configuration."""
-        if not (self.run_dir / "results.json").is_file():
-            return False
-        run = Finished(self.run_dir)
-        if papers.training_of(run.typed) != papers.training_of(self.config):
-            raise ValueError(f"{self.run_dir} holds a run with other keys than these: give another folder as runs=")
-        return True
+    def hours(self, tflops: float) -> float:
+        return self.flops / (tflops * 1e12 * self.devices) / 3600
 
 
 def run(values: DictConfig) -> int:
-    """List the trainings and run those that are missing; returns how many failed.
+    """List the trainings of a table, run the missing ones, and return how many failed.
 
     Raises:
         ValueError: there is no such table; a run directory holds another run; no training has its data and weights.
@@ -93,7 +85,7 @@ def run(values: DictConfig) -> int:
         console.print(shlex.join(job.command), soft_wrap=True, markup=False, highlight=False)
     if arguments.dry_run:
         return 0
-    waiting = [job for job in jobs if not job.has_ended()]
+    waiting = [job for job in jobs if not job.has_ended]
     ready = [job for job in waiting if not job.missing]
     lacking = sorted({entry for job in waiting for entry in job.missing})
     if waiting and not ready:
@@ -146,7 +138,8 @@ def jobs_of(arguments: RunTable) -> list[Job]:
 def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     """The training of an experiment with one seed."""
     config = papers.configured_as(experiment, *arguments.overrides)
-    devices, run_dir = _devices(experiment, arguments), Path(arguments.runs) / experiment / f"seed{seed}"
+    devices = arguments.devices or papers.devices_of(experiment)
+    run_dir = Path(arguments.runs) / experiment / f"seed{seed}"
     entry, missing = papers.all_experiments()[experiment], []
     options = [f"experiment={experiment}", f"seed={seed}", override("run_dir", run_dir.resolve()), "resume=auto"]
     roots, weights = arguments.roots or {}, arguments.weights or {}
@@ -164,11 +157,16 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     steps = build.schedule_of(config, build.training_images(config.data)).total_steps
     flops = steps * config.data.crops_per_minibatch * crop_flops(config)
     command = [sys.executable, *start, f"{entry}.py", *options, *arguments.overrides]
-    return Job(experiment, seed, config, command, run_dir, missing, steps, flops)
+    return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config), devices, steps, flops)
 
 
-def _devices(experiment: str, arguments: RunTable) -> int:
-    return arguments.devices or papers.devices_of(experiment)
+def _has_ended(run_dir: Path, config: TrainingRun) -> bool:
+    """Whether a run directory has results. ValueError: they are of another configuration, or cannot be read."""
+    if not (run_dir / "results.json").is_file():
+        return False
+    if papers.training_of(Finished(run_dir).typed) != papers.training_of(config):
+        raise ValueError(f"{run_dir} holds a run with other keys than these: give another folder as runs=")
+    return True
 
 
 def crop_flops(config: TrainingRun) -> int:
@@ -190,10 +188,9 @@ def job_table(jobs: list[Job], arguments: RunTable) -> Table:
         table.add_column(column, justify="right")
     table.add_column("", overflow="fold")
     for job in jobs:
-        devices = _devices(job.experiment, arguments)
-        state = "has ended" if job.has_ended() else "needs " + "; ".join(job.missing) if job.missing else "to run"
-        cells = [f"{job.experiment}, seed {job.seed}", str(devices), f"{job.steps:,}", f"{job.flops / 1e18:.3g}"]
-        table.add_row(*cells, f"{job.hours(arguments.tflops, devices):.3g}", state)
+        state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"
+        cells = [f"{job.experiment}, seed {job.seed}", str(job.devices), f"{job.steps:,}", f"{job.flops / 1e18:.3g}"]
+        table.add_row(*cells, f"{job.hours(arguments.tflops):.3g}", state)
     return table
 
 

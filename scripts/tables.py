@@ -1,4 +1,4 @@
-"""Write every table of the papers with the published scores beside those of our runs:
+"""Write the papers' tables, with our scores beside the published ones:
 
     python -m scripts.tables runs=[docs/results] out=docs/results
 
@@ -8,6 +8,7 @@ has the same configuration; other runs are listed with the keys that they change
 scripts.plan_experiments, gives the planned memory.
 """
 
+import itertools
 import json
 import re
 from dataclasses import dataclass
@@ -63,12 +64,8 @@ def write(values: DictConfig) -> Path:
         raise ValueError(f"out={out}: {page} has no lines {START!r} and {END!r}, between which the tables would go")
     runs, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs)
     planned = planned_memory(Path(arguments.plan))
-    tables = {table: rows_of(table, runs, planned) for table in papers.TABLES}
-    in_rows = {run.folder for rows in tables.values() for row in rows for run in row.runs}
-    for rows in tables.values():  # a run may be another row than the one that it was started as
-        for row in rows:
-            row.others[:] = [(run, changed) for run, changed in row.others if run.folder not in in_rows]
-    shown = in_rows | {run.folder for rows in tables.values() for row in rows for run, _ in row.others}
+    tables = rows_of(runs, planned)
+    shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
     left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
     out.mkdir(parents=True, exist_ok=True)
     pictures = {}
@@ -121,23 +118,34 @@ def planned_memory(file: Path) -> dict[str, int]:
         raise ValueError(f"plan={file} is not a record of scripts.plan_experiments: {error}") from error
 
 
-def rows_of(table: str, runs: list[Finished], planned: dict[str, int]) -> list[Row]:
-    """A row for every experiment of a table, with the runs that have its configuration, and those that changed it.
+def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row]]:
+    """The rows of each table, one per experiment.
+
+    A row has the runs with its configuration. A run that is in no row is listed with the experiment that it was started
+    as, and with the keys that differ.
 
     Raises:
         ValueError: two runs of a row have other classes.
     """
-    rows = []
-    for name in papers.experiments_of(table):
-        own = [run for run in runs if run.task == papers.all_experiments()[name]]
-        changes = [(run, papers.changed_keys(run.typed, name, run.processes)) for run in own]
-        counted = [run for run, changed in changes if not changed]
+    names = {table: papers.experiments_of(table) for table in papers.TABLES}
+    changes = {
+        (name, run.folder): papers.changed_keys(run.typed, name, run.processes)
+        for name in itertools.chain(*names.values())
+        for run in runs
+        if run.task == papers.all_experiments()[name]
+    }
+    in_rows = {folder for (_, folder), changed in changes.items() if not changed}
+
+    def row(name: str) -> Row:
+        counted = [run for run in runs if changes.get((name, run.folder)) == []]
         for run in counted[1:]:
             if run.classes() != counted[0].classes():
                 raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
-        others = [(run, changed) for run, changed in changes if changed and run.experiment == name]
-        rows.append(Row(name, counted, others, planned.get(name)))
-    return rows
+        others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
+        changed = [(run, changes[name, run.folder]) for run in others]
+        return Row(name, counted, changed, planned.get(name))
+
+    return {table: [row(name) for name in own] for table, own in names.items()}
 
 
 @configured("tables", Tables)

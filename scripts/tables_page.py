@@ -38,10 +38,10 @@ class Row(NamedTuple):
     planned: int | None  # bytes on each device
 
 
-ABOUT = """Published scores beside those of our last checkpoints: mean and standard deviation over seeds. A run counts
-if it has the configuration of its experiment. Memory is of one device: planned for its tensors
-([memory_plan](memory_plan.md)), and measured as their peak; on a CPU, measured memory is the peak of the whole
-process."""
+ABOUT = """Each row has the published score and ours. Ours is the last checkpoint's: the mean over seeds, and the
+standard deviation. A run counts only if its configuration is the experiment's. Memory is per device. *Planned* is the
+peak of its tensors ([memory_plan](memory_plan.md)). *Measured* is the same on a GPU; on a CPU it is the peak of the
+whole process."""
 
 
 def runs_of(rows: list[Row]) -> list[Finished]:
@@ -77,7 +77,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     evaluations = dict.fromkeys((entry.file, entry.source) for entry in published) or {("results", ""): None}
     for number, (file, source) in enumerate(evaluations):
         entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
-        found = [entry.score for entry in entries] or [row.runs[0].scores.best if row.runs else _own_score(row)]
+        found = [entry.score for entry in entries] or [_own_score(row)]
         about = " / ".join(SCORE_TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
         ours = [_values(row.runs, file, score) for score in found]
         difference = [

@@ -85,7 +85,7 @@ def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
 
 
 def test_the_memory_format_changes_the_rounding_only(tmp_path):
-    """Of one step: each further one multiplies the difference by ten to eighty."""
+    """Of one step: further ones amplify it."""
     expected = trained(tmp_path / "channels_last", "trainer.steps=1")["network"]
     weights = trained(tmp_path / "contiguous", "trainer.channels_last=false", "trainer.steps=1")["network"]
     kernel = weights["body.mod2.block1.convs.conv2.weight"]

@@ -175,9 +175,7 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
     assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
     assert 'init.weights="FILE"' in job.command and not job.missing and job.steps == 360 * (2975 // 20)
-    assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0, devices=4) == pytest.approx(
-        job.flops / 4e13 / 3600
-    )
+    assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0) == pytest.approx(job.flops / 4e13 / 3600)
     missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
     assert missing == ["roots={coco_stuff: DIR}", "weights={coco_stuff_resnext101_std: FILE}"]
 

@@ -1,6 +1,8 @@
 """Objects in separate processes, which keep their process-wide settings to themselves."""
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 class Elsewhere:
     """`make(*arguments)` in a new process; `call` calls its methods there. A context manager: the process ends with it.
 
+    It also ends if this process is killed, even in the middle of a call.
     `make` is pickled by name, so it must be defined at the top of a module. If it fails, every call raises its error.
     """
 
@@ -32,7 +35,15 @@ _made: list[object] = []  # the one object of this process
 
 
 def _make(make: Callable[..., object], arguments: tuple) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _made.append(make(*arguments))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _call(method: str, arguments: tuple) -> Any:

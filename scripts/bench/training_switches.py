@@ -47,6 +47,12 @@ GROUPS = {
     ),
     "norms": (PLAIN, Switch((STANDARD,)), Switch((BFLOAT16,)), Switch((STANDARD, BFLOAT16))),
     "allocation": (PLAIN, Switch((), freed_memory_kept=False, title="freed memory given back")),
+    "recompute": (
+        PLAIN,
+        Switch((STANDARD,)),
+        Switch((STANDARD, "trainer.recompute=activations")),
+        *(Switch((f"trainer.recompute={choice}",)) for choice in ("activations", "blocks", "selective", "sqrt")),
+    ),
     "compile": (
         PLAIN,
         Switch((COMPILE,)),

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -57,6 +60,29 @@ def test_a_target_is_judged_by_its_worst_value():
     assert judged("a", "0.8", {"x": 0.8}, below=0.8).verdict == MISS
     assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_most=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst y", MISS)
     assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_least=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst x", MISS)
+
+
+def test_a_measuring_process_ends_with_its_parent():
+    """Even if the parent is killed while the process is busy."""
+    code = "\n".join(
+        [
+            "from scripts.bench.elsewhere import Elsewhere",
+            "from tests.bench.busy import Busy",
+            "if __name__ == '__main__':",
+            "    process = Elsewhere(Busy)",
+            "    print(process.call('pid'), flush=True)",
+            "    process.call('sleep')",
+        ]
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = Path("/proc") / parent.stdout.readline().strip()
+        assert child.is_dir()
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while child.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not child.is_dir()
 
 
 def test_peak_bytes_are_those_of_tensors_that_live_together():
@@ -127,7 +153,7 @@ def test_the_command_line_says_what_is_not_the_default(arguments, options):
         (
             "bench_training",
             ["parts=[all]"],
-            "parts=.*expected some of overhead, switches, data, norms, allocation, compile",
+            "parts=.*expected some of overhead, switches, data, norms, allocation, recompute, compile",
         ),
         ("bench_networks", ["device=cuda"], "PyTorch sees no CUDA device"),
         ("bench_networks", ["images=1"], "images=1: expected 2 or more"),

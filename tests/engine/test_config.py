@@ -24,6 +24,7 @@ from engine.segmentation.losses import CrossEntropy
 from engine.training_step import train_step
 from eval import evaluate
 from models.layers import ABN, CheckpointedABN, InPlaceABN
+from scripts.papers import header
 from scripts.predict import predict
 from tests import runs
 
@@ -74,7 +75,7 @@ def test_what_an_experiment_says_is_what_its_run_does(name):
     found = cfg.flat(OmegaConf.to_container(runs.composed(EXPERIMENTS[name], f"experiment={name}")))
     assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said)
     (number,) = {found["trainer.epochs"], found["trainer.steps"]} - {None}
-    assert number in (20, 30, 90, 360, 5600, 6000, 80_000, 600_000)
+    assert number in (16, 20, 30, 90, 360, 5600, 6000, 80_000, 600_000)
 
 
 def reached(config: ClassificationRun) -> dict:
@@ -249,12 +250,6 @@ def test_narrowed_copies_of_segmentation_experiments_take_a_real_step(name):
     loss, norm = train_step(learner, build.loss(config.loss, ignore_index=255), minibatch, 2, World())
     assert 0 < loss < 20 and 0 < norm < math.inf
     assert all(not torch.equal(before[key], value) for key, value in learner.network.named_parameters())
-
-
-def header(experiment: str) -> str:
-    """The comment on top of an experiment's file."""
-    text = (runs.REPOSITORY / "configs" / "experiment" / f"{experiment}.yaml").read_text()
-    return text[: text.index("defaults:")]
 
 
 def test_the_command_line_wins_over_an_experiment_that_extends_another():
@@ -545,7 +540,6 @@ def test_an_option_of_another_alternative_is_an_error():
         (["head.pooling_size=[3]"], "head.pooling_size=.3.: expected 2 numbers: height, width"),
         (["optim.lr=nan"], "optim.lr=nan: expected a number above 0"),
         (["optim.lr=???"], "optim.lr has no value: give optim.lr=… on the command line"),
-        (["init.weights=???"], "init.weights has no value: this experiment starts from a trained body: give .*=null"),
         (["trainer.steps=0"], "trainer.steps=0: expected a number above 0"),
         (["trainer.accumulation_steps=8"], r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         (["trainer.ema_statistics_minibatches=4"], "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
