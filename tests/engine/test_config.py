@@ -75,7 +75,7 @@ def test_what_an_experiment_says_is_what_its_run_does(name):
     found = cfg.flat(OmegaConf.to_container(runs.composed(EXPERIMENTS[name], f"experiment={name}")))
     assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said)
     (number,) = {found["trainer.epochs"], found["trainer.steps"]} - {None}
-    assert number in (16, 20, 30, 90, 360, 5600, 6000, 80_000, 600_000)
+    assert number in (6, 20, 30, 90, 360, 5600, 6000, 80_000, 600_000)
 
 
 def reached(config: ClassificationRun) -> dict:
