@@ -2,7 +2,9 @@
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -61,17 +63,26 @@ def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list
     return interleaved(timers, rounds)
 
 
+class _Saved:
+    """A tensor that autograd has saved."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
 def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result and a tensor for each storage that autograd keeps for the backward pass."""
-    kept: dict[int, Tensor] = {}  # by the address of the storage, which the tensor keeps alive and so unique
+    """Run a forward pass; return its result and a tensor for each storage that the result's graph keeps."""
+    saved: list[weakref.ref[_Saved]] = []  # autograd may drop them again during the forward pass
 
-    def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
+    def pack(tensor: Tensor) -> _Saved:
+        entry = _Saved(tensor)
+        saved.append(weakref.ref(entry))
+        return entry
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, attrgetter("tensor")):
         result = forward()
-    return result, list(kept.values())
+    kept = [entry.tensor for reference in saved if (entry := reference()) is not None]
+    return result, list({tensor.untyped_storage()._cdata: tensor for tensor in kept}.values())
 
 
 def kept_bytes(network: torch.nn.Module, forward: Callable[[], object], inputs: Sequence[Tensor]) -> int:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import recompute_activations
+from models.layers import InPlaceABN, recompute_activations
 from models.layers.saved import current_hooks
 from scripts.bench.measuring import kept_bytes
 from tests.ranks import Ranks
@@ -205,6 +205,25 @@ def backward(network: nn.Module, loss: Tensor) -> list[Tensor]:
     network.zero_grad()
     loss.backward()
     return [parameter.grad for parameter in network.parameters()]
+
+
+def test_the_parts_of_a_concatenation_that_is_written_over_are_not_kept():
+    """As in DeepLabV3's head, whose first in-place norm takes the concatenated branches."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList(nn.Conv2d(3, 8, 1) for _ in range(2))
+            self.norm = InPlaceABN(16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(torch.cat([branch(x) for branch in self.branches], dim=1)).sum()
+
+    plain = Head().double()
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 5, 5, dtype=torch.float64)
+    kept = [kept_bytes(network, lambda n=network: n(x), [x]) for network in (plain, prepared)]
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
