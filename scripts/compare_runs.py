@@ -46,11 +46,11 @@ SCORES = (
 class Run:
     """The files of one run, with local folders replaced by DIR."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, title: str | None = None):
         for name in ("results.json", "metrics.jsonl", "config.yaml"):
             if not (folder / name).is_file():
                 raise ValueError(f"runs: {folder} has no {name}: expected the directory of a run that has ended")
-        self.name = folder.resolve().name
+        self.name = title or folder.resolve().name
         self.results = json.loads((folder / "results.json").read_text())
         known = [scores for scores in SCORES if scores.best in self.results]
         if not known:
@@ -160,11 +160,18 @@ def curves(runs: list[Run]) -> Figure:
     return figure
 
 
+def titles(folders: list[Path]) -> list[str]:
+    """The names of run directories, or of their parents if all have the same: STD/seed0 and INPLACE/seed0."""
+    while len(folders) > 1 and len({folder.name for folder in folders}) == 1 and len(set(folders)) == len(folders):
+        folders = [folder.parent for folder in folders]
+    return [folder.name for folder in folders]
+
+
 def compare(values: DictConfig) -> Path:
     """Write the report and return the page's path. Raises ValueError for a folder that is not a finished run."""
     config = configuration.typed(values, Comparison)
-    runs = [Run(Path(folder)) for folder in config.runs]
-    names = [run.name for run in runs]
+    names = titles([Path(folder).resolve() for folder in config.runs])
+    runs = [Run(Path(folder), name) for folder, name in zip(config.runs, names, strict=True)]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"runs={config.runs}: expected folders with different names, the titles of the columns")
     if len({run.scores for run in runs}) > 1:

@@ -19,13 +19,14 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(tmp_path):
     synthetic(root, "train")
     results = {}
     for name in ("std", "inplace"):
-        overrides = (f"run_dir={tmp_path / name}", f"data.root={root}", *SHORT, "trainer.steps=2", f"norm={name}")
+        run_dir = tmp_path / name / "seed0"  # as scripts.run_table calls them
+        overrides = (f"run_dir={run_dir}", f"data.root={root}", *SHORT, "trainer.steps=2", f"norm={name}")
         results[name] = train(
             composed("train_seg", *overrides), command=shlex.join(["python", "train_seg.py", *overrides])
         )
     pages = []
-    for folder in (tmp_path, tmp_path / "report"):
-        runs = [str(folder / name) for name in results]
+    for folders in (tmp_path.glob("*/seed0"), (tmp_path / "report").iterdir()):
+        runs = sorted(map(str, folders), reverse=True)
         values = OmegaConf.structured(Comparison(runs=runs, out=str(tmp_path / "report")))
         pages.append(compare(values).read_text())
     assert pages[0] == pages[1]
