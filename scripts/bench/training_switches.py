@@ -51,7 +51,8 @@ GROUPS = {
         PLAIN,
         Switch((STANDARD,)),
         Switch((STANDARD, "trainer.recompute=activations")),
-        *(Switch((f"trainer.recompute={choice}",)) for choice in ("activations", "blocks", "selective", "sqrt")),
+        # Not selective, which also keeps tensors that autograd does not save.
+        *(Switch((f"trainer.recompute={choice}",)) for choice in ("activations", "blocks", "sqrt")),
     ),
     "compile": (
         PLAIN,

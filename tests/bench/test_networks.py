@@ -9,12 +9,13 @@ from torch import nn
 
 from engine.command_line import composed
 from scripts.bench import networks, networks_list, networks_methods, resuming
-from scripts.bench.frame import MISS, NOT_MEASURED, PASS
+from scripts.bench.frame import MISS, NOT_MEASURED, PASS, ratio_of
 from scripts.bench.measuring import kept_bytes
 from scripts.bench.networks_list import NETWORKS, blocks_of, build, installed
 from scripts.bench.networks_methods import BLOCKS, BUDGET, COMPILED, PLAIN, RECOMPUTED
 from scripts.bench.networks_page import LIMITS, chart, targets
 from tests.bench.records import measured
+from tests.runs import REPOSITORY
 
 SMALL, SEGMENTATION = "squeezenet1_1", "lraspp_mobilenet_v3_large"
 
@@ -204,3 +205,18 @@ def test_targets_are_judged():
     one_is_bad = [*good[2:], *rows("densenet121", 1.2, 26)]
     assert verdicts(one_is_bad) == [MISS, *[PASS] * 8, MISS, PASS]
     assert len(chart(good).axes) == 2
+
+
+def test_costs_in_the_documentation_are_those_of_the_record():
+    docs = REPOSITORY / "docs"
+    section = (docs / "memory.md").read_text().split("## Your own network")[1].split("\n## ")[0]
+    written = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    rows = json.loads((docs / "results" / "networks_cpu.json").read_text())["rows"]
+    found = {(row["network"], row["method"]): row for row in rows}
+    expected = []
+    for name in LIMITS:
+        plain, ours = found[name, PLAIN], found[name, RECOMPUTED]
+        values = [ours[kind] / plain[kind] for kind in ("kept_bytes", "peak_bytes")]
+        values.append(ratio_of(ours["times_ms"], plain["times_ms"]).median)
+        expected.append((name, *(f"{value:.2f}" for value in values)))
+    assert written == expected
