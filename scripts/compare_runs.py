@@ -59,6 +59,8 @@ class Run:
         (self.scores,) = known
         header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
+        processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
+        self.processes = int(processes[1]) if processes else None  # None: of an older version
         self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
@@ -72,6 +74,12 @@ class Run:
                 f"runs: the last record of {folder} is not the evaluation in its results.json: expected the directory "
                 f"of a run that has ended"
             )
+
+    def launched(self) -> str:
+        """The command that starts all of its processes."""
+        if self.processes in (None, 1):
+            return self.command
+        return f"torchrun --nproc-per-node {self.processes} {self.command.removeprefix('python ')}"
 
     def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
         """Steps and values of one key in the "train" or "val" records."""
@@ -135,7 +143,7 @@ def report(runs: list[Run], title: str, picture: str) -> str:
     rows.append(["peak memory of the process, MiB", *(f"{run.peak_memory():,.0f}" for run in runs)])
     rows.append(["training, minutes", *(f"{run.minutes():.1f}" for run in runs)])
     lines = [f"# {title}", "", "```"]
-    lines += [run.command for run in runs]
+    lines += [run.launched() for run in runs]
     lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", f"![training loss and validation {scores.best_title.removesuffix(' %')} over steps]({picture})", ""]
@@ -156,7 +164,7 @@ def curves(runs: list[Run]) -> Figure:
             axes.plot(*run.curve(kind, key), label=run.name, marker="o" if kind == "val" else "", markersize=3)
         axes.set(xlabel="step", ylabel=label)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

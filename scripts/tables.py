@@ -46,8 +46,6 @@ class Finished(Run):
         self.typed = configuration.from_plain(config, papers.SCHEMAS[self.task], f"{folder}")
         named = re.search(r"experiment=([\w/.-]+)", self.command)
         self.experiment = named[1] if named else None  # that it was started as
-        processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
-        self.processes = int(processes[1]) if processes else None  # None: of an older version
 
     def classes(self) -> list[str]:
         return list(self.results[self.scores.of_classes])

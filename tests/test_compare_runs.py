@@ -1,6 +1,7 @@
 """The report of finished runs: numbers from their files, and no paths of their machine."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -31,6 +32,11 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(tmp_path):
         pages.append(compare(values).read_text())
     assert pages[0] == pages[1]
     assert str(tmp_path) not in pages[0] and " data.root=DIR " in pages[0] and "run_dir" not in pages[0]
+    file = tmp_path / "report" / "std" / "config.yaml"
+    config = file.read_text()
+    assert re.search(r"(?m)^# 1 x cpu$", config)
+    file.write_text(config.replace("# 1 x", "# 2 x"))
+    assert "\ntorchrun --nproc-per-node 2 train_seg.py data.root=DIR" in compare(values).read_text()
     expected = " | ".join(f"**{100 * result['miou']:.2f}**" for result in results.values())
     assert f"| **mIoU %, last checkpoint** | {expected} |" in pages[0]
     assert (tmp_path / "report.png").stat().st_size > 10_000

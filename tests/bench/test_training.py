@@ -1,6 +1,7 @@
 """The benchmark of training steps: what it runs, what it counts, how it judges. No test asserts a time."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -77,6 +78,17 @@ def test_effects_in_the_documentation_are_those_of_the_records():
     assert f"The training loop takes {overhead.split(' ms')[0].replace('(', '(quartiles ')} ms" in words
     for name in times:
         assert written[code(name)] == [" – ".join(sorted({min(times[name]), max(times[name])})), kept[name]], name
+
+
+def test_recomputed_activations_in_the_documentation_are_those_of_the_record():
+    """Standard norms then keep what in-place norms keep, to 2 %."""
+    record = json.loads((DOCS / "results" / "training_cpu_recompute.json").read_text())
+    rows = {row["switch"]: row for row in record["rows"]}
+    ours, default = rows["norm=std trainer.recompute=activations"], rows[DEFAULT]
+    words = " ".join((DOCS / "memory.md").read_text().split("**Or in-place?**")[1].split("\n\n")[0].split())
+    assert re.findall(r"([\d.]+) MiB", words) == [f"{row['saved_bytes'] / 2**20:.1f}" for row in (default, ours)]
+    assert f"in {ratio(ours, default):.2f} times the time of the in-place step" in words
+    assert abs(ours["saved_bytes"] / default["saved_bytes"] - 1) < 0.02
 
 
 def test_both_loops_train_the_same():
