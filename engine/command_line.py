@@ -5,7 +5,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path, PurePosixPath
@@ -143,8 +143,13 @@ def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:
         if (configs / group / f"{choice}.yaml").is_file() and choice not in fitting:
             raise ValueError(f"{group}={choice} is for another command: expected one of {', '.join(fitting)}")
         if choice not in fitting:
-            nearest = difflib.get_close_matches(choice, fitting, n=5, cutoff=0)
-            raise ValueError(f"{group}={choice}: there is no such choice; the nearest are {', '.join(nearest)}")
+            raise no_such_choice(group, choice, fitting)
+
+
+def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
+    """The error for a choice that does not exist, which names the nearest ones."""
+    nearest = difflib.get_close_matches(choice, known, n=5, cutoff=0)
+    return ValueError(f"{group}={choice}: there is no such {group}; the nearest are {', '.join(nearest)}")
 
 
 @contextmanager

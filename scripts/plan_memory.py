@@ -11,7 +11,6 @@ keys are those of train_seg.py, or of train_imagenet.py for one of its experimen
 kept in the cache folder.
 """
 
-import difflib
 import re
 import sys
 from collections import Counter
@@ -25,7 +24,7 @@ from rich.table import Table
 
 from engine import build
 from engine import config as configuration
-from engine.command_line import configured, errors_for_users
+from engine.command_line import configured, errors_for_users, no_such_choice
 from engine.console import make_console
 from engine.memory_trace import Trace
 from engine.schema.network import NORMS, Norm
@@ -195,14 +194,13 @@ def entry_of(arguments: list[str]) -> str:
     Raises:
         ValueError: there is no such experiment.
     """
-    chosen, known = (
-        re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE),
-        papers.all_experiments(),
-    )
-    if chosen and chosen[1] not in known:
-        nearest = difflib.get_close_matches(chosen[1], known, n=5, cutoff=0)
-        raise ValueError(f"experiment={chosen[1]}: there is no such experiment; the nearest are {', '.join(nearest)}")
-    return known[chosen[1]] if chosen else "train_seg"
+    known = papers.all_experiments()
+    chosen = re.search(r"^\+?experiment=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE)
+    if chosen is None:
+        return "train_seg"
+    if chosen[1] not in known:
+        raise no_such_choice("experiment", chosen[1], known)
+    return known[chosen[1]]
 
 
 def main() -> None:
