@@ -5,17 +5,20 @@ INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test faults lint
+.PHONY: help demo test test-all faults lint
 
 help:  ## show this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (2 minutes on two cores)
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
-test: $(INSTALLED)  ## run the tests; PYTEST="-k name" adds options
+test: $(INSTALLED)  ## run the tests (6 minutes on two cores); PYTEST="-k name" adds options
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
+
+test-all: $(INSTALLED)  ## run the slow tests too (30 minutes)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not faults" $(PYTEST)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (10 minutes)
 	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "injects and not gpu" --faults-out docs/results/faults.json $(PYTEST)

@@ -1,5 +1,7 @@
 """Settings for the whole test run."""
 
+import ctypes
+import gc
 import os
 
 # Two test processes on two cores: a second OpenMP thread each would only wait for the other process.
@@ -17,3 +19,12 @@ def private_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_memory_is_returned():
+    """Runs and benchmarks make the C library keep freed memory (`engine/malloc.py`), here for all tests that follow."""
+    yield
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
