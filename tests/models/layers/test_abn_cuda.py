@@ -6,21 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.layers import ABN
 from models.layers import abn as abn_module
 from tests.cuda import NEEDS_CUDA
+from tests.norms import OVERWRITING, STRATEGIES
 
 pytestmark = NEEDS_CUDA
 
-STRATEGIES = [
-    (ABN, {}),
-    (CheckpointedABN, {"store": "x"}),
-    (CheckpointedABN, {"store": "x_hat"}),
-    (InPlaceABN, {"variant": "I"}),
-    (InPlaceABN, {"variant": "II"}),
-    (InPlaceABN, {"variant": "II", "overwrite_input": True}),
-]
-LAYERS = [(cls, {**options, "backend": backend}) for cls, options in STRATEGIES for backend in ("auto", "eager")]
+LAYERS = STRATEGIES | {"inplace_overwrite": OVERWRITING["inplace_overwrite"]}
+each_layer = pytest.mark.parametrize("strategy", LAYERS)
+each_backend = pytest.mark.parametrize("backend", ["auto", "eager"])
 
 
 def gradients(layer, x, dz) -> list[torch.Tensor]:
@@ -29,17 +24,18 @@ def gradients(layer, x, dz) -> list[torch.Tensor]:
     return [z, *torch.autograd.grad(z, [x, *layer.parameters()], dz)]
 
 
-@pytest.mark.parametrize("cls, options", LAYERS)
+@each_layer
+@each_backend
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_equals_the_cpu_in_float64(cls, options, training, memory_format, dtype):
+def test_equals_the_cpu_in_float64(strategy, backend, training, memory_format, dtype):
     torch.manual_seed(0)
     reference = ABN(32).double().train(training)
     with torch.no_grad():
         reference.weight.uniform_(0.5, 1.5).mul_(torch.randn(32).sign())
         reference.bias.uniform_(-0.5, 0.5)
-    layer = cls(32, **options).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
+    layer = LAYERS[strategy](32, backend=backend).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
     layer.load_state_dict(reference.state_dict())
     x, dz = torch.randn(2, 4, 32, 16, 16, dtype=torch.float64).unbind()
     x, dz = (tensor.to(memory_format=memory_format) for tensor in (x, dz))
@@ -60,10 +56,11 @@ def shared(monkeypatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("cls, options", LAYERS)
+@each_layer
+@each_backend
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_layer_never_waits_for_the_device(cls, options, sync, shared):
-    layer = cls(32, **options, sync=sync).to("cuda")
+def test_a_layer_never_waits_for_the_device(strategy, backend, sync, shared):
+    layer = LAYERS[strategy](32, backend=backend, sync=sync).to("cuda")
     x, dz = torch.randn(2, 4, 32, 16, 16, device="cuda").unbind()
     gradients(layer, x, dz)  # compiles, and checks the count of values
     torch.cuda.set_sync_debug_mode("error")
@@ -73,10 +70,11 @@ def test_a_layer_never_waits_for_the_device(cls, options, sync, shared):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("cls, options", LAYERS)
+@each_layer
+@each_backend
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_captured_graph_replays_the_layer(cls, options, sync, shared):
-    layer = cls(32, **options, sync=sync).to("cuda")
+def test_a_captured_graph_replays_the_layer(strategy, backend, sync, shared):
+    layer = LAYERS[strategy](32, backend=backend, sync=sync).to("cuda")
     x, dz = torch.randn(2, 4, 32, 16, 16, device="cuda").unbind()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -1,7 +1,6 @@
 """Which backend computes a layer, and that a layer computes the same with each."""
 
 import warnings
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,17 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN, backends, bn_act
 from models.layers.backends import backend_for
-from models.layers.backends.compiled import CompiledBackend
+from models.layers.backends.compiled import CompiledBackend, compiler_available
 from models.layers.backends.eager import EagerBackend
+from tests.backend_cases import run_formulas_as_they_stand
+from tests.norms import STRATEGIES
 
 LARGE, SMALL = (2, 64, 96, 96), (2, 8, 8, 8)
-STRATEGIES = {
-    "std": ABN,
-    "checkpoint": partial(CheckpointedABN, store="x"),
-    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
-    "inplace_1": partial(InPlaceABN, variant="I"),
-    "inplace": InPlaceABN,
-}
 
 
 def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(monkeypatch):
@@ -68,41 +62,41 @@ def test_tools_that_look_at_operations_see_them(monkeypatch):
     assert isinstance(backend_for("auto", torch.empty(LARGE, device="meta")), EagerBackend)
 
 
-@pytest.mark.parametrize("cls", STRATEGIES.values(), ids=STRATEGIES)
-def test_a_backend_that_cannot_compute_says_so(cls):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backend_that_cannot_compute_says_so(strategy):
+    layer = STRATEGIES[strategy]
     with pytest.raises(ValueError, match="backend='cuda' is not known; choose one of auto, eager, compiled, triton"):
-        cls(4, backend="cuda")
+        layer(4, backend="cuda")
     if backends._triton() is None:
         with pytest.raises(ValueError, match="needs the package triton"):
-            cls(4, backend="triton")
+            layer(4, backend="triton")
     elif not backends._triton().INTERPRETED:
         with pytest.raises(ValueError, match="float32 tensor on cpu: expected .* on CUDA"):
-            cls(4, backend="triton")(torch.randn(2, 4, 3, 3))
+            layer(4, backend="triton")(torch.randn(2, 4, 3, 3))
 
 
-@pytest.mark.parametrize("cls", STRATEGIES.values(), ids=STRATEGIES)
-@pytest.mark.parametrize("training", [True, False])
-def test_compiled_layers_equal_eager_ones(cls, training):
+@pytest.mark.parametrize("op_by_op", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_layers_equal_eager_ones(strategy, op_by_op, monkeypatch):
+    if op_by_op:
+        run_formulas_as_they_stand(monkeypatch)
+    elif not compiler_available("cpu"):
+        pytest.skip("needs a C++ compiler")
     generator = torch.Generator().manual_seed(0)
     x, dz = torch.randn(2, 3, 16, 9, 9, generator=generator).unbind()
-    results = []
-    for backend in ("eager", "compiled"):
-        layer = cls(16, backend=backend).train(training)
-        with torch.no_grad():
-            layer.weight.copy_(torch.linspace(-1.5, 1.4, 16))
-            layer.bias.copy_(torch.linspace(-0.5, 0.5, 16))
-        leaf = x.clone().requires_grad_()
-        z = layer(leaf)
-        gradients = torch.autograd.grad(z, [leaf, layer.weight, layer.bias], dz)
-        results.append([z, *gradients, layer.running_mean, layer.running_var])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["auto", "compiled"])
-@pytest.mark.parametrize("shape", [(0, 4, 5, 5), (2, 4, 0, 5)])
-def test_empty_inputs_in_eval(backend, shape):
-    assert InPlaceABN(4, backend=backend).eval()(torch.randn(shape)).shape == shape
+    for training in (True, False):
+        results = []
+        for backend in ("eager", "compiled"):
+            layer = STRATEGIES[strategy](16, backend=backend).train(training)
+            with torch.no_grad():
+                layer.weight.copy_(torch.linspace(-1.5, 1.4, 16))
+                layer.bias.copy_(torch.linspace(-0.5, 0.5, 16))
+            leaf = x.clone().requires_grad_()
+            z = layer(leaf)
+            gradients = torch.autograd.grad(z, [leaf, layer.weight, layer.bias], dz)
+            results.append([z, *gradients, layer.running_mean, layer.running_var])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cls", [CheckpointedABN, InPlaceABN])
@@ -123,10 +117,14 @@ def test_backends_are_given_vectors_without_gaps(cls, monkeypatch):
     torch.testing.assert_close(z, torch.func.functional_call(ABN(4), vectors, x))
 
 
+@pytest.mark.parametrize(
+    "backend, memory_format",
+    [(EagerBackend(), torch.contiguous_format), (CompiledBackend(), torch.channels_last)],  # not by compiled formulas
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_statistics_of_half_precision_inputs_are_not_rounded(dtype):
-    x = torch.randn(4, 8, 16, 16).to(dtype)
-    mean, var = EagerBackend().moments(x)
+def test_statistics_of_half_precision_inputs_are_not_rounded(backend, memory_format, dtype):
+    x = torch.randn(4, 8, 16, 16).to(dtype, memory_format=memory_format)
+    mean, var = backend.moments(x)
     expected_var, expected_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
     assert mean.dtype == var.dtype == torch.float32
     torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)

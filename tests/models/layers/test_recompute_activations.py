@@ -1,6 +1,7 @@
-"""Plain and prepared networks either agree, in float64, or both raise."""
+"""Plain and prepared networks either agree, in float64, or both raise; what is kept is counted."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
 from models.layers.recording import Recording
+from scripts.bench.measuring import saved_for_backward
 
 Gradients = list[Tensor | None]
 
@@ -65,6 +67,8 @@ ACTIVATIONS = {
     "relu6": F.relu6,
     "relu6_": lambda y: F.relu6(y, True),
     "hardtanh": lambda y: F.hardtanh(y, -0.3, 0.3),
+    "hardtanh within integers": lambda y: F.hardtanh(y, -1, 1),
+    "hardtanh without a bound": lambda y: F.hardtanh(y, 0.0, float("inf")),
     "leaky_relu": F.leaky_relu,
     "leaky_relu_": lambda y: F.leaky_relu(y, 0.1, True),
     "falling leaky_relu": lambda y: F.leaky_relu(y, -0.1),
@@ -88,8 +92,11 @@ ACTIVATIONS = {
     "quotient": lambda y: y / (1 + y.abs()),
     "elu_": lambda y: F.elu_(y, 0.5),
 }
+KEEPS_MORE = {"leaky_relu beside", "dropout", "max-pooling", "quotient"}
+# They differ in what they save, and in what is needed to compute them again.
+CHANGED = ["relu_", "relu6", "leaky_relu", "elu", "silu_", "tanh_", "square", "squeeze and excitation", "dropout"]
+CHANGED += ["max-pooling", "upsampling", "concatenation", "stack"]
 CHANGES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object]]] = {
-    "nothing": (id, id),
     "norm under no_grad": (lambda y: torch.no_grad()(y.mul_)(2), id),
     "norm detached": (lambda y: y.detach().clamp_(max=0.2), id),
     "activation under no_grad": (id, lambda z: torch.no_grad()(z.mul_)(2)),
@@ -98,7 +105,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object]]
 }
 
 
-def block(norm, activation, change="nothing", frozen=(), training=True):
+def block(norm, activation, change=None, frozen=(), training=True):
     def make():
         first, norm_layer, last = nn.Conv2d(3, 4, 3), NORMS[norm](4), nn.Conv2d(4, 4, 3)
         network = nn.ModuleList([first, norm_layer, last]).double().train(training)
@@ -111,9 +118,10 @@ def block(norm, activation, change="nothing", frozen=(), training=True):
 
         def forward() -> Tensor:
             y = norm_layer(first(x))
-            CHANGES[change][0](y)
+            change_norm, change_activation = CHANGES[change] if change else (id, id)
+            change_norm(y)
             z = ACTIVATIONS[activation](y)
-            CHANGES[change][1](z)
+            change_activation(z)
             return last(z)
 
         return forward, [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -121,19 +129,44 @@ def block(norm, activation, change="nothing", frozen=(), training=True):
     return make
 
 
-@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_changed_in_place_is_never_computed_wrongly(activation, change):
+def test_activations(activation):
+    assert agree(block("batch", activation))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_in_place_is_never_computed_wrongly(change):
     """Also where autograd does not see it."""
-    agree(block("batch", activation, change))
+    for activation in CHANGED:
+        agree(block("batch", activation, change))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")], ids=str)
-@pytest.mark.parametrize("activation", ["relu_", "silu"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_norms_with_frozen_parameters_and_statistics(norm, activation, frozen, training):
-    assert agree(block(norm, activation, frozen=frozen, training=training))
+def test_norms_with_frozen_parameters_and_statistics(norm):
+    frozen = [(), ("weight",), ("bias",), ("weight", "bias")]
+    for number, (names, training) in enumerate(product(frozen, [True, False])):
+        activation = ["relu_", "silu"][(number + number // 2) % 2]  # each with each of the two others
+        assert agree(block(norm, activation, frozen=names, training=training)), (names, training)
+
+
+def values_kept(forward: Callable[[], Tensor], sources: list[Tensor]) -> list[int]:
+    """The numbers of values of the tensors that a recorded graph keeps besides its sources; not of statistics."""
+
+    def recorded() -> Tensor:
+        with Recording():
+            return forward()
+
+    _, saved = saved_for_backward(recorded)
+    others = {tensor.untyped_storage()._cdata for tensor in sources}
+    sizes = [kept.untyped_storage().nbytes() // 8 for kept in saved if kept.untyped_storage()._cdata not in others]
+    return sorted(size for size in sizes if size > 8)
+
+
+def test_the_images_and_the_input_of_the_norm_are_kept_and_nothing_else():
+    """Whatever the norm and the activation, but for masks, indices and what no recipe is known for."""
+    for norm, activation in [*product(NORMS, ["relu_"]), *product(["batch"], ACTIVATIONS)]:
+        more = [392] if norm == "rms" or activation in KEEPS_MORE else []
+        assert values_kept(*block(norm, activation)()) == [392, *more, 486], (norm, activation)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -178,25 +211,12 @@ def _other_hooks(x: Tensor) -> Tensor:
     return z * y
 
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "parts of a concatenation": _lends,
-    "alias of a part": _lends_to_an_alias,
-    "forty products": _chain(40, lambda x: x * x),
-    "long chain": _chain(2000, F.silu),
-    "complex view": lambda x: torch.view_as_complex(F.silu(x).view(2, 4, 6, 3, 2)).square(),
-    "conjugate": lambda x: (torch.complex(x, x) * torch.complex(x, -x)).conj() * torch.complex(x, x),
-    "checkpoint inside": lambda x: checkpoint(lambda y: F.silu(y) * y, x, use_reentrant=False).sin(),
-    "other hooks inside": _other_hooks,
-    "permuted slice": lambda x: F.silu(x).permute(0, 2, 3, 1)[:, 1:, :2].sin(),
-    "copied windows": lambda x: torch.roll(F.silu(x), 1, 2).transpose(1, 3).reshape(2, 6, -1).sin(),
-    "chunks": lambda x: torch.cat(F.gelu(x).chunk(2, 1)[::-1], 1).sin(),
-    "expanded": lambda x: F.silu(x[:, :1]).expand(2, 5, 6, 6).sin(),
-    "padded": lambda x: F.pad(F.silu(x), (1, 1)).sin(),
-    "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
-    "view changed": lambda x: _change_part(F.silu(x)),
-    "relu over a parameter's view": lambda x: F.relu(x.reshape(2, -1)).sin() + F.relu(x.flatten(1)).cos(),
-    "relu over a view": lambda x: _relu_over_a_view(F.silu(x)),
-}
+def _part_changed_under_other_hooks(x: Tensor) -> Tensor:
+    a, b = x * 1, x * 2
+    y = torch.cat([a, b], 1).sin()
+    with torch.autograd.graph.save_on_cpu():
+        a.relu_()
+    return y
 
 
 def _relu_over_a_view(y: Tensor) -> Tensor:
@@ -210,6 +230,77 @@ def _change_part(y: Tensor) -> Tensor:
     return part.sin().sum() + y.cos().sum()
 
 
+def _upsampled(x: Tensor) -> Tensor:
+    y = -x
+    return F.interpolate(y, scale_factor=2.0).sin().sum() + F.interpolate(y, scale_factor=3.0).sin().sum()
+
+
+def _change_list(x: Tensor) -> Tensor:
+    sizes = [1, 1]
+    y = F.pad(F.silu(x), sizes).sin()
+    sizes[:] = [0, 2]
+    return y
+
+
+def _add_another_dtype(x: Tensor) -> Tensor:
+    y = F.silu(x.bfloat16())
+    y += x.float()  # stays bfloat16
+    return y.sin().double()
+
+
+def _join_an_inference_tensor(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        part = torch.ones_like(x)
+    return torch.cat([F.silu(x), part], 1).sin()
+
+
+def _graph(layout: str) -> Callable[[Tensor], Tensor]:
+    """An adjacency matrix of some layout, then operations on rows that vmap batches."""
+
+    def function(x: Tensor) -> Tensor:
+        adjacency = getattr(torch.eye(6, dtype=x.dtype), layout)()
+        rows = adjacency @ F.silu(x).reshape(6, -1)
+        return F.relu(torch.vmap(lambda row: row.mul(2).add_(1).sin())(rows)).sin()
+
+    return function
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "parts of a concatenation": _lends,
+    "alias of a part": _lends_to_an_alias,
+    "forty products": _chain(40, lambda x: x * x),
+    "long chain": _chain(2000, F.silu),
+    "complex view": lambda x: torch.view_as_complex(F.silu(x).view(2, 4, 6, 3, 2)).square(),
+    "conjugate": lambda x: (torch.complex(x, x) * torch.complex(x, -x)).conj() * torch.complex(x, x),
+    "checkpoint inside": lambda x: checkpoint(lambda y: F.silu(y) * y, x, use_reentrant=False).sin(),
+    "other hooks inside": _other_hooks,
+    "part changed under other hooks": _part_changed_under_other_hooks,
+    "permuted slice": lambda x: F.silu(x).permute(0, 2, 3, 1)[:, 1:, :2].sin(),
+    "copied windows": lambda x: torch.roll(F.silu(x), 1, 2).transpose(1, 3).reshape(2, 6, -1).sin(),
+    "chunks": lambda x: torch.cat(F.gelu(x).chunk(2, 1)[::-1], 1).sin(),
+    "expanded": lambda x: F.silu(x[:, :1]).expand(2, 5, 6, 6).sin(),
+    "padded": lambda x: F.pad(F.silu(x), (1, 1)).sin(),
+    "padded by a list that changes later": _change_list,
+    "upsampled": _upsampled,
+    "cast": lambda x: F.silu(x).to(torch.float32).sin().double(),
+    "sum in place of two dtypes": _add_another_dtype,
+    "view changed": lambda x: _change_part(F.silu(x)),
+    "relu over a parameter's view": lambda x: F.relu(x.reshape(2, -1)).sin() + F.relu(x.flatten(1)).cos(),
+    "relu over a view": lambda x: _relu_over_a_view(F.silu(x)),
+    # `F.normalize` calls itself with out=None: nothing is written over.
+    "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
+    "inference tensor": _join_an_inference_tensor,
+    "sparse": _graph("to_sparse"),
+    "sparse CSR": _graph("to_sparse_csr"),
+    "batched": _graph("to_dense"),
+}
+# {function: tensors that it keeps besides its input}; a chain keeps a value of every 13.
+TENSORS_KEPT = {"forty products": 3, "long chain": 2000 // 13, "complex view": 1, "conjugate": 5}
+TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
+TENSORS_KEPT |= {"normalised": 4, "upsampled": 1, "inference tensor": 1, "batched": 3}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions(name):
     def make():
@@ -217,6 +308,8 @@ def test_functions(name):
         return (lambda: FUNCTIONS[name](w * 1.0)), [w]
 
     assert agree(make)
+    if not name.startswith("sparse"):  # sparse tensors have no memory that could be counted
+        assert len(values_kept(*make())) == TENSORS_KEPT.get(name, 0)
 
 
 UNARY = [F.silu, torch.relu, torch.sin, torch.sigmoid, F.gelu, F.softplus, torch.neg, Tensor.contiguous, torch.exp]
@@ -256,16 +349,21 @@ def _run(moves, w: Tensor, norms: nn.ModuleList) -> Tensor:
     return torch.stack([tensor.sin() for tensor in tensors]).sum(0)
 
 
-@settings(max_examples=500, deadline=None, database=None, derandomize=True)
-@given(st.lists(MOVES, min_size=2, max_size=12))
-def test_random_graphs(moves):
-    def make():
-        norms = nn.ModuleList([nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)]).double()
-        norms[1].requires_grad_(False)
-        w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
-        return (lambda: _run(moves, w, norms)), [w, *(p for p in norms.parameters() if p.requires_grad)]
+@pytest.mark.parametrize("examples", [250, pytest.param(1500, marks=pytest.mark.slow)])
+def test_random_graphs(examples):
+    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @given(st.lists(MOVES, min_size=2, max_size=12))
+    def check(moves):
+        def make():
+            norms = [nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4)]
+            layers = nn.ModuleList(norms).double()
+            layers[1].requires_grad_(False)
+            w = torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+            return (lambda: _run(moves, w, layers)), [w, *(p for p in layers.parameters() if p.requires_grad)]
 
-    agree(make)
+        agree(make)
+
+    check()
 
 
 @pytest.mark.parametrize("activation", ["relu_", "silu", "sum", "max-pooling", "concatenation", "hardtanh"])

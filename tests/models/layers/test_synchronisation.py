@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
@@ -10,21 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.ops import FrozenBatchNorm2d
 
-from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, recompute_activations
+from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, layer_health, recompute_activations
+from tests.host_reads import host_reads
+from tests.norms import STRATEGIES
 from tests.ranks import Ranks
 
 WORLD_SIZE = 3
 CHANNELS = 5
-LAYERS = {
-    "std": (ABN, {}),
-    "checkpoint": (CheckpointedABN, {"store": "x"}),
-    "checkpoint_xhat": (CheckpointedABN, {"store": "x_hat"}),
-    "inplace_1": (InPlaceABN, {"variant": "I"}),
-    "inplace": (InPlaceABN, {}),
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +28,7 @@ def ranks(tmp_path_factory):
 
 
 def layer_of(strategy: str, **options) -> ABN:
-    cls, own = LAYERS[strategy]
-    layer = cls(CHANNELS, **own, **options).double()
+    layer = STRATEGIES[strategy](CHANNELS, **options).double()
     with torch.no_grad():
         layer.weight.copy_(torch.linspace(-1.5, 1.4, CHANNELS))
         layer.bias.copy_(torch.linspace(-0.5, 0.5, CHANNELS))
@@ -71,9 +63,12 @@ def share(rank: int, strategy: str, activation: str, crops: list[int], group_of:
     return [t.numpy() for t in forward_and_backward(layer, x, dz)]
 
 
-@pytest.mark.parametrize("strategy", LAYERS)
-@pytest.mark.parametrize("activation", ["leaky_relu", "tanh"])
-@pytest.mark.parametrize("group_of", [[], [[0, 2], [1]]], ids=["all", "a given group"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "activation, group_of",
+    [("leaky_relu", []), ("tanh", [[0, 2], [1]])],
+    ids=["all", "a given group"],
+)
 def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, group_of):
     crops = [2, 1, 3]
     results = [[torch.from_numpy(t) for t in r] for r in ranks.run(share, strategy, activation, crops, group_of)]
@@ -116,40 +111,6 @@ def test_a_rank_that_refuses_its_input_does_not_leave_the_others_waiting(ranks):
     assert "rank 1 has 0" in str(errors[0]) and str(errors[0]) == str(errors[2])
 
 
-class Reads(TorchDispatchMode):
-    """Counts values read on the host. Outside an operation, the methods of a tensor are the only way to one."""
-
-    METHODS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __enter__(self):
-        self.patches = [mock.patch.object(torch.Tensor, name, self.counted(name)) for name in self.METHODS]
-        for patch in self.patches:
-            patch.start()
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        for patch in self.patches:
-            patch.stop()
-        return super().__exit__(*error)
-
-    def counted(self, name):
-        method = getattr(torch.Tensor, name)
-
-        def call(*args, **kwargs):
-            self.count += 1
-            return method(*args, **kwargs)
-
-        return call
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.count += operator is torch.ops.aten._local_scalar_dense.default
-        return operator(*args, **(kwargs or {}))
-
-
 def reads_of_steps(rank: int, strategy: str, crops: list[list[int]]) -> list[int]:
     """Host reads of each forward and backward pass, with crops[step][rank] crops."""
     network = nn.Sequential(*(layer_of(strategy, sync=True, group=dist.new_group([0, 1, 2])) for _ in range(3)))
@@ -157,13 +118,13 @@ def reads_of_steps(rank: int, strategy: str, crops: list[list[int]]) -> list[int
         layer.group = network[0].group
     counts = []
     for each in crops:
-        with Reads() as reads:
+        with host_reads() as reads:
             network(minibatch(each[rank])[0].requires_grad_()).sum().backward()
-        counts.append(reads.count)
+        counts.append(len(reads))
     return counts
 
 
-@pytest.mark.parametrize("strategy", LAYERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_layer_waits_for_the_device_after_the_first_step(ranks, strategy):
     steps = [[2, 2, 2], [2, 2, 2], [2, 3, 2], [2, 3, 1]]
     # Once for all layers and each number of values that the rank did not have before.
@@ -184,16 +145,19 @@ def test_statistics_are_right_when_only_another_ranks_count_changes(ranks):
     torch.testing.assert_close(torch.cat(results), expected, rtol=0, atol=1e-10)
 
 
-def frozen_on_one_rank(rank: int) -> bool:
-    layer = layer_of("inplace", sync=True).eval()
+def needs_no_other_rank(rank: int) -> bool:
+    """A different one on each rank, so any collective would hang, since the others do not join."""
+    if rank == 0:
+        layer = partial(InPlaceABN, sync=True)
+        network = nn.Sequential(nn.Conv2d(3, 4, 3), layer(4), nn.Conv2d(4, 4, 3), layer(4))
+        return set(layer_health(network, torch.randn(2, 3, 8, 8))) > {"smallest_gamma"}
     if rank == 1:
-        x, dz = minibatch(2)
-        forward_and_backward(layer, x, dz)
+        forward_and_backward(layer_of("inplace", sync=True).eval(), *minibatch(2))
     return True
 
 
-def test_running_statistics_need_no_other_rank(ranks):
-    assert ranks.run(frozen_on_one_rank) == [True] * WORLD_SIZE
+def test_running_statistics_and_layer_health_need_no_other_rank(ranks):
+    assert ranks.run(needs_no_other_rank) == [True] * WORLD_SIZE
 
 
 def copies(rank: int) -> list[bool]:
@@ -215,21 +179,24 @@ def small_network(strategy: str, **options) -> nn.Module:
     return recompute_activations(network).double()
 
 
+def step(network: nn.Module, rank: int | None = None) -> list[torch.Tensor]:
+    """Gradients of a minibatch, or of one rank's share of it."""
+    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    network(images if rank is None else images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
+    return [p.grad for p in network.parameters()]
+
+
 def parallel_step(rank: int, strategy: str) -> list:
     network = DistributedDataParallel(small_network(strategy, sync=True))
-    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    network(images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
-    return [p.grad.numpy() for p in network.parameters()]
+    return [gradient.numpy() for gradient in step(network, rank)]
 
 
-@pytest.mark.parametrize("strategy", LAYERS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_distributed_data_parallel_equals_one_process(ranks, strategy):
-    network = small_network(strategy)
-    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    network(images).square().mean().backward()
+    expected = step(small_network(strategy))
     for gradients in ranks.run(parallel_step, strategy):
-        for ours, parameter in zip(gradients, network.parameters(), strict=True):
-            torch.testing.assert_close(torch.from_numpy(ours), parameter.grad, rtol=0, atol=1e-10)
+        for ours, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(torch.from_numpy(ours), theirs, rtol=0, atol=1e-10)
 
 
 def outside_its_group(rank: int) -> None:
@@ -245,9 +212,7 @@ def test_a_rank_outside_the_given_group_is_told(ranks):
 
 def converted_step(rank: int) -> list:
     network = DistributedDataParallel(InPlaceABNSync.convert(small_network("inplace")))
-    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    network(images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
-    return [p.grad.numpy() for p in network.parameters()]
+    return [gradient.numpy() for gradient in step(network, rank)]
 
 
 def test_converted_networks_are_synchronised(ranks):
@@ -265,6 +230,8 @@ def test_conversion_keeps_the_layers_and_their_parameters():
 
 
 def test_conversion_reports_every_norm(caplog):
+    from torchvision.ops import FrozenBatchNorm2d  # here, because every rank imports this module
+
     class Own(InPlaceABN):
         pass
 

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,22 +13,15 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from models.blocks import IdentityResidualBlock
-from models.bodies import resnext101, wider_resnet38_a2
+from models.bodies import resnext101
 from models.heads import DeepLabV3
-from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from models.layers import ABN, InPlaceABN, recompute_activations
 from models.layers.backends.compiled import compiler_available
 from models.segmentation import SegmentationNetwork
-from scripts.bench.measuring import saved_for_backward
+from scripts.bench.measuring import kept_bytes, saved_for_backward
+from tests.norms import CHECKPOINTED, IN_PLACE, STRATEGIES
 
-STRATEGIES = {
-    "std": ABN,
-    "checkpoint": partial(CheckpointedABN, store="x"),
-    "checkpoint_xhat": partial(CheckpointedABN, store="x_hat"),
-    "inplace_1": partial(InPlaceABN, variant="I"),
-    "inplace": InPlaceABN,
-}
 SAVING = [name for name in STRATEGIES if name != "std"]
-CHECKPOINTED = ["checkpoint", "checkpoint_xhat"]
 
 
 def images(size: int = 32) -> torch.Tensor:
@@ -44,15 +37,9 @@ def segmentation_network(norm_act) -> nn.Module:
     return recompute_activations(network, checkpointed_only=True)
 
 
-def wide_body(norm_act) -> nn.Module:
+def block(norm_act) -> nn.Module:
     torch.manual_seed(0)
-    channels = [(8, 8), (8, 8), (8, 8), (8, 16), (8, 8, 16), (8, 8, 16)]
-    body = wider_resnet38_a2(norm_act, output_stride=8, structure=(1,) * 6, channels=channels, stem_channels=8).double()
-    return recompute_activations(body, checkpointed_only=True)
-
-
-NETWORKS = {"resnext and head": segmentation_network, "wide resnet": wide_body}
-SHARE_KEPT = {"resnext and head": 0.62, "wide resnet": 0.78}  # max-pooling and dropout keep their own values
+    return nn.Sequential(IdentityResidualBlock(4, (4, 8), norm_act=norm_act), norm_act(8)).double()
 
 
 def gradients(network: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -65,28 +52,30 @@ def assert_close(ours, theirs, atol=1e-10):
         torch.testing.assert_close(result, expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-@pytest.mark.parametrize("strategy", SAVING)
-def test_whole_networks_have_the_gradients_and_statistics_of_standard(name, strategy):
-    standard, network = NETWORKS[name](ABN), NETWORKS[name](STRATEGIES[strategy])
+def assert_same_gradients(network: nn.Module, standard: nn.Module) -> None:
+    """Up to rounding, relative to the largest."""
     expected = gradients(standard, images())
-    assert_close(gradients(network, images()), expected, atol=1e-10 * max(g.abs().max().item() for g in expected))
-    assert network.state_dict().keys() == standard.state_dict().keys()
-    for key, value in standard.state_dict().items():
-        torch.testing.assert_close(network.state_dict()[key], value, rtol=1e-10, atol=1e-10)
+    largest = max(gradient.abs().max().item() for gradient in expected)
+    assert_close(gradients(network, images()), expected, atol=1e-10 * largest)
+
+
+@pytest.mark.parametrize("strategy", SAVING)
+def test_whole_networks_have_the_gradients_and_statistics_of_standard(strategy):
+    standard, network = segmentation_network(ABN), segmentation_network(STRATEGIES[strategy])
+    assert_same_gradients(network, standard)
+    assert list(network.state_dict()) == list(standard.state_dict())
+    for ours, theirs in zip(network.state_dict().values(), standard.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
-    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
-    _, saved = saved_for_backward(lambda: network(inputs))
-    return sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in parameters)
+    return kept_bytes(network, lambda: network(inputs), ())
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_whole_networks_keep_about_half_and_every_saving_strategy_the_same(name):
-    kept = {strategy: activation_bytes(NETWORKS[name](norm), images(64)) for strategy, norm in STRATEGIES.items()}
+def test_whole_networks_keep_about_half_and_every_saving_strategy_the_same():
+    kept = {name: activation_bytes(segmentation_network(norm), images(64)) for name, norm in STRATEGIES.items()}
     saving = [kept[strategy] for strategy in SAVING]
-    assert max(saving) < SHARE_KEPT[name] * kept["std"]
+    assert max(saving) < 0.62 * kept["std"]  # max-pooling and dropout keep their own values
     assert max(saving) - min(saving) < 0.02 * kept["std"]  # statistics: (b) keeps means and x_hat does not
 
 
@@ -116,27 +105,42 @@ def test_nothing_keeps_the_output_of_a_checkpointed_layer(strategy, kind):
     assert kind != "stacked" or network.z2.untyped_storage()._cdata not in kept
 
 
+class NormAndConvolution(nn.Module):
+    """What comes between the two, and after them, is given."""
+
+    def __init__(self, norm: nn.Module, between=lambda z: z, after=lambda y: y):
+        super().__init__()
+        self.norm, self.conv = norm, nn.Conv2d(4, 4, 3)
+        self.between, self.after = between, after
+
+    def forward(self, x):
+        return self.after(self.conv(self.between(self.norm(x))))
+
+
+def clamp_detached(z: torch.Tensor) -> torch.Tensor:
+    z.detach().clamp_(max=0.5)
+    return z
+
+
+@torch.no_grad()
+def double_unseen(z: torch.Tensor) -> torch.Tensor:
+    return z.mul_(2)
+
+
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
 def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy):
     """Dropout, activations and sums often write over a norm's output."""
-
-    class Network(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norm, self.conv = norm(4, activation="identity"), nn.Conv2d(4, 4, 3)
-
-        def forward(self, x):
-            return self.conv(self.norm(x).mul_(2))
-
-    torch.manual_seed(0)
-    network = recompute_activations(Network(STRATEGIES[strategy]).double(), checkpointed_only=True)
-    torch.manual_seed(0)
-    standard = Network(ABN).double()
+    networks = []
+    for norm in (ABN, STRATEGIES[strategy]):
+        torch.manual_seed(0)
+        networks.append(NormAndConvolution(norm(4, activation="identity"), lambda z: z.mul_(2)).double())
+    standard, network = networks
+    recompute_activations(network, checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     assert_close(gradients(network, x), gradients(standard, x))
 
 
-@pytest.mark.parametrize("strategy", ["inplace", "inplace_1"])
+@pytest.mark.parametrize("strategy", IN_PLACE)
 def test_writing_over_what_an_in_place_layer_keeps_raises(strategy):
     z = STRATEGIES[strategy](4)(torch.randn(2, 4, 8, 8) * 1)
     z.mul_(2)
@@ -148,71 +152,42 @@ def test_writing_over_what_an_in_place_layer_keeps_raises(strategy):
 def test_writing_over_what_the_network_keeps_raises_while_recomputing_too(strategy):
     """Autograd does not check versions under saved-tensor hooks, so our hooks do."""
 
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.conv = STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3)
+    def square_and_overwrite(y: torch.Tensor) -> torch.Tensor:
+        squared = y.square()  # keeps y
+        y.mul_(2)
+        return squared
 
-        def forward(self, x):
-            y = self.conv(self.norm(x))
-            squared = y.square()  # keeps y
-            y.mul_(2)
-            return squared
-
+    network = NormAndConvolution(STRATEGIES[strategy](4), after=square_and_overwrite)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        recompute_activations(Network(), checkpointed_only=True)(torch.randn(2, 4, 8, 8)).sum().backward()
+        recompute_activations(network, checkpointed_only=True)(torch.randn(2, 4, 8, 8)).sum().backward()
 
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
-def test_recomputation_leaves_other_hooks_working(strategy):
-    network, plain = segmentation_network(STRATEGIES[strategy]), segmentation_network(ABN)
-    with torch.autograd.graph.save_on_cpu():
-        ours = gradients(network, images())
-    expected = gradients(plain, images())
-    assert_close(ours, expected, atol=1e-10 * max(g.abs().max().item() for g in expected))
-
-
-@pytest.mark.parametrize("strategy", CHECKPOINTED)
-def test_what_is_kept_is_asked_for_once(strategy):
-    """Hooks around a prepared network, e.g. from torch.utils.checkpoint, may refuse to unpack twice."""
-    network = recompute_activations(blocks(STRATEGIES[strategy]), checkpointed_only=True)
+def test_hooks_around_a_network_are_asked_once_for_what_they_keep(strategy):
+    """E.g. those of torch.utils.checkpoint may refuse to unpack twice."""
+    network = recompute_activations(block(STRATEGIES[strategy]), checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    unpacked = []
+    expected, unpacked = gradients(block(ABN), x), []
 
     def unpack(packed):
         unpacked.append(packed[0])
         return packed[1]
 
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (object(), tensor), unpack):
-        expected = gradients(network, x)
-    assert len(unpacked) == len(set(unpacked))
+        assert_close(gradients(network, x), expected)
+    assert unpacked and len(unpacked) == len(set(unpacked))
     loss = checkpoint(network, x, use_reentrant=False).square().mean()
     assert_close(torch.autograd.grad(loss, list(network.parameters())), expected)
 
 
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
-@pytest.mark.parametrize("how", ["no_grad", "detach"])
-def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, how):
-    class Network(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norm, self.conv = norm(4), nn.Conv2d(4, 4, 3)
-
-        def forward(self, x):
-            z = self.norm(x)
-            if how == "detach":
-                z.detach().clamp_(max=0.5)
-            else:
-                with torch.no_grad():
-                    z.mul_(2)
-            return self.conv(z)
-
-    torch.manual_seed(0)
-    network = recompute_activations(Network(STRATEGIES[strategy]).double(), checkpointed_only=True)
+@pytest.mark.parametrize("change", [clamp_detached, double_unseen])
+def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, change):
+    network = NormAndConvolution(STRATEGIES[strategy](4), change).double()
+    recompute_activations(network, checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     output = network(x)
-    z = F.leaky_relu(F.batch_norm(x, None, None, training=True), 0.01)
-    z = z.clamp(max=0.5) if how == "detach" else 2 * z
+    z = change(F.leaky_relu(F.batch_norm(x, None, None, training=True), 0.01))
     dz = torch.randn_like(output)
     (ours,) = torch.autograd.grad(output, network.conv.weight, dz)
     torch.testing.assert_close(ours, torch.nn.grad.conv2d_weight(z, ours.shape, dz), rtol=0, atol=1e-10)
@@ -253,13 +228,13 @@ def test_a_graph_can_be_used_twice_and_in_parts(strategy):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_torch_checkpoint_around_a_block(strategy, use_reentrant):
     """The recomputed forward pass has the same gradients and does not count its minibatch again."""
-    block = nn.Sequential(STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3), STRATEGIES[strategy](4)).double()
-    plain = copy.deepcopy(block)
+    network = nn.Sequential(STRATEGIES[strategy](4), nn.Conv2d(4, 4, 3), STRATEGIES[strategy](4)).double()
+    plain = copy.deepcopy(network)
     x = torch.randn(3, 4, 8, 8, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(plain(x).square().mean(), [x, *plain.parameters()])
-    checkpoint(block, x, use_reentrant=use_reentrant).square().mean().backward()
-    assert_close([x.grad, *(p.grad for p in block.parameters())], expected)
-    for ours, theirs in zip(block.buffers(), plain.buffers(), strict=True):
+    checkpoint(network, x, use_reentrant=use_reentrant).square().mean().backward()
+    assert_close([x.grad, *(p.grad for p in network.parameters())], expected)
+    for ours, theirs in zip(network.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
 
@@ -275,8 +250,7 @@ def test_frozen_statistics_inside_training(strategy):
                 layer.eval()
     before = copy.deepcopy(network.state_dict())
     assert activation_bytes(network, images()) <= trained
-    expected = gradients(standard, images())
-    assert_close(gradients(network, images()), expected, atol=1e-10 * max(g.abs().max().item() for g in expected))
+    assert_same_gradients(network, standard)
     assert all(torch.equal(value, before[key]) for key, value in network.state_dict().items())
 
 
@@ -299,21 +273,7 @@ def test_evaluation_equals_standard_and_training_goes_on_after_it(strategy, mode
     network, standard = segmentation_network(STRATEGIES[strategy]), segmentation_network(ABN)
     with mode():
         torch.testing.assert_close(network.eval()(images()), standard.eval()(images()), rtol=0, atol=1e-10)
-    expected = gradients(standard.train(), images())
-    assert_close(
-        gradients(network.train(), images()), expected, atol=1e-10 * max(g.abs().max().item() for g in expected)
-    )
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_accumulated_gradients(strategy):
-    network = segmentation_network(STRATEGIES[strategy])
-    first, second = images(), images() + 1
-    expected = [a + b for a, b in zip(gradients(network, first), gradients(network, second), strict=True)]
-    for part in (first, second):
-        torch.manual_seed(1)
-        network(part).square().mean().backward()
-    assert_close([p.grad for p in network.parameters()], expected)
+    assert_same_gradients(network.train(), standard.train())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -337,45 +297,48 @@ def test_shortcuts_before_and_after(strategy):
     assert_close(torch.autograd.grad(ours, sources, dz), torch.autograd.grad(theirs, sources, dz))
 
 
-def blocks(norm_act) -> nn.Module:
-    torch.manual_seed(0)
-    first = IdentityResidualBlock(4, (8, 8, 16), norm_act=norm_act, groups=2)
-    return nn.Sequential(first, IdentityResidualBlock(16, (8, 16), norm_act=norm_act), norm_act(16)).double()
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "inplace_1"])  # compiled as variant II
 def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     """Saved tensors cross the graph's boundary, where they are counted."""
     torch._dynamo.reset()
-    network = recompute_activations(blocks(STRATEGIES[strategy]), checkpointed_only=True)
+    network = recompute_activations(block(STRATEGIES[strategy]), checkpointed_only=True)
     compiled = torch.compile(network, fullgraph=True, backend="aot_eager_decomp_partition")
-    x = torch.randn(2, 4, 32, 32, dtype=torch.float64)
+    x = torch.randn(2, 4, 16, 16, dtype=torch.float64)
     assert_close(gradients(compiled, x), gradients(network, x))
     if strategy not in CHECKPOINTED:
         assert activation_bytes(compiled, x) <= activation_bytes(network, x)
 
 
+def as_inductor_divides_it(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+    """Inductor's graphs of the forward and the backward pass, run by PyTorch's operators: C++ compiles for seconds."""
+    from functorch.compile import make_boxed_func  # here, because they take seconds to import
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, inner_compile=lambda part, inputs, **options: make_boxed_func(part.forward))
+
+
 @pytest.mark.parametrize("strategy", ["std", "inplace"])
-def test_inductor_keeps_no_more_activations(strategy):
+@pytest.mark.parametrize("backend", [as_inductor_divides_it, pytest.param("inductor", marks=pytest.mark.slow)])
+def test_inductor_keeps_no_more_activations(strategy, backend):
     """It may also keep copies of convolution weights in another layout, which are far smaller here."""
-    if not compiler_available("cpu"):
+    if backend == "inductor" and not compiler_available("cpu"):
         pytest.skip("needs a C++ compiler")
     torch._dynamo.reset()
-    network = blocks(STRATEGIES[strategy]).float()
-    x = torch.randn(2, 4, 32, 32)
+    network = block(STRATEGIES[strategy]).float()
+    x = torch.randn(2, 4, 16, 16)
 
     def kept(forward) -> int:
         _, saved = saved_for_backward(lambda: forward(x))
         sizes = [tensor.untyped_storage().nbytes() for tensor in saved]
         return sum(size for size in sizes if size >= x.nbytes)
 
-    assert 0 < kept(torch.compile(network, fullgraph=True)) <= kept(network)
+    assert 0 < kept(torch.compile(network, fullgraph=True, backend=backend)) <= kept(network)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_half_the_bytes_again(strategy, dtype):
-    network = recompute_activations(blocks(STRATEGIES[strategy]).float(), checkpointed_only=True)
+    network = recompute_activations(block(STRATEGIES[strategy]).float(), checkpointed_only=True)
     x = torch.randn(2, 4, 64, 64)
     full = activation_bytes(network, x)
     with torch.autocast("cpu", dtype):

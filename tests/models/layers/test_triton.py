@@ -7,13 +7,11 @@ was imported before. The regular module stays unchanged; tests without a device 
 import importlib.util
 import re
 import subprocess
-from itertools import product
+from itertools import cycle, product
 from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 triton = pytest.importorskip("triton")
@@ -23,49 +21,40 @@ from models.heads import DeepLabV3  # noqa: E402
 from models.layers import InPlaceABN, backends  # noqa: E402
 from models.layers.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation  # noqa: E402
 from models.layers.backends import triton_kernels  # noqa: E402
-from models.layers.backends.eager import EagerBackend  # noqa: E402
 from models.layers.backends.interface import Kept  # noqa: E402
+from tests.backend_cases import (  # noqa: E402
+    EAGER,
+    PARAMS,
+    assert_backward,
+    assert_close,
+    assert_forward,
+    assert_pieces,
+    case,
+    double,
+    keep,
+)
 from tests.cuda import NEEDS_CUDA  # noqa: E402
 
-CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
-PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
-KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [
-    (name, kept) for name in ACTIVATIONS for kept in ("x", "x_hat")
-]
-TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}  # of the largest term
-# (The interpreter truncates float32 to bfloat16; a device rounds.)
-EAGER = EagerBackend()
-
-
-def interpreted_copy():
-    """The module `triton_kernels`, with interpreted kernels."""
-    name = f"{triton_kernels.__name__}_interpreted"
-    spec = importlib.util.spec_from_file_location(name, triton_kernels.__file__)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
 
 
 @pytest.fixture(scope="module")
 def copies():
+    """The module `triton_kernels`, for each device; for the CPU a copy with interpreted kernels."""
+    spec = importlib.util.spec_from_file_location(f"{triton_kernels.__name__}_interpreted", triton_kernels.__file__)
+    interpreted = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton.knobs.runtime, "interpret", True)
-        interpreted = interpreted_copy()
+        spec.loader.exec_module(interpreted)
     return {"cpu": interpreted, "cuda": triton_kernels}
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                *NEEDS_CUDA,
-                pytest.mark.skipif(triton_kernels.INTERPRETED, reason="TRITON_INTERPRET is set"),
-            ],
-        ),
-    ]
-)
+NOT_INTERPRETED = pytest.mark.skipif(triton_kernels.INTERPRETED, reason="TRITON_INTERPRET is set")
+CUDA = pytest.param("cuda", marks=[*NEEDS_CUDA, NOT_INTERPRETED])
+
+
+@pytest.fixture(params=["cpu", CUDA])
 def device(request, copies, monkeypatch) -> str:
     """Where a test computes."""
     if request.param == "cpu":
@@ -104,123 +93,48 @@ def many_parts(device, copies, monkeypatch):
     module.plan.cache_clear()
 
 
-class Case(NamedTuple):
-    x: Tensor
-    dz: Tensor
-    gamma: Tensor
-    beta: Tensor
-    activation: Activation
+def test_every_activation(backend, device, many_parts):
+    """Elements are activated in tiles of any shape, so each activation needs one memory format."""
+    for activation, memory_format in zip(ACTIVATIONS, cycle(FORMATS), strict=False):
+        example = case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation)
+        assert_forward(backend, example)
+        for _, kept in filter(lambda pair: pair[0] == activation, KEPT):
+            assert_backward(backend, example, keep(example, kept))
 
 
-def case(shape, device, dtype=torch.float32, memory_format=CONTIGUOUS, activation="leaky_relu", seed=0) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    channels = shape[1]
-    x = torch.randn(shape, generator=generator).clamp(-3, 3).to(device, dtype).contiguous(memory_format=memory_format)
-    dz = torch.randn(shape, generator=generator).to(device, dtype).contiguous(memory_format=memory_format)
-    gamma = torch.rand(channels, generator=generator) * 0.5 + 0.3
-    gamma = gamma * torch.randn(channels, generator=generator).sign()
-    beta = torch.rand(channels, generator=generator) * 0.5 - 0.25
-    return Case(x, dz, gamma.to(device), beta.to(device), Activation(activation, PARAMS.get(activation, 0.01)))
-
-
-def double(kept: Kept) -> Kept:
-    return Kept(*(value.double() if isinstance(value, Tensor) else value for value in kept))
-
-
-def keep(case: Case, what: str, eps: float = 1e-5) -> Kept:
-    """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
-    x, _, gamma, beta, activation = case
-    z, mean, invstd = EAGER.forward(x.double(), gamma.double(), beta.double(), None, None, 0.0, eps, activation)
-    mean, invstd, zero, one = mean.float(), invstd.float(), torch.zeros_like(gamma), torch.ones_like(gamma)
-    if what == "z":
-        return Kept(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
-    if what == "x":
-        return Kept(x, False, mean, invstd, gamma, beta, invstd, activation)
-    x_hat = EAGER.normalise(
-        x.double(), mean.double(), invstd.double(), one.double(), zero.double(), Activation("identity")
-    )
-    return Kept(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
-
-
-def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor | float) -> None:
-    error = (result.double() - wanted).abs()
-    assert (error <= tolerance * scale).all(), f"{(error / scale).max():.2e} > {tolerance:.2e}"
-
-
-def assert_forward(backend, case: Case) -> None:
-    x, _, gamma, beta, activation = case
-    wanted, wanted_mean, wanted_invstd = EAGER.forward(
-        x.double(), gamma.double(), beta.double(), None, None, 0.0, 1e-5, activation
-    )
-    z, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.0, 1e-5, activation)
-    assert (z.dtype, z.shape, z.stride()) == (x.dtype, x.shape, x.stride())
-    assert mean.dtype == invstd.dtype == torch.float32
-    assert_close(mean, wanted_mean, 1e-6, 1.0)
-    assert_close(invstd, wanted_invstd, 4e-6, wanted_invstd)
-    assert_close(z, wanted, TOLERANCES[x.dtype], wanted.abs().max() + 1)
-    again = backend.normalise(x, mean, invstd, gamma, beta, activation)
-    assert_close(again, z.double(), 1e-6 if x.dtype == torch.float32 else TOLERANCES[x.dtype], z.double().abs() + 1)
-
-
-def assert_backward(backend, case: Case, kept: Kept, dz: Tensor | None = None) -> None:
-    """Errors are relative to the terms that a result sums up."""
-    dz = case.dz if dz is None else dz
-    others = [d for d in range(dz.dim()) if d != 1]
-    size = dz.double().abs()
-    wanted_dx, wanted_dgamma, wanted_dbeta = EAGER.backward(double(kept), dz.double())
-    dx, dgamma, dbeta = backend.backward(kept, dz)
-    assert (dx.dtype, dx.shape, dx.stride()) == (kept.values.dtype, kept.values.shape, kept.values.stride())
-    assert_close(dbeta, wanted_dbeta, 2e-6, size.sum(others))
-    assert_close(dgamma, wanted_dgamma, 1e-5, size.sum(others) * 4)
-    scale = (kept.gamma * kept.invstd).double().abs().max() * (size.max() + 1) * 2
-    assert_close(dx, wanted_dx, TOLERANCES[dx.dtype], scale)
-
-
-def assert_pieces(backend, case: Case, kept: Kept) -> None:
-    """`sums` and `input_gradient` make up `backward`."""
-    dx, dgamma, dbeta = backend.backward(kept, case.dz)
-    sums = backend.sums(kept, case.dz)
-    torch.testing.assert_close(sums, (dbeta, dgamma), rtol=1e-5, atol=1e-5)
-    count = case.dz.numel() // case.dz.shape[1]
-    pieces = backend.input_gradient(kept, case.dz, *(total / count for total in sums))
-    assert_close(pieces, dx.double(), TOLERANCES[dx.dtype], dx.double().abs().max())
-
-
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_forward(backend, device, many_parts, activation, memory_format):
-    assert_forward(backend, case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation))
-
-
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
-@pytest.mark.parametrize("activation, kept", KEPT)
-def test_backward(backend, device, many_parts, activation, kept, memory_format):
-    example = case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation)
-    assert_backward(backend, example, keep(example, kept))
-    assert_pieces(backend, example, keep(example, kept))
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_backward_in_one_and_in_pieces(backend, device, many_parts, memory_format):
+    example = case((3, 2, 3, 7), device, memory_format=memory_format)
+    for kept in ("z", "x", "x_hat"):
+        assert_pieces(backend, example, keep(example, kept))
 
 
 @pytest.mark.parametrize("activation, kept", [("leaky_relu", "z"), ("elu", "z"), ("tanh", "z"), ("sigmoid", "x")])
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_tensors_with_float32_vectors(backend, device, dtype, memory_format, activation, kept):
-    example = case((3, 4, 2, 14), device, dtype, memory_format, activation)
-    assert_forward(backend, example)
-    assert_backward(backend, example, keep(example, kept))
+def test_half_precision_tensors_with_float32_vectors(backend, device, activation, kept):
+    for dtype, memory_format in ((torch.bfloat16, CONTIGUOUS), (torch.float16, CHANNELS_LAST)):
+        example = case((3, 4, 2, 7), device, dtype, memory_format, activation)
+        assert_forward(backend, example)
+        assert_backward(backend, example, keep(example, kept))
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    shape=st.tuples(st.integers(1, 5), st.integers(1, 5)),
-    spatial=st.lists(st.integers(1, 7), max_size=3),
-    channels_last=st.booleans(),
-    seed=st.integers(0, 99),
+@pytest.mark.parametrize(
+    "shape, memory_format",
+    [
+        ((2, 1), CONTIGUOUS),
+        ((1, 3), CONTIGUOUS),  # a single value per channel
+        ((5, 2, 7), CONTIGUOUS),
+        ((1, 5, 1, 1), CONTIGUOUS),
+        ((2, 3, 1, 6), CHANNELS_LAST),
+        ((4, 5, 3, 2), CHANNELS_LAST),
+        ((1, 1, 7, 4), CHANNELS_LAST),
+        ((3, 2, 5, 1, 2), CONTIGUOUS),
+        ((2, 5, 2, 3, 3), torch.channels_last_3d),
+    ],
+    ids=str,
 )
-def test_shapes(backend, device, many_parts, shape, spatial, channels_last, seed):
+def test_shapes(backend, device, many_parts, shape, memory_format):
     """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
-    memory_format = {2: CHANNELS_LAST, 3: torch.channels_last_3d}.get(len(spatial), CONTIGUOUS)
-    memory_format = memory_format if channels_last else CONTIGUOUS
-    example = case((*shape, *spatial), device, memory_format=memory_format, seed=seed)
+    example = case(shape, device, memory_format=memory_format)
     assert_forward(backend, example)
     assert_backward(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
 
@@ -240,7 +154,6 @@ def test_several_parts(backend, device, copies, many_parts, shape, memory_format
         plan = copies[device]._plan_for(example.x, reads)
         assert plan.parts > 1 and plan.tiles_per_part > 1
     assert_forward(backend, example)
-    assert_backward(backend, example, keep(example, "z"))
     assert_pieces(backend, example, keep(example, "z"))
     mean, var = backend.moments(example.x)
     wanted_mean, wanted_var = EAGER.moments(example.x.double())
@@ -248,7 +161,7 @@ def test_several_parts(backend, device, copies, many_parts, shape, memory_format
     assert_close(var, wanted_var, 1e-5, wanted_var)
 
 
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
     x = case((6, 3, 5, 30), device).x * 1.0 + 1000
     x[0] = 0  # an image unlike the others
@@ -266,7 +179,7 @@ def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
     assert_close(var, wanted_var, 1e-5, wanted_var)
 
 
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, memory_format):
     bn = nn.BatchNorm2d(4, momentum=0.3).to(device).double()
     running_mean, running_var = torch.zeros(4, device=device), torch.ones(4, device=device)
@@ -278,8 +191,14 @@ def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, me
     torch.testing.assert_close(running_mean.double(), bn.running_mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(running_var.double(), bn.running_var, rtol=1e-5, atol=0)
 
+    huge_mean, huge_var = torch.full((2, 4), 3e7, device=device).unbind()  # with momentum 1 the old ones do not matter
+    for mean, var in ((running_mean, running_var), (huge_mean, huge_var)):
+        _, of_minibatch, _ = backend.forward(x, gamma, beta, mean, var, 1.0, 1e-5, activation)
+        assert torch.equal(mean, of_minibatch)
+    assert torch.equal(running_var, huge_var)
 
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+
+@pytest.mark.parametrize("memory_format", FORMATS)
 def test_writes_over_its_input(backend, device, many_parts, memory_format):
     x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
     wanted, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.1, 1e-5, activation)
@@ -292,28 +211,15 @@ def test_writes_over_its_input(backend, device, many_parts, memory_format):
         assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
-def test_with_momentum_1_running_statistics_are_the_minibatch_s(backend, device, many_parts, memory_format):
-    x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
-    results = []
-    for old in (0.0, 3e7):
-        running_mean, running_var = torch.full((2, 4), old, device=device).unbind()
-        _, mean, _ = backend.forward(x, gamma, beta, running_mean, running_var, 1.0, 1e-5, activation)
-        assert torch.equal(running_mean, mean)
-        results.append(running_var)
-    assert torch.equal(*results)
-
-
-UNPACKED = {
-    "channels": lambda x: x.repeat(1, 2, 1, 1)[:, :4],
-    "rows": lambda x: x.repeat(1, 1, 2, 1)[:, :, :5],
-    "transposed": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
-}
-
-
-@pytest.mark.parametrize("layout", UNPACKED)
-@pytest.mark.parametrize("training", [True, False])
-def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, layout, training):
+@pytest.mark.parametrize(
+    "training, with_gaps",
+    [
+        (True, lambda x: x.repeat(1, 2, 1, 1)[:, :4]),  # between channels
+        (True, lambda x: x.repeat(1, 1, 2, 1)[:, :, :5]),  # between rows
+        (False, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)),
+    ],
+)
+def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, training, with_gaps):
     monkeypatch.setattr(backends, "_triton", lambda: copies[device])
     example = case((3, 4, 5, 6), device)
     results = []
@@ -321,7 +227,7 @@ def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, lay
         layer = InPlaceABN(4, overwrite_input=overwrite_input, backend="triton").to(device).train(training)
         layer.load_state_dict({"weight": example.gamma, "bias": example.beta}, strict=False)
         leaf = example.x.clone().requires_grad_()
-        x = UNPACKED[layout](leaf * 1) if overwrite_input else leaf
+        x = with_gaps(leaf * 1) if overwrite_input else leaf
         z = layer(x)
         assert (z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == overwrite_input
         results.append((z, *torch.autograd.grad(z, [leaf, layer.weight, layer.bias], example.dz)))
@@ -340,7 +246,7 @@ def test_the_probe_launches_a_kernel(device, copies, monkeypatch):
         copies[device].probe(torch.device(device))
 
 
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 def test_gradients_in_another_memory_format(backend, device, memory_format):
     example = case((3, 4, 5, 6), device, memory_format=memory_format)
     kept = keep(example, "z")
@@ -353,25 +259,25 @@ def test_gradients_in_another_memory_format(backend, device, memory_format):
         assert_backward(backend, example, kept, dz)
 
 
-@pytest.mark.parametrize("gamma", [1e-3, -1e-3, 1e-5])
+@pytest.mark.parametrize("gamma", [-1e-3, 1e-5])
 def test_tiny_gamma(backend, device, gamma):
     """The inverse divides z's rounding errors by gamma; with beta = 0 they stay relative to x_hat."""
-    example = case((3, 4, 5, 6), device)._replace(gamma=torch.full((4,), gamma, device=device))
+    example = case((3, 4, 3, 4), device)._replace(gamma=torch.full((4,), gamma, device=device))
     example = example._replace(beta=torch.zeros(4, device=device))
     assert_forward(backend, example)
     assert_backward(backend, example, keep(example, "z"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation, asymptotes", [("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])])
-def test_saturated_values_give_finite_gradients(backend, device, activation, asymptotes, dtype):
-    example = case((3, 4, 5, 6), device, dtype, activation=activation)
-    kept = keep(example, "z")
-    for i, asymptote in enumerate(asymptotes):
-        kept.values[i] = asymptote
-    kept.values[:, 3] = asymptotes[0]  # a whole channel
-    for result in backend.backward(kept, example.dz):
-        assert result.isfinite().all()
+def test_saturated_values_give_finite_gradients(backend, device, dtype):
+    for activation, asymptotes in (("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])):
+        example = case((3, 4, 2, 3), device, dtype, activation=activation)
+        kept = keep(example, "z")
+        for i, asymptote in enumerate(asymptotes):
+            kept.values[i] = asymptote
+        kept.values[:, 3] = asymptotes[0]  # a whole channel
+        for result in backend.backward(kept, example.dz):
+            assert result.isfinite().all()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -401,9 +307,8 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
     x[0, 0, 0, 0] = dz[0, 1, 0, 0] = torch.nan
     z, _, _ = backend.forward(x, example.gamma, example.beta, None, None, 0.1, 1e-5, example.activation)
     assert z[:, 0].isnan().all() and z[:, 1:].isfinite().all()
-    for kept in (keep(example, "x"), keep(example, "x")._replace(values=x)):
-        dx, dgamma, dbeta = backend.backward(kept, dz)
-        assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
+    dx, dgamma, dbeta = backend.backward(keep(example, "x")._replace(values=x), dz)
+    assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
     assert dx[:, 0].isnan().all()
 
 
@@ -546,40 +451,24 @@ def assert_resident(compiled: list[Compiled], spilled: int = 0) -> None:
         assert resident * (binary.shared + 1024) <= SHARED_MEMORY[kernel.architecture], f"{binary.shared} bytes: {name}"
 
 
+# Both architectures compile the same code: each case needs one of them here, and the slow tests take both.
 @pytest.mark.parametrize(
-    "shape, memory_format, vector",
+    "architecture, shape, memory_format, vector",
     [
-        ((16, 256, 56, 56), CONTIGUOUS, "v4"),
-        ((16, 256, 56, 56), CHANNELS_LAST, "v4"),
-        ((64, 512, 56, 56), CHANNELS_LAST, "v4"),
-        ((4, 4096, 109, 109), CHANNELS_LAST, "v4"),  # few parts of many channels
-        ((32, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
+        (80, (16, 256, 56, 56), CONTIGUOUS, "v4"),
+        (90, (16, 256, 56, 56), CHANNELS_LAST, "v4"),
+        (80, (64, 512, 56, 56), CHANNELS_LAST, "v4"),
+        (90, (4, 4096, 109, 109), CHANNELS_LAST, "v4"),  # few parts of many channels
+        (90, (32, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
+        (80, (4, 256, 109, 109), CONTIGUOUS, None),  # odd maps: each element is an access of its own
+        (90, (32, 1024, 7, 7), CONTIGUOUS, None),  # with short rows
     ],
 )
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_compiles_to_wide_loads_without_spills(compile_for, shape, memory_format, vector, architecture):
+def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape, memory_format, vector):
     compiled = compile_for(shape, torch.bfloat16, memory_format, "leaky_relu", "z", architecture)
-    assert_wide(compiled, vector)
+    if vector:
+        assert_wide(compiled, vector)
     assert_resident(compiled)
-
-
-@pytest.mark.parametrize("shape", [(4, 256, 109, 109), (32, 1024, 7, 7)])  # long rows and short ones
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_odd_maps_compile_without_spills(compile_for, shape, architecture):
-    """Each element is an access of its own."""
-    assert_resident(compile_for(shape, torch.bfloat16, CONTIGUOUS, "leaky_relu", "z", architecture))
-
-
-class Shapes(nn.Module):
-    """A norm that notes the shape of its input."""
-
-    def __init__(self, seen: set[torch.Size]):
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add(x.shape)
-        return x * 1
 
 
 def network_shapes() -> list[torch.Size]:
@@ -589,22 +478,27 @@ def network_shapes() -> list[torch.Size]:
     """
     seen: set[torch.Size] = set()
 
-    def norm(channels: int) -> Shapes:
-        return Shapes(seen)
+    class Norm(nn.Module):
+        def __init__(self, channels: int):
+            super().__init__()
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(x.shape)
+            return x * 1
 
     with torch.device("meta"):
         for body in (resnext101, wider_resnet38):
-            body(norm)(torch.empty(32, 3, 224, 224))
+            body(Norm)(torch.empty(32, 3, 224, 224))
         for body, output_stride in product((resnext101, wider_resnet38_a2), (8, 16)):
-            features = body(norm, output_stride=output_stride)
-            head = DeepLabV3(features.out_channels, norm_act=norm)
+            features = body(Norm, output_stride=output_stride)
+            head = DeepLabV3(features.out_channels, norm_act=Norm)
             for side in (872, 512):
                 head(features(torch.empty(4, 3, side, side)))
     return sorted(seen)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_the_programs_of_both_networks_are_resident(compile_for, architecture, dtype, memory_format):
@@ -619,9 +513,9 @@ def test_compiles_where_sizes_are_one(compile_for, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation, kept", [pair for pair in KEPT if pair[1] != "x_hat"])
+@pytest.mark.parametrize("activation, kept", KEPT)
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_everything_compiles(compile_for, activation, kept, dtype, memory_format, architecture):
     for shape in ((16, 256, 56, 56), (16, 64, 28, 28)):
@@ -634,14 +528,12 @@ def test_everything_compiles(compile_for, activation, kept, dtype, memory_format
 # On a device
 # ---------------------------------------------------------------------------------------------------------------------
 
-on_a_device = pytest.mark.parametrize("device", ["cuda"], indirect=True)
+on_a_device = pytest.mark.parametrize("device", [CUDA], indirect=True)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 @on_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize(
     "shape",
     [(16, 64, 112, 112), (8, 256, 65, 65), (8, 1024, 28, 28), (32, 2048, 7, 7), (4, 256, 97, 97), (256, 2048, 1, 1)],
@@ -653,10 +545,8 @@ def test_realistic_shapes(backend, device, shape, memory_format, dtype):
         assert_backward(backend, example, keep(example, kept))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 @on_a_device
-@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST])
+@pytest.mark.parametrize("memory_format", FORMATS)
 def test_more_than_two_billion_elements(backend, device, memory_format):
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GiB of free device memory")

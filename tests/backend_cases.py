@@ -1,0 +1,125 @@
+"""Cases for the fused backends of the layers, and what they must compute: the eager backend's results in float64."""
+
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.layers.activations import Activation
+from models.layers.backends import compiled
+from models.layers.backends.eager import EagerBackend
+from models.layers.backends.interface import Backend, Kept
+
+EAGER = EagerBackend()
+PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
+# Of the largest term. (Triton's interpreter truncates float32 to bfloat16; a device rounds.)
+TOLERANCES = {torch.float64: 4e-12, torch.float32: 4e-6, torch.bfloat16: 2**-7, torch.float16: 2**-11}
+
+
+class Case(NamedTuple):
+    x: Tensor
+    dz: Tensor
+    gamma: Tensor
+    beta: Tensor
+    activation: Activation
+
+
+def case(
+    shape: tuple[int, ...],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    activation: str = "leaky_relu",
+    seed: int = 0,
+    param: float | None = None,
+) -> Case:
+    """Values within 3, gamma of both signs with 0.3 <= |gamma| <= 0.8, |beta| <= 0.25."""
+    generator = torch.Generator().manual_seed(seed)
+    channels, vectors = shape[1], torch.promote_types(dtype, torch.float32)
+    x = torch.randn(shape, generator=generator).clamp(-3, 3).to(device, dtype).contiguous(memory_format=memory_format)
+    dz = torch.randn(shape, generator=generator).to(device, dtype).contiguous(memory_format=memory_format)
+    gamma = torch.rand(channels, generator=generator) * 0.5 + 0.3
+    gamma = gamma * torch.randn(channels, generator=generator).sign()
+    beta = torch.rand(channels, generator=generator) * 0.5 - 0.25
+    phi = Activation(activation, PARAMS.get(activation, 0.01) if param is None else param)
+    return Case(x, dz, gamma.to(device, vectors), beta.to(device, vectors), phi)
+
+
+def double(kept: Kept) -> Kept:
+    return Kept(*(value.double() if isinstance(value, Tensor) else value for value in kept))
+
+
+def keep(case: Case, what: str, eps: float = 1e-5) -> Kept:
+    """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
+    x, _, gamma, beta, activation = case
+    z, mean, invstd = EAGER.forward(x.double(), gamma.double(), beta.double(), None, None, 0.0, eps, activation)
+    mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)
+    zero, one = torch.zeros_like(gamma), torch.ones_like(gamma)
+    if what == "z":
+        return Kept(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
+    if what == "x":
+        return Kept(x, False, mean, invstd, gamma, beta, invstd, activation)
+    x_hat = EAGER.normalise(
+        x.double(), mean.double(), invstd.double(), one.double(), zero.double(), Activation("identity")
+    )
+    return Kept(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
+
+
+def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor | float) -> None:
+    error = (result.double() - wanted).abs()
+    assert (error <= tolerance * scale).all(), f"{(error / scale).max():.2e} > {tolerance:.2e}"
+
+
+def assert_forward(backend: Backend, case: Case) -> None:
+    x, _, gamma, beta, activation = case
+    unit = _unit(gamma)
+    wanted, wanted_mean, wanted_invstd = EAGER.forward(
+        x.double(), gamma.double(), beta.double(), None, None, 0.0, 1e-5, activation
+    )
+    z, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.0, 1e-5, activation)
+    assert (z.dtype, z.shape, z.stride()) == (x.dtype, x.shape, x.stride())
+    assert mean.dtype == invstd.dtype == gamma.dtype
+    assert_close(mean, wanted_mean, 1e-6 * unit, 1.0)
+    assert_close(invstd, wanted_invstd, 4e-6 * unit, wanted_invstd)
+    assert_close(z, wanted, TOLERANCES[x.dtype], wanted.abs().max() + 1)
+    again = backend.normalise(x, mean, invstd, gamma, beta, activation)
+    rounding = 1e-6 * unit if x.dtype == gamma.dtype else TOLERANCES[x.dtype]
+    assert_close(again, z.double(), rounding, z.double().abs() + 1)
+
+
+def assert_backward(backend: Backend, case: Case, kept: Kept, dz: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Errors are relative to the terms that a result sums up. Returns the gradients of x, gamma and beta."""
+    dz = case.dz if dz is None else dz
+    others = [d for d in range(dz.dim()) if d != 1]
+    size, unit = dz.double().abs(), _unit(kept.gamma)
+    wanted_dx, wanted_dgamma, wanted_dbeta = EAGER.backward(double(kept), dz.double())
+    dx, dgamma, dbeta = backend.backward(kept, dz)
+    assert (dx.dtype, dx.shape, dx.stride()) == (kept.values.dtype, kept.values.shape, kept.values.stride())
+    assert_close(dbeta, wanted_dbeta, 2e-6 * unit, size.sum(others))
+    assert_close(dgamma, wanted_dgamma, 1e-5 * unit, size.sum(others) * 4)
+    scale = (kept.gamma * kept.invstd).double().abs().max() * (size.max() + 1) * 2
+    assert_close(dx, wanted_dx, TOLERANCES[dx.dtype], scale)
+    return dx, dgamma, dbeta
+
+
+def assert_pieces(backend: Backend, case: Case, kept: Kept) -> None:
+    """`backward` is right, and `sums` and `input_gradient` make it up."""
+    dx, dgamma, dbeta = assert_backward(backend, case, kept)
+    sums = backend.sums(kept, case.dz)
+    tolerance = 1e-5 * _unit(kept.gamma)
+    torch.testing.assert_close(sums, (dbeta, dgamma), rtol=tolerance, atol=tolerance)
+    count = case.dz.numel() // case.dz.shape[1]
+    pieces = backend.input_gradient(kept, case.dz, *(total / count for total in sums))
+    assert_close(pieces, dx.double(), TOLERANCES[dx.dtype], dx.double().abs().max())
+
+
+def run_formulas_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled backend then needs no compiler, which takes seconds for each formula."""
+    monkeypatch.setattr(compiled, "_compiled", lambda formula, settings, *key: partial(formula, settings))
+
+
+def _unit(vectors: Tensor) -> float:
+    """Of errors, relative to those of float32 vectors."""
+    return 1.0 if vectors.dtype == torch.float32 else 1e-6
