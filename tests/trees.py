@@ -29,21 +29,20 @@ def pair(index: int, ids: list[int], size: tuple[int, int] = (24, 40)) -> tuple[
 
 def camvid_folders(root: Path) -> Path:
     """{split}/images/*.jpg and {split}/labels/*.png: 6 training, 2 validation, 2 test images."""
-    for split, count in (("train", 6), ("val", 2), ("test", 2)):
-        for index in range(count):
-            image, label = pair(index, list(range(12)))
-            write(root / split / "images" / f"0001TP_{index:06d}.jpg", image)
-            write(root / split / "labels" / f"0001TP_{index:06d}.png", label)
-    return root
+    return _camvid(root, "{}/images/{}.jpg", "{}/labels/{}.png")
 
 
 def camvid_annot(root: Path) -> Path:
     """{split}/*.png and {split}annot/*.png."""
+    return _camvid(root, "{}/{}.png", "{}annot/{}.png")
+
+
+def _camvid(root: Path, images: str, labels: str) -> Path:
     for split, count in (("train", 6), ("val", 2), ("test", 2)):
         for index in range(count):
             image, label = pair(index, list(range(12)))
-            write(root / split / f"0001TP_{index:06d}.png", image)
-            write(root / f"{split}annot" / f"0001TP_{index:06d}.png", label)
+            write(root / images.format(split, f"0001TP_{index:06d}"), image)
+            write(root / labels.format(split, f"0001TP_{index:06d}"), label)
     return root
 
 
@@ -149,3 +148,7 @@ def vistas(root: Path, versioned: bool = False) -> Path:
     if versioned:
         (root / "config_v2.0.json").write_text(json.dumps(vistas_config(124, version=2.0)))
     return root
+
+
+# By the name of the function that reads them.
+SEGMENTATION = {"camvid": camvid_folders, "cityscapes": cityscapes, "coco_stuff": coco_stuff, "vistas": vistas}

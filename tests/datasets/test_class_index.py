@@ -1,9 +1,9 @@
 """The class index: exact counts, uniform positions, built once by any number of processes, despite interruptions."""
 
+import fcntl
 import multiprocessing
 import os
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +69,10 @@ def test_large_images_fit_their_positions():
     assert counts.tolist() == [label.size - 1, 1] and places[-1].tolist() == [3999, 5631]
 
 
-def test_the_index_of_a_split(camvid_folders):
-    dataset = camvid(camvid_folders, "train")
+def test_the_index_of_a_split(camvid_folders, cache):
+    dataset, files = camvid(camvid_folders, "train"), sorted(camvid_folders.rglob("*"))
     index = index_classes(dataset, positions=4, workers=0)
+    assert sorted(camvid_folders.rglob("*")) == files and list(cache.rglob("index.npz"))
     assert index.classes == dataset.classes and len(index) == 6
     for image in range(6):
         label = dataset.read_label(image)
@@ -126,16 +127,19 @@ def test_an_interrupted_pass_goes_on_where_it_was(camvid_folders, tmp_path, monk
     assert not list(tmp_path.rglob("parts"))
 
 
-def _index_slowly(root: Path, folder: Path, reads: Path) -> None:
-    original = SegmentationDataset.read_label
+def _index(root: Path, folder: Path, reads: Path, asking) -> None:
+    """Make the index, but wait at the first image until both processes, having found none, ask for the lock."""
+    flock, read_label = fcntl.flock, SegmentationDataset.read_label
 
-    def slow(self, image):
+    def read(self, image):
         with open(reads, "a") as file:
             file.write(f"{image}\n")
-        time.sleep(0.02)
-        return original(self, image)
+        if image == 0:
+            assert asking.acquire(timeout=60) and asking.acquire(timeout=60)
+        return read_label(self, image)
 
-    SegmentationDataset.read_label = slow
+    fcntl.flock = lambda *arguments: (asking.release(), flock(*arguments))
+    SegmentationDataset.read_label = read
     index = index_classes(camvid(root, "train"), folder, workers=0)
     np.save(folder / f"{os.getpid()}.npy", index.places)
 
@@ -143,40 +147,29 @@ def _index_slowly(root: Path, folder: Path, reads: Path) -> None:
 def test_of_two_processes_one_makes_it_and_the_other_waits(camvid_folders, tmp_path):
     (tmp_path / "index").mkdir()
     context = multiprocessing.get_context("fork")
-    arguments = (camvid_folders, tmp_path / "index", tmp_path / "reads")
-    processes = [context.Process(target=_index_slowly, args=arguments) for _ in range(2)]
+    arguments = (camvid_folders, tmp_path / "index", tmp_path / "reads", context.Semaphore(0))
+    processes = [context.Process(target=_index, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0, 0]
     assert sorted((tmp_path / "reads").read_text().split()) == list("012345")
     first, second = (np.load(file) for file in (tmp_path / "index").glob("*.npy"))
     assert np.array_equal(first, second)
 
 
-def test_without_locks_the_results_are_the_same(camvid_folders, tmp_path, monkeypatch):
+def test_without_locks_or_with_a_damaged_file_the_results_are_the_same(camvid_folders, tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("no locks available")
 
-    expected = index_classes(camvid(camvid_folders, "train"), tmp_path / "a", workers=0)
-    monkeypatch.setattr("fcntl.flock", refuse)
-    assert equal(index_classes(camvid(camvid_folders, "train"), tmp_path / "b", workers=0), expected)
-
-
-def test_a_damaged_index_is_made_again(camvid_folders, tmp_path):
     dataset = camvid(camvid_folders, "train")
-    expected = index_classes(dataset, tmp_path, workers=0)
+    expected = index_classes(dataset, tmp_path / "a", workers=0)
     (file,) = tmp_path.rglob("index.npz")
     file.write_bytes(file.read_bytes()[:100])
-    assert equal(index_classes(dataset, tmp_path, workers=0), expected)
-
-
-def test_the_data_folder_is_not_written(camvid_folders, cache):
-    before = sorted(camvid_folders.rglob("*"))
-    index_classes(camvid(camvid_folders, "train"), workers=0)
-    assert sorted(camvid_folders.rglob("*")) == before
-    assert list(cache.rglob("index.npz"))
+    assert equal(index_classes(dataset, tmp_path / "a", workers=0), expected)
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert equal(index_classes(dataset, tmp_path / "b", workers=0), expected)
 
 
 def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_path):

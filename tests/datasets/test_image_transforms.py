@@ -8,7 +8,7 @@ from torchvision import transforms
 from torchvision.transforms import functional as F
 
 from datasets import CentreCrop, ColourJitter, Lighting, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
-from datasets.image_transforms import IMAGENET_COLOURS, resized, short_side_resized
+from datasets.image_transforms import IMAGENET_COLOURS, resized
 from tests.datasets.classification_trees import encoded, photograph
 
 SIZES = [(375, 500), (500, 333), (120, 90), (1100, 821)]
@@ -49,15 +49,6 @@ def test_centre_and_ten_crops_are_those_of_torchvision_on_pillow_images(size, re
     for ours, reference in zip(ten, references, strict=True):
         most = difference(ours, reference)
         assert most <= 1
-
-
-def test_the_middle_of_the_ten_crops_is_the_centre_crop_and_five_are_mirrored():
-    pixels, _ = as_jpeg(3, (301, 402))
-    ten = TenCrops(256, 224)(pixels)
-    assert np.array_equal(ten[4], CentreCrop(256, 224)(pixels))
-    whole = short_side_resized(pixels, 256)
-    assert np.array_equal(ten[3], whole[-224:, -224:])  # bottom right
-    assert np.array_equal(ten[5], whole[:224, -224:][:, ::-1])  # top left of the mirror image
 
 
 def test_random_crops_lie_in_the_resized_image():

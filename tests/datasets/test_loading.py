@@ -1,3 +1,7 @@
+"""The items of a DataLoader: crops that depend on seed, epoch and image alone, and whole images for evaluation."""
+
+import itertools
+import os
 import sys
 from collections import Counter
 
@@ -7,51 +11,132 @@ import torch
 from torch.utils.data import DataLoader
 
 from datasets import (
+    CentreCrop,
+    ClassificationCrops,
     ClassUniformMinibatches,
-    ColourJitter,
     Draw,
+    EvaluatedImages,
+    PaddedCrop,
+    RandomResizedCrop,
+    ResizedRandomCrop,
+    SegmentationDataset,
     ShuffledMinibatches,
+    TenCrops,
     TrainingCrops,
     TrainingTransform,
     WholeImages,
     camvid,
+    cifar10,
     cityscapes,
+    collated,
+    imagenet,
     index_classes,
-    worker_init,
 )
+from datasets.classification import mean_image
+from datasets.workers import Loader
 from tests import trees
-from tests.trees import write
+from tests.datasets import classification_trees
+
+DATASETS = {
+    "segmentation": lambda folder: camvid(trees.camvid_folders(folder), "train"),
+    "files": lambda folder: imagenet(classification_trees.imagenet(folder), "train"),
+    "memory": lambda folder: cifar10(classification_trees.cifar10_binary(folder, images=8), "train"),
+}
 
 
-def crops_of(root, seed: int = 0, **options) -> TrainingCrops:
-    return TrainingCrops(camvid(root, "train"), TrainingTransform((16, 20), **options), seed=seed)
+@pytest.fixture(params=DATASETS)
+def dataset(request, tmp_path):
+    return DATASETS[request.param](tmp_path / "data")
 
 
-def minibatches(root, workers: int, start_step: int = 0, **options) -> list[dict]:
-    sampler = ShuffledMinibatches(images=6, crops_per_minibatch=2, seed=0, steps=7, start_step=start_step)
-    loader = DataLoader(
-        crops_of(root, **options), batch_sampler=sampler, num_workers=workers, worker_init_fn=worker_init
-    )
-    return list(loader)
+@pytest.fixture
+def files(tmp_path):
+    return DATASETS["files"](tmp_path / "imagenet")
+
+
+@pytest.fixture
+def memory(tmp_path):
+    return DATASETS["memory"](tmp_path / "cifar")
+
+
+def crops_of(dataset, seed: int = 0, **options) -> TrainingCrops | ClassificationCrops:
+    if isinstance(dataset, SegmentationDataset):
+        return TrainingCrops(dataset, TrainingTransform((16, 20)), seed, **options)
+    transform = RandomResizedCrop(24) if dataset.pixels is None else PaddedCrop()
+    return ClassificationCrops(dataset, transform, seed, **options)
+
+
+def minibatches(dataset, workers: int, start_step: int = 0, seed: int = 0) -> list[dict]:
+    sampler = ShuffledMinibatches(len(dataset), crops_per_minibatch=3, seed=0, steps=2 * len(dataset) // 3)
+    sampler.start_step = start_step
+    return list(Loader(crops_of(dataset, seed), workers, batch_sampler=sampler, collate_fn=collated))
 
 
 def same(a: dict, b: dict) -> bool:
-    return torch.equal(a["image"], b["image"]) and torch.equal(a["label"], b["label"]) and a["name"] == b["name"]
+    labels = (torch.as_tensor(item["label"]) for item in (a, b))
+    return torch.equal(a["image"], b["image"]) and torch.equal(*labels) and a["name"] == b["name"]
 
 
-@pytest.mark.parametrize("options", [{}, {"colour_jitter": ColourJitter(0.4, 0.4, 0.4, 0.1)}], ids=["plain", "jitter"])
-def test_same_crops_whatever_the_workers_and_after_resuming(camvid_folders, options):
-    alone, two = (minibatches(camvid_folders, workers, **options) for workers in (0, 2))
-    assert len(alone) == 7 and all(same(a, b) for a, b in zip(alone, two, strict=True))
-    resumed = minibatches(camvid_folders, workers=2, start_step=4, **options)
-    assert all(same(a, b) for a, b in zip(alone[4:], resumed, strict=True))
+def test_minibatches_do_not_depend_on_workers_or_where_a_run_starts(dataset):
+    alone = minibatches(dataset, workers=0)
+    assert len(alone) == 2 * len(dataset) // 3  # two epochs
+    for workers, start_step in ((2, 0), (2, 3), (0, len(alone) - 1)):
+        others = minibatches(dataset, workers, start_step)
+        assert all(same(a, b) for a, b in zip(alone[start_step:], others, strict=True))
+    assert not same(alone[0], minibatches(dataset, 0, seed=1)[0])
 
 
-def test_crop_depends_on_seed_epoch_and_index(camvid_folders):
-    crops, other_seed = crops_of(camvid_folders, seed=0), crops_of(camvid_folders, seed=1)
-    assert same(crops[0, 3], crops[0, 3])
-    assert not same(crops[0, 3], crops[1, 3])
-    assert not same(crops[0, 3], other_seed[0, 3])
+def test_a_crop_depends_on_seed_epoch_and_image(dataset):
+    crops = [crops_of(dataset, seed) for seed in (0, 1)]
+    keys = list(itertools.product((0, 1, 2), (0, 1, 2, 3)))
+    different = {of_seed[key]["image"].numpy().tobytes() for of_seed in crops for key in keys}
+    assert len(different) == 2 * len(keys)
+    assert same(crops[0][1, 3], crops_of(dataset, 0)[1, 3])
+
+
+def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
+    """Without pixel and place, a draw is its epoch and image."""
+    crops = crops_of(camvid(camvid_folders, "train"))
+    assert same(crops[2, 3], crops[Draw(epoch=2, image=3)])
+    first, second, again = (crops[Draw(epoch=0, image=3, place=place, class_id=1, pixel=(5, 5))] for place in (0, 7, 0))
+    assert same(first, again) and not same(first, second)
+
+
+@pytest.mark.parametrize("dataset", ["segmentation", "files"], indirect=True)
+def test_unreadable_images_are_replaced_by_the_next_ones_only_if_asked(dataset):
+    for number in (2, 3):
+        dataset.path(number).write_bytes(b"")
+    with pytest.raises(ValueError, match=f"^{dataset.path(2)}: the file is empty"):
+        crops_of(dataset)[0, 2]
+    item, expected = crops_of(dataset, skip_unreadable=True)[0, 2], crops_of(dataset)[0, 4]
+    assert same(item, expected) and expected["skipped"] == ""
+    first, second = item["skipped"].splitlines()
+    assert first.startswith(f"{dataset.path(2)}: the file is empty") and second.startswith(f"{dataset.path(3)}: ")
+    for number in range(len(dataset)):
+        dataset.path(number).write_bytes(b"")
+    message = "^9 images in a row cannot be read: too many to skip, .*; the last one: .*is empty"
+    with pytest.raises(ValueError, match=message):
+        crops_of(dataset, skip_unreadable=True)[0, 2]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [DATASETS["segmentation"], DATASETS["files"], lambda folder: camvid(trees.camvid_annot(folder), "train")],
+    ids=["JPEG and PNG", "JPEG", "PNG"],
+)
+def test_a_crop_opens_its_files_once(read, tmp_path):
+    dataset = read(tmp_path / "data")
+    opened: list[str] = []
+    watching = True
+    sys.addaudithook(
+        lambda event, arguments: opened.append(str(arguments[0])) if watching and event == "open" else None
+    )
+    crops_of(dataset)[0, 2]
+    watching = False
+    files = {str(dataset.path(2))}
+    if isinstance(dataset, SegmentationDataset):
+        files.add(str(dataset.files[2].label))
+    assert Counter(path for path in opened if str(tmp_path) in path) == dict.fromkeys(files, 1)
 
 
 @pytest.mark.parametrize("base_size", [None, 17, 90])
@@ -69,64 +154,22 @@ def test_a_crop_decodes_what_it_needs_of_the_image_and_gives_what_the_whole_give
             assert np.array_equal(crop["label"].numpy(), label)
 
 
-@pytest.mark.parametrize("tree", [trees.camvid_annot, trees.camvid_folders], ids=["png", "jpeg"])
-def test_a_crop_opens_its_files_once(tree, tmp_path):
-    crops = crops_of(tree(tmp_path / "data"))
-    opened: list[str] = []
-    watching = True
-    sys.addaudithook(
-        lambda event, arguments: opened.append(str(arguments[0])) if watching and event == "open" else None
-    )
-    crops[0, 2]
-    watching = False
-    files = crops.dataset.files[2]
-    assert Counter(path for path in opened if str(tmp_path) in path) == {str(files.image): 1, str(files.label): 1}
-
-
-def test_sizes_of_image_and_label_are_compared_while_training(camvid_folders):
-    write(camvid_folders / "train" / "labels" / "0001TP_000002.png", np.zeros((12, 20), np.uint8))
-    with pytest.raises(ValueError, match="0001TP_000002.png: the label is 20x12 pixels and its image .* is 40x24"):
-        crops_of(camvid_folders)[0, 2]
-
-
-def test_unreadable_images_are_replaced_until_too_many_follow_each_other(camvid_folders):
-    crops = TrainingCrops(camvid(camvid_folders, "train"), TrainingTransform((16, 20)), seed=0, skip_unreadable=True)
-    images = [entry.image for entry in crops.dataset.files]
-    images[2].write_bytes(b"")
-    item = crops[0, 2]
-    assert item["name"] == "0001TP_000003" and item["skipped"].startswith(f"{images[2]}: the file is empty")
-    for image in images:
-        image.write_bytes(b"")
-    message = "^9 images in a row cannot be read: too many to skip, .*; the last one: .*is empty"
-    with pytest.raises(ValueError, match=message):
-        crops[0, 2]
-
-
 def test_training_crops_are_uint8_and_channels_first(camvid_folders):
-    item = crops_of(camvid_folders)[0, 1]
+    item = crops_of(camvid(camvid_folders, "train"))[0, 1]
     assert item["image"].shape == (3, 16, 20) and item["image"].dtype == torch.uint8
     assert item["label"].shape == (16, 20) and item["label"].dtype == torch.uint8
     assert item["image"].is_contiguous() and item["label"].is_contiguous()
     assert item["name"] == "0001TP_000001"
 
 
-def test_whole_images_are_the_samples(camvid_folders):
+def test_whole_images_are_the_samples(camvid_folders, cityscapes_root):
     dataset = camvid(camvid_folders, "val")
     item = WholeImages(dataset)[1]
     assert np.array_equal(item["image"].permute(1, 2, 0).numpy(), dataset[1].image)
     assert np.array_equal(item["label"].numpy(), dataset[1].label)
-    assert item["name"] == "0001TP_000001"
-
-
-def test_whole_images_without_labels(cityscapes_root):
-    items = list(DataLoader(WholeImages(cityscapes(cityscapes_root, "test")), batch_size=1))
-    assert len(items) == 2 and all("label" not in item for item in items)
-
-
-def test_training_on_a_split_without_labels_says_so(cityscapes_root):
-    crops = TrainingCrops(cityscapes(cityscapes_root, "test"), TrainingTransform((8, 8)), seed=0)
-    with pytest.raises(ValueError, match="no labels in split 'test'"):
-        crops[0, 0]
+    assert item["name"] == "0001TP_000001" and "instances" not in item
+    unlabelled = list(DataLoader(WholeImages(cityscapes(cityscapes_root, "test")), batch_size=1))
+    assert len(unlabelled) == 2 and all("label" not in item for item in unlabelled)
 
 
 @pytest.fixture
@@ -137,28 +180,121 @@ def sparse(tmp_path):
     for image, pixel in enumerate(borders):
         label = np.zeros((24, 40), np.uint8)
         label[pixel] = image + 1
-        write(root / "train" / "images" / f"{image}.jpg", np.zeros((24, 40, 3), np.uint8))
-        write(root / "train" / "labels" / f"{image}.png", label)
+        trees.write(root / "train" / "images" / f"{image}.jpg", np.zeros((24, 40, 3), np.uint8))
+        trees.write(root / "train" / "labels" / f"{image}.png", label)
     return root
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_class_uniform_crops_show_their_class(sparse, workers):
+def test_class_uniform_crops_show_their_class(sparse):
     dataset = camvid(sparse, "train")
     sampler = ClassUniformMinibatches(index_classes(dataset, workers=0), crops_per_minibatch=5, seed=0, steps=20)
     crops = TrainingCrops(dataset, TrainingTransform((10, 12), scale=(1.0, 2.0)), seed=0)
-    loader = DataLoader(crops, batch_sampler=sampler, num_workers=workers, worker_init_fn=worker_init)
-    for draws, minibatch in zip(sampler, loader, strict=True):
+    for draws, minibatch in zip(sampler, DataLoader(crops, batch_sampler=sampler), strict=True):
         for draw, name, label in zip(draws, minibatch["name"], minibatch["label"], strict=True):
             assert name == str(draw.image) and (label == draw.class_id).any()
 
 
-def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
-    crops = crops_of(camvid_folders)
-    first, second = (crops[Draw(epoch=0, image=3, place=place, class_id=1, pixel=(5, 5))] for place in (0, 7))
-    assert not same(first, second)
-    assert same(first, crops[Draw(epoch=0, image=3, place=0, class_id=1, pixel=(5, 5))])
+@pytest.mark.parametrize("dataset", ["files", "memory"], indirect=True)
+def test_a_minibatch_is_its_items_in_order(dataset):
+    crops, size = crops_of(dataset), 24 if dataset.pixels is None else 32
+    keys = [(3, 4), (3, 0), (3, 5)]
+    minibatch = collated(crops.__getitems__(keys))
+    assert minibatch["image"].shape == (3, 3, size, size) and minibatch["image"].dtype == torch.uint8
+    assert minibatch["label"].dtype == torch.int64 and minibatch["image"].is_contiguous()
+    assert minibatch["label"].tolist() == [dataset.label(number) for _, number in keys]
+    assert list(minibatch["name"]) == [dataset.image_name(number) for _, number in keys]
+    assert list(minibatch["skipped"]) == ["", "", ""]
+    for place, key in enumerate(keys):
+        item = crops[key]
+        assert item.keys() == minibatch.keys() and type(item["label"]) is int and item["image"].is_contiguous()
+        assert torch.equal(item["image"], minibatch["image"][place]) and item["label"] == minibatch["label"][place]
+        assert item["name"] == minibatch["name"][place] and item["skipped"] == ""
 
 
-def test_without_pixel_and_place_a_draw_is_its_epoch_and_image(camvid_folders):
-    assert same(crops_of(camvid_folders)[2, 3], crops_of(camvid_folders)[Draw(epoch=2, image=3)])
+def test_images_in_memory_may_have_the_input_of_imagenet_and_images_in_files_the_input_of_cifar(files, memory):
+    enlarged = ClassificationCrops(memory, ResizedRandomCrop(64, 56), seed=0)
+    batch = collated(enlarged.__getitems__([(0, 1), (0, 2)]))
+    assert batch["image"].shape == (2, 3, 56, 56) and batch["label"].tolist() == [1, 2]
+    padded = ClassificationCrops(files, PaddedCrop(32, 0), seed=0)
+    assert collated(padded.__getitems__([(0, 1), (0, 2)]))["image"].shape == (2, 3, 32, 32)
+    assert torch.equal(padded[5, 1]["image"], padded[5, 1]["image"])
+
+
+def test_a_mean_image_is_subtracted_before_padding(memory):
+    """Exactly: crops of the float64 difference with zeros around it, rounded once. They are where they were without."""
+    images = len(memory)
+    mean = [sum(column) / images for column in memory.pixels.reshape(images, -1).T.tolist()]  # of Python's integers
+    assert np.array_equal(mean_image(memory), np.reshape(mean, (3, 32, 32)))
+    difference = torch.from_numpy(memory.pixels) - torch.tensor(mean, dtype=torch.float64).view(3, 32, 32)
+    transform = PaddedCrop(32, 2, fill=(0, 0, 0))
+    crops = ClassificationCrops(memory.minus(mean_image(memory)), transform, seed=0)
+    numbers = range(0, images, 3)
+    batch = collated(crops.__getitems__([(4, number) for number in numbers]))
+    assert batch["image"].dtype == torch.float32 and batch["image"].is_contiguous()
+    as_stored = ClassificationCrops(memory, transform, seed=0)
+    corners = set()
+    for crop, number in zip(batch["image"], numbers, strict=True):
+        found = [
+            (top, left, mirrored)
+            for top, left, mirrored in itertools.product(range(5), range(5), (False, True))
+            if torch.equal(window(difference[number], top, left, mirrored).float(), crop)
+        ]
+        assert len(found) == 1 and torch.equal(crops[4, number]["image"], crop)
+        stored = as_stored[4, number]["image"]
+        assert torch.equal(window(torch.from_numpy(memory.pixels[number]), *found[0]), stored)
+        corners.update(found)
+    assert len(corners) > 5
+
+
+def window(image: torch.Tensor, top: int, left: int, mirrored: bool) -> torch.Tensor:
+    """A crop of 32x32 pixels of an image (3, 32, 32) with two pixels of zeros around it."""
+    crop = torch.nn.functional.pad(image, (2, 2, 2, 2))[:, top : top + 32, left : left + 32]
+    return crop.flip(2) if mirrored else crop
+
+
+def test_evaluated_images_are_minus_the_mean_image_of_another_split(memory, tmp_path):
+    mean = mean_image(memory)
+    test = cifar10(tmp_path / "cifar", "test")
+    source = EvaluatedImages(test.minus(mean), None)
+    batch = source.__getitems__([3, 0])
+    assert np.array_equal(batch["image"].numpy(), (test.pixels[[3, 0]] - mean).astype(np.float32))
+    assert torch.equal(source[3]["image"], batch["image"][0]) and source[3]["label"] == test.label(3)
+    assert EvaluatedImages(test, None)[3]["image"].dtype == torch.uint8  # the split itself is as it was
+
+
+def test_evaluated_images_of_files(files):
+    centre, ten = EvaluatedImages(files, CentreCrop(32, 24)), EvaluatedImages(files, TenCrops(32, 24))
+    assert len(centre) == 6
+    (batch,) = Loader(ten, 0, batch_size=6, collate_fn=collated)
+    assert batch["image"].shape == (6, 10, 3, 24, 24) and batch["image"].dtype == torch.uint8
+    assert batch["label"].tolist() == [0, 0, 1, 1, 2, 2] and batch["name"][5] == files.image_name(5)
+    for number in range(6):
+        item = centre[number]
+        assert item.keys() == {"image", "label", "name"} and type(item["label"]) is int
+        expected = CentreCrop(32, 24)(files.image(number)).transpose(2, 0, 1)
+        assert np.array_equal(item["image"].numpy(), expected)
+        assert torch.equal(item["image"], batch["image"][number, 4]) and item["image"].is_contiguous()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whole_images_in_memory_are_evaluated_by_the_minibatch(memory, workers):
+    source = EvaluatedImages(memory, None)
+    batches = list(Loader(source, workers, sampler=range(1, 40, 2), batch_size=8, collate_fn=collated))
+    assert [len(batch["label"]) for batch in batches] == [8, 8, 4]
+    assert np.array_equal(torch.cat([batch["image"] for batch in batches]).numpy(), memory.pixels[1::2])
+    assert torch.cat([batch["label"] for batch in batches]).tolist() == memory.labels[1::2].tolist()
+    assert batches[0]["name"][1] == memory.image_name(3) == source[3]["name"]
+    assert np.array_equal(source[3]["image"].numpy(), memory.pixels[3])
+
+
+def test_a_minibatch_does_not_share_memory_with_the_dataset(memory):
+    for batch in (EvaluatedImages(memory, None).__getitems__([0, 1]), crops_of(memory).__getitems__([(0, 0), (0, 1)])):
+        before = memory.pixels.copy()
+        batch["image"].zero_(), batch["label"].fill_(7)
+        assert np.array_equal(memory.pixels, before) and memory.label(0) == 0
+
+
+def test_workers_share_the_memory_of_a_large_list(files):
+    """Names are one array, not a million Python objects that every worker would copy by counting references."""
+    assert files.files.names.dtype.kind == "S" and files.labels.dtype == np.int64
+    assert os.fsencode(files.image_name(3)) == files.files.names[3]

