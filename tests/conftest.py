@@ -8,6 +8,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(autouse=True, scope="session")

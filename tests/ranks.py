@@ -1,5 +1,6 @@
 """A group of processes, connected by gloo, that run test functions together."""
 
+import io
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ class Ranks:
         results = []
         for rank, connection in enumerate(self.connections):
             assert connection.poll(timeout), f"rank {rank} hangs"
-            results.append(connection.recv())
+            results.append(torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False))
         return results
 
     def stop(self) -> None:
@@ -55,5 +56,7 @@ def _serve(rank: int, world_size: int, store: str, connection) -> None:
         except Exception as error:  # returned to the test
             error.add_note(traceback.format_exc()) if hasattr(error, "add_note") else None
             result = error
-        connection.send(result)
+        content = io.BytesIO()
+        torch.save(result, content)  # `send` would share the memory of every tensor, one after the other
+        connection.send_bytes(content.getvalue())
     dist.destroy_process_group()

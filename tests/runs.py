@@ -1,5 +1,7 @@
 """Run the entries in tests as users do."""
 
+import copy
+import functools
 import importlib
 import os
 import subprocess
@@ -45,14 +47,27 @@ def composed(entry: str, *overrides: str) -> DictConfig:
     return command_line.composed(entry, *overrides)
 
 
+@functools.lru_cache(maxsize=512)
+def _checked(schema: type, entry: str, *overrides: str) -> SegmentationRun | ClassificationRun:
+    return config.typed(composed(entry, *overrides), schema)
+
+
 def run_config(*overrides: str) -> SegmentationRun:
-    """The checked configuration of `python train_seg.py {overrides}`."""
-    return config.typed(composed("train_seg", *overrides), SegmentationRun)
+    """The checked configuration of `python train_seg.py {overrides}`, which a test may change."""
+    return copy.deepcopy(_checked(SegmentationRun, "train_seg", *overrides))
 
 
 def classification_config(*overrides: str) -> ClassificationRun:
-    """The checked configuration of `python train_imagenet.py {overrides}`."""
-    return config.typed(composed("train_imagenet", *overrides), ClassificationRun)
+    """The checked configuration of `python train_imagenet.py {overrides}`, which a test may change."""
+    return copy.deepcopy(_checked(ClassificationRun, "train_imagenet", *overrides))
+
+
+def with_key(checked: config.Schema, key: str, value: object) -> config.Schema:
+    """A copy of a configuration in which a key such as optim.lr has another value, not yet checked."""
+    changed = copy.deepcopy(checked)
+    *groups, name = key.split(".")
+    setattr(functools.reduce(getattr, groups, changed), name, value)
+    return changed
 
 
 def command(entry: str, *overrides: str) -> list[str]:

@@ -150,14 +150,17 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(tmp_path, monkeypatch, writ
 
 
 def test_unusable_files_are_named(tmp_path):
-    missing, damaged, foreign = tmp_path / "missing.pt", tmp_path / "damaged.pt", tmp_path / "foreign.pt"
-    checkpoint.save(damaged, {"network": {"w": torch.randn(1000)}})
-    damaged.write_bytes(damaged.read_bytes()[:2000])
-    torch.save({"state_dict": {}}, foreign)
-    for path, message in ((missing, "does not exist"), (damaged, "damaged"), (foreign, "format None: expected")):
-        with pytest.raises(ValueError, match=message) as error:
+    path = tmp_path / "last.pt"
+    with pytest.raises(ValueError, match=f"{path} does not exist"):
+        checkpoint.load(path)
+    checkpoint.save(path, {"network": {"w": torch.randn(1000)}})
+    path.write_bytes(path.read_bytes()[:2000])
+    with pytest.raises(ValueError, match=f"{path} is damaged"):
+        checkpoint.load(path)
+    for content, found in (({"state_dict": {}}, "None"), ([1], "'list'"), (None, "'NoneType'"), ("text", "'str'")):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=f"^checkpoint {path} has format {found}: expected"):
             checkpoint.load(path)
-        assert str(path) in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -171,14 +174,7 @@ def test_unusable_files_are_named(tmp_path):
         ("ema", [1], "a dictionary {name: tensor}"),
         *(
             ("palette", value, "an (R, G, B) of 0 to 255 for each class")
-            for value in (
-                [[0, 0, 300], [0, 0, 0]],
-                [[0, 0, -1], [0, 0, 0]],
-                [[0, 0], [0, 0]],
-                "ab",
-                [1, 2],
-                [[0.5] * 3] * 2,
-            )
+            for value in ([[0, 0, 300]] * 2, [[0, 0, -1]] * 2, [[0, 0], [0, 0]], "ab", [1, 2], [[0.5] * 3] * 2)
         ),
         ("palette", [[0, 0, 0]], "2, as classes"),
         *(("unnamed_classes", value, "True") for value in (False, None, 1)),
@@ -222,12 +218,6 @@ def test_a_file_may_have_as_many_classes_as_any_task(tmp_path):
     assert (state["classes"], state["palette"]) == (names, colours)
 
 
-def test_another_number_of_classes_is_refused(tmp_path):
-    state = {"classes": ["road", "sky"], "network": {}}
-    with pytest.raises(ValueError, match="2 classes .*road.* has 3 .*a, b, c"):
-        checkpoint.load_network(lambda: nn.Linear(2, 2), state, ("a", "b", "c"), tmp_path / "last.pt")
-
-
 def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkeypatch):
     """Numbers may be names, too, such as a user's folders: without the mark they are compared."""
     monkeypatch.setattr(logger, "propagate", True)
@@ -237,7 +227,7 @@ def test_only_the_number_of_unnamed_classes_is_compared(tmp_path, caplog, monkey
     def load(state: dict, *classes: str) -> nn.Module:
         return checkpoint.load_network(lambda: nn.Linear(2, 2), state, classes, tmp_path / "net.pt")
 
-    with pytest.raises(ValueError, match=r"was trained on 2 classes \(0, 1, …\)"):
+    with pytest.raises(ValueError, match=r"trained on 2 classes \(0, 1, …\) and the dataset has 2 \(road, sky, …\)"):
         load(state, "road", "sky")
     unnamed = {**state, "unnamed_classes": True}
     with pytest.raises(ValueError, match="was trained on 2 classes .* has 1"):

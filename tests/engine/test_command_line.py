@@ -70,8 +70,10 @@ def test_help_says_what_a_command_does_and_lists_the_choices_that_it_accepts(nam
         text = hydra.compose(f"command/{name}", return_hydra_config=True).hydra.help.template
     about, _, listed = text.partition("Groups (group=choice):\n")
     assert name in about
-    groups = dict(line.split(": ") for line in listed.partition("\n\n")[0].split("\n") if line)
+    groups = dict(line.strip().split(": ") for line in listed.partition("\n\n")[0].split("\n") if line)
     assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file() and "schema" not in listed.partition("\n\n")[0]
-    for group, names in groups.items():
-        composed(name, f"{group.strip()}={names.split(', ')[0]}")  # raises if the command does not accept it
-        composed(name, f"{group.strip()}={names.split(', ')[-1]}")
+    for end in (0, -1):  # it raises if the command does not accept the first or the last choice of a group
+        chosen = [f"{group}={names.split(', ')[end]}" for group, names in groups.items()]
+        alone = [choice for choice in chosen if choice.startswith("experiment=")]  # it sets keys of what it chooses
+        for together in filter(None, (alone, [choice for choice in chosen if choice not in alone])):
+            composed(name, *together)

@@ -30,35 +30,28 @@ def images(*size: int, count: int = 2) -> torch.Tensor:
     return torch.randint(0, 256, (count, 3, *size), dtype=torch.uint8)
 
 
-def test_images_are_normalised_in_the_memory_format_of_the_network():
-    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-    for channels_last, memory_format in ((True, torch.channels_last), (False, torch.contiguous_format)):
-        config = run_config(f"trainer.channels_last={channels_last}")
-        forward = build.forward(config, network(), CPU)
-        inputs = forward.normalised(images(4, 5))
-        expected = (images(4, 5) / 255 - torch.tensor(mean).view(3, 1, 1)) / torch.tensor(std).view(3, 1, 1)
-        torch.testing.assert_close(inputs, expected, rtol=0, atol=1e-5)
-        assert inputs.is_contiguous(memory_format=memory_format) and inputs.dtype == torch.float32
-        assert forward.network.weight.is_contiguous(memory_format=memory_format)
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "precision, channels_last", [("float32", True), ("float32", False), ("bfloat16", True), ("float16", False)]
+)
 def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels_last):
+    """In the memory format of the network."""
     net, pixels = network(), images(13, 17)
     overrides = (f"trainer.precision={precision}", f"trainer.channels_last={channels_last}")
     config = run_config(*overrides, "data.mean=[0.1,0.2,0.4]", "data.std=[0.25,0.5,1]")
-    logits = build.forward(config, net, CPU)(pixels)
+    forward = build.forward(config, net, CPU)
+    logits = forward(pixels)
 
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) * 255 for values in ([0.1, 0.2, 0.4], [0.25, 0.5, 1.0]))
-    inputs = (pixels - mean) / std
-    inputs = inputs.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    inputs = ((pixels - mean) / std).contiguous(memory_format=memory_format)
     low = precision != "float32"
     with torch.autocast("cpu", getattr(torch, precision) if low else torch.bfloat16, enabled=low):
         expected = net(inputs)
     assert logits.dtype == expected.dtype == getattr(torch, precision)
     assert torch.equal(logits, expected) and logits.stride() == expected.stride()
     assert not torch.is_autocast_enabled("cpu")
+    for tensor in (net.seen, net.weight):
+        assert tensor.is_contiguous(memory_format=memory_format) and tensor.dtype == torch.float32
 
 
 @pytest.mark.parametrize("antialias", [True, False])

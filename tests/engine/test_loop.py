@@ -48,17 +48,6 @@ def test_a_non_finite_loss_leaves_the_weights(value):
     assert torch.equal(network.weight, before)
 
 
-def test_bfloat16_reaches_the_network():
-    class Recorder(nn.Conv2d):
-        def forward(self, x):
-            self.output = super().forward(x)
-            return self.output
-
-    network = Recorder(3, 5, 1)
-    step(learner_of(network, precision="bfloat16"))
-    assert network.output.dtype == torch.bfloat16 and network.weight.dtype == torch.float32
-
-
 class BrokenGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -8,7 +8,7 @@ from engine import build
 from engine.schema.classification import ClassificationRun
 from tests.runs import SHORT_SHAPES, composed
 
-RUN = (*SHORT_SHAPES, "trainer.steps=24", "trainer.evaluate_every_steps=12", "trainer.checkpoint_every_steps=8")
+RUN = (*SHORT_SHAPES, "trainer.steps=6", "trainer.evaluate_every_steps=2", "trainer.checkpoint_every_steps=2")
 
 
 def train(*overrides: str) -> dict:
@@ -49,15 +49,15 @@ def test_a_score_below_zero_can_be_the_best(tmp_path, monkeypatch):
 
     evaluation_of = train_imagenet.evaluation_of
     monkeypatch.setattr(train_imagenet, "evaluation_of", with_score)
-    train("trainer.evaluate_every_steps=8", f"run_dir={tmp_path}")
+    train(f"run_dir={tmp_path}")
     summary = (tmp_path / "log.txt").read_text()
-    assert "best.pt, step 16, top-1 -700.00 %" in summary and (tmp_path / "checkpoints" / "best.pt").is_file()
+    assert "best.pt, step 4, top-1 -700.00 %" in summary and (tmp_path / "checkpoints" / "best.pt").is_file()
 
 
 def test_minibatches_that_begin_again_are_noticed(tmp_path, monkeypatch):
     """A sampler without the run's `start_step` would train a resumed run for too many steps."""
-    train(f"run_dir={tmp_path}")
+    train(f"run_dir={tmp_path}", "trainer.evaluate_every_steps=null")
     order_of = build.order_of
     monkeypatch.setattr(build.classification, "order_of", lambda *arguments: order_of(*arguments[:3]))
     with pytest.raises(AssertionError, match="begin after run.start_step"):
-        train(f"run_dir={tmp_path}", "resume=auto")
+        train(f"run_dir={tmp_path}", "trainer.evaluate_every_steps=null", "resume=auto")

@@ -1,15 +1,11 @@
 """Model FLOPs utilisation: operations of a step, counted by hand, and the peaks of devices."""
 
-import json
-
 import pytest
 from torch import nn
 
 from engine.utilisation import peak_flops, training_flops
 from models.layers import InPlaceABN
 from tests.engine.learners import forward_of
-from tests.runs import SHORT, composed
-from train_seg import train
 
 
 def test_the_operations_of_a_step_are_those_of_its_convolutions():
@@ -34,10 +30,3 @@ def test_the_operations_of_a_step_are_those_of_its_convolutions():
 )
 def test_peaks_are_of_the_device_and_its_precision(device, precision, tf32, peak):
     assert peak_flops(device, precision, tf32) == peak
-
-
-def test_a_run_records_it_where_the_peak_is_known(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.run.peak_flops", lambda *_: 1e12)
-    train(composed("train_seg", f"run_dir={tmp_path}", *SHORT, "trainer.steps=1"))
-    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
-    assert 0 < record["mfu"] < 1

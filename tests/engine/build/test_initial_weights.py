@@ -92,8 +92,7 @@ def test_the_body_alone(file, trained):
     assert {name.split(".")[0] for name in report.new} == {"head", "cls"}
 
 
-@pytest.mark.parametrize("part", ["network", "body"])
-@pytest.mark.parametrize("prefix", ["body.", ""])
+@pytest.mark.parametrize("part, prefix", [("network", ""), ("body", "body.")])
 def test_the_body_of_a_checkpoint_of_another_task(tmp_path, trained, prefix, part):
     """It has more classes than a segmentation can have, and its own keys; its classifier is skipped."""
     config = cfg.plain(run_config("norm=std"))
@@ -132,8 +131,7 @@ def test_averaged_weights_are_preferred(file, trained):
     assert same(tuned.state_dict(), averaged) and "step 5, averaged weights (EMA)" in str(report)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("wrapped, zipped", [(False, True), (True, False)])
 def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, wrapped, zipped):
     """As other programs write it: below "state_dict", from DataParallel, without counters, in the old format."""
     tensors = without_counts(trained.state_dict())
@@ -172,9 +170,7 @@ def test_the_format_is_never_guessed(file, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
-    tuned = network(*[option for option in overrides if "learn_scale" not in option])
-    if "norm.learn_scale=false" in overrides:
-        tuned = build.segmentation_network(run_config(*overrides), 3)
+    tuned = build.segmentation_network(run_config(*overrides), 3)
     before = {name: tensor.clone() for name, tensor in tuned.state_dict().items()}
     with pytest.raises(ValueError, match=message) as error:
         initialise_from(tuned, file, CLASSES)
@@ -212,10 +208,7 @@ def test_options_of_weights_that_are_not_given(override):
 
 
 SMALL_RESNEXT = (
-    "body=resnext101",
-    "body.structure=[1,2,2,1]",
-    "body.base_channels=[4,4,8]",
-    "body.groups=2",
+    *("body=resnext101", "body.structure=[1,2,2,1]", "body.base_channels=[4,4,8]", "body.groups=2"),
     "body.stem_channels=4",
 )
 

@@ -9,7 +9,7 @@ from torch import nn
 from engine import build
 from engine.schedule import Schedule
 from engine.schema.keys import check_values
-from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Optim, Poly, Step
+from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Poly, Step
 
 STEPS = 200
 SCHEDULE = Schedule(total_steps=STEPS, steps_per_epoch=20, evaluate_every=None, checkpoint_every=100, log_every=20)
@@ -19,10 +19,8 @@ def small_network() -> nn.ModuleDict:
     return nn.ModuleDict({"body": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2), "cls": nn.Conv2d(2, 3, 1)})
 
 
-def rates(config: LRSchedule, optim: Optim | None = None) -> list[float]:
+def run(optimizer: torch.optim.Optimizer, config: LRSchedule) -> list[float]:
     """The first group's learning rate in every step, and after the last."""
-    check_values(config, "lr_schedule.")
-    optimizer = build.optimizer(optim or SGD(lr=0.1), small_network(), ("cls",))
     scheduler = build.lr_schedule(config, optimizer, SCHEDULE)
     found = []
     for _ in range(STEPS):
@@ -30,6 +28,11 @@ def rates(config: LRSchedule, optim: Optim | None = None) -> list[float]:
         optimizer.step()
         scheduler.step()
     return [*found, optimizer.param_groups[0]["lr"]]
+
+
+def rates(config: LRSchedule) -> list[float]:
+    check_values(config, "lr_schedule.")
+    return run(build.optimizer(SGD(lr=0.1), small_network(), ("cls",)), config)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +105,7 @@ def test_the_head_has_its_own_rate_and_only_weights_decay():
         (["cls.bias"], 1.0, 0.0),
     ]
     optimizer = build.optimizer(config, network, ("cls",))
-    scheduler = build.lr_schedule(Linear(), optimizer, SCHEDULE)
-    for _ in range(STEPS):
-        optimizer.step()
-        scheduler.step()
+    run(optimizer, Linear())
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1e-6, 1e-6, 1e-5, 1e-5])
 
 

@@ -19,8 +19,7 @@ def crops(n=3, classes=5, size=(6, 7), ignored=0.3, dtype=torch.float64):
     return logits, labels.to(torch.uint8)
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.25, 1.0])
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("fraction, ignored", [(0.01, 0.3), (0.25, 0.0), (0.25, 0.9), (1.0, 0.3)])
 def test_bootstrapping_averages_the_hardest_pixels_of_each_crop(fraction, ignored):
     logits, labels = crops(ignored=ignored)
     expected = 0

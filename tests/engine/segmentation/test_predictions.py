@@ -1,5 +1,7 @@
 """Predictions stay in the folder that they were asked for, whatever the images are called."""
 
+import re
+
 import pytest
 import torch
 
@@ -26,14 +28,8 @@ def test_names_within_the_folder_are_written(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["../a", "../../a", "city/../../a", "../predictions_of_others/a", "{tmp}/a", "a\0"])
 def test_names_that_leave_the_folder_are_refused(tmp_path, name):
-    with pytest.raises(ValueError):
-        written(tmp_path, name.format(tmp=tmp_path))
+    name = name.format(tmp=tmp_path)
+    both_places = rf"name '{re.escape(name)}\.png' would be written to .*/a\.png, outside of .*/predictions"
+    with pytest.raises(ValueError, match="null" if "\0" in name else both_places):
+        written(tmp_path, name)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-
-
-def test_the_message_names_the_image_and_both_places(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"name '\.\./a\.png' would be written to .*/a\.png, outside of .*/predictions"
-    ):
-        written(tmp_path, "../a")
-    assert not list(tmp_path.iterdir())
