@@ -1,12 +1,15 @@
-"""Narrow bodies for tests, and weights as after a training."""
+"""Narrow networks for tests, and weights as after a training."""
 
 from functools import partial
 
 import torch
 from torch import nn
 
+from models.blocks import NormAct
 from models.bodies import RevNet, densenet264, resnet34, resnet50, resnext101, wider_resnet38, wider_resnet38_a2
-from models.layers import ABN
+from models.heads import DeepLabV3
+from models.layers import ABN, InPlaceABN
+from models.segmentation import SegmentationNetwork
 
 small_resnet = partial(resnet50, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), stem_channels=4)
 small_resnet_basic = partial(resnet34, structure=(1, 2, 1, 1), base_channels=(4, 4), stem_channels=4)
@@ -37,6 +40,13 @@ SMALL_BODIES = {
     "wider": small_wider,
     "wider-a2": small_wider_a2,
 }
+
+
+def small_segmentation(norm_act: NormAct = InPlaceABN, classes: int = 4) -> SegmentationNetwork:
+    """A ResNeXt of output stride 8 with a narrow head."""
+    body = small_resnext(norm_act, output_stride=8, structure=(1, 1, 1, 1))
+    head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, dilations=(2, 3, 4), norm_act=norm_act)
+    return SegmentationNetwork(body, head, classes)
 
 
 def trained(network: nn.Module, seed: int = 0) -> nn.Module:

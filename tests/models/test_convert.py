@@ -4,6 +4,7 @@ import copy
 import logging
 import re
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -13,34 +14,20 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from models.bodies import resnext101, wider_resnet38_a2
 from models.convert import Report, to_inplace, to_standard
-from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
-from models.segmentation import SegmentationNetwork
-from tests.bodies import small_resnet
+from scripts.bench.measuring import saved_for_backward
+from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2
 
 C = 4
 
 
-def small_resnext(norm_act) -> nn.Module:
-    return resnext101(norm_act, classes=5, structure=(1, 2, 1, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4)
-
-
-def small_wider(norm_act) -> nn.Module:
-    channels = ((4, 4), (6, 6), (8, 8), (8, 10), (6, 8, 12), (6, 8, 16))
-    return wider_resnet38_a2(norm_act, structure=(1,) * 6, channels=channels, stem_channels=4, dropout=(0.0,) * 6)
-
-
-def small_segmentation(norm_act) -> nn.Module:
-    body = resnext101(
-        norm_act, output_stride=8, structure=(1, 1, 1, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4
-    )
-    head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, dilations=(2, 3), norm_act=norm_act)
-    return SegmentationNetwork(body, head, 3)
-
-
-NETWORKS = [small_resnext, partial(small_resnet, classes=5), small_wider, small_segmentation]
+NETWORKS = [
+    partial(small_resnext, classes=5),
+    partial(small_resnet, classes=5),
+    partial(small_wider_a2, dropout=(0.0,) * 6),
+    small_segmentation,
+]
 NORMS = {
     "std": ABN,
     "std-elu": partial(ABN, activation="elu", activation_param=1.0),
@@ -53,15 +40,15 @@ NORMS = {
 }
 
 
-def trained(network: nn.Module, scales=(0.5, 1.5), seed: int = 0) -> nn.Module:
-    """Scales of both signs within `scales`, shifts, statistics."""
-    generator = torch.Generator().manual_seed(seed)
+def trained(network: nn.Module) -> nn.Module:
+    """Scales of both signs, shifts, statistics."""
+    generator = torch.Generator().manual_seed(0)
     for module in network.modules():
         if isinstance(module, (ABN, nn.modules.batchnorm._BatchNorm)):
             weight, bias = module.weight, module.bias
             if weight is not None:
                 signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
-                weight.data.uniform_(*scales, generator=generator).mul_(signs)
+                weight.data.uniform_(0.5, 1.5, generator=generator).mul_(signs)
             if bias is not None:
                 bias.data.uniform_(-0.5, 0.5, generator=generator)
             if module.running_mean is not None:
@@ -83,18 +70,28 @@ def state_of(network: nn.Module) -> tuple[dict[str, int], list]:
     return {name: id(tensor) for name, tensor in tensors.items()}, list(network.state_dict())
 
 
+def outputs(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)  # for dropout
+    output = network(x)
+    return output["out"] if isinstance(output, dict) else output
+
+
 def gradients(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     """Output of a training step, and the gradients of the input and all parameters."""
     x = x.clone().requires_grad_()
-    z = network(x * 1)
+    z = outputs(network, x * 1)
     dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
     return [z, *torch.autograd.grad(z, [x, *network.parameters()], dz)]
 
 
-@pytest.mark.parametrize("build", NETWORKS)
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("convert, expected", [(to_inplace, InPlaceABN), (to_standard, ABN)])
-def test_networks_of_ours_keep_their_outputs_and_gradients(build, norm, convert, expected):
+TO_INPLACE = [(to_inplace, norm) for norm in NORMS if not norm.startswith("inplace")]
+TO_STANDARD = [(to_standard, norm) for norm in NORMS if not norm.startswith("std")]
+
+
+@pytest.mark.parametrize("way, build", list(zip([*TO_INPLACE, *TO_STANDARD], cycle(NETWORKS))))
+def test_networks_of_ours_keep_their_outputs_and_gradients(way, build):
+    convert, norm = way
+    expected = InPlaceABN if convert is to_inplace else ABN
     torch.manual_seed(0)
     network = trained(build(NORMS[norm]))
     layers = [name for name, module in network.named_modules() if isinstance(module, ABN)]
@@ -106,7 +103,7 @@ def test_networks_of_ours_keep_their_outputs_and_gradients(build, norm, convert,
     assert result is network and state_of(network) == state and not report.kept
     for name in layers:
         layer = network.get_submodule(name)
-        assert isinstance(layer, expected) and (convert is to_inplace or type(layer) is ABN)
+        assert type(layer) is expected
         assert not layer.training and layer.sync == (norm == "inplace-sync")
         original = reference.get_submodule(name)
         assert (name in report.replaced) == (type(layer) is not type(original))
@@ -120,10 +117,9 @@ def test_networks_of_ours_keep_their_outputs_and_gradients(build, norm, convert,
         torch.testing.assert_close(buffer, expected_buffer)
 
 
-@pytest.mark.parametrize("build", NETWORKS)
-def test_eval_outputs_are_equal_for_zero_and_tiny_scales(build):
+def test_eval_outputs_are_equal_for_zero_and_tiny_scales():
     torch.manual_seed(0)
-    network = trained(build(ABN)).eval()
+    network = trained(small_resnet(ABN)).eval()
     special = torch.tensor([0.0, -0.0, 1e-30, -1e-12, 1e-6, -1e-5, 1.0, -1.0])
     for module in network.modules():
         if isinstance(module, ABN):
@@ -137,14 +133,12 @@ def test_eval_outputs_are_equal_for_zero_and_tiny_scales(build):
     assert torch.isin(weights, special).all()  # no weight was floored or lost its sign
 
 
-def test_in_place_layers_are_left_as_they_are():
+def test_layers_that_need_no_conversion_are_left_as_they_are():
     network = nn.Sequential(InPlaceABN(C, overwrite_input=True, variant="I"), InPlaceABNSync(C))
     layers = list(network)
     _, report = converted(to_inplace, network)
     assert list(network) == layers and not report.replaced and not report.kept
 
-
-def test_standard_layers_are_left_as_they_are():
     network = nn.Sequential(ABN(C), nn.BatchNorm2d(C), nn.LeakyReLU(), InPlaceABN(C, overwrite_input=True))
     layers = list(network)
     _, report = converted(to_standard, network)
@@ -180,8 +174,7 @@ BATCH_NORMS = {
 }
 
 
-@pytest.mark.parametrize("kind", BATCH_NORMS)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind, activation", list(zip(BATCH_NORMS, cycle(ACTIVATIONS))))
 def test_pytorch_layers_in_a_sequential(kind, activation):
     torch.manual_seed(0)
     build, conv, dims = BATCH_NORMS[kind]
@@ -217,59 +210,18 @@ def test_the_process_group_goes_along():
         assert layer.sync and layer.group is group
 
 
-def test_training_goes_on_with_the_same_optimizer():
-    """Momentum buffers belong to Parameters, so a conversion in between does not affect training."""
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.LeakyReLU(0.1), nn.Conv2d(C, 2, 1)).double()
-    network[1].bias.requires_grad_(False)
-    plain = copy.deepcopy(network)
-    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1, momentum=0.9) for n in (network, plain)]
-    for step in range(4):
-        x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-        for trainee, optimizer in zip((network, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            trainee(x).square().mean().backward()
-            optimizer.step()
-        if step == 1:
-            to_inplace(network)
-        elif step == 2:
-            to_standard(network)
-    assert type(network[1]) is ABN and not network[1].bias.requires_grad
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(network.state_dict()[name], value, rtol=0, atol=1e-10)
-
-
-def test_checkpoints_fit_both_ways():
-    def build():
-        return nn.Sequential(nn.Conv2d(3, C, 3), nn.BatchNorm2d(C), nn.ELU(), nn.Sequential(nn.BatchNorm2d(C)))
-
-    before, network = trained(build(), seed=1), build()
-    to_inplace(network)
-    network.load_state_dict(before.state_dict())
-    after = build()
-    after.load_state_dict(network.state_dict())
-    x = torch.randn(2, 3, 5, 5)
-    assert torch.equal(after.eval()(x), before.eval()(x))
+def kept_maps(network: nn.Module, x: torch.Tensor) -> int:
+    """How many tensors of C channels and as many pixels as x are kept for the backward pass."""
+    _, saved = saved_for_backward(lambda: network(x))
+    return sum(tensor.numel() == x[:, :C].numel() for tensor in saved)
 
 
 def test_saves_the_input_of_every_batch_norm():
     """The standard pair keeps x and z; the in-place layer only z, which the convolution also keeps."""
-
-    def kept_bytes(network):
-        storages = {}
-
-        def pack(tensor):
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            network(torch.randn(2, C, 8, 8))
-        return sum(storage.nbytes() for storage in storages.values() if storage.nbytes() >= 2 * C * 64 * 4)
-
-    pair = [nn.BatchNorm2d(C), nn.LeakyReLU(inplace=True)]
+    x, pair = torch.randn(2, C, 8, 8), [nn.BatchNorm2d(C), nn.LeakyReLU(inplace=True)]
     network = nn.Sequential(nn.Conv2d(C, C, 1), *copy.deepcopy(pair), nn.Conv2d(C, C, 1), *pair, nn.Conv2d(C, C, 1))
-    before = kept_bytes(network)
-    assert before - kept_bytes(to_inplace(network)) == 2 * (2 * C * 64 * 4)
+    before = kept_maps(network, x)
+    assert before - kept_maps(to_inplace(network), x) == 2
 
 
 def bn() -> nn.BatchNorm2d:
@@ -406,9 +358,7 @@ KEPT = {
     "last": (lambda: nn.Sequential(bn()), "nothing follows"),
     "before a convolution": (lambda: nn.Sequential(bn(), nn.Conv2d(C, C, 1)), "followed by Conv2d, not by"),
     "before relu6": (lambda: nn.Sequential(bn(), nn.ReLU6()), "followed by ReLU6, not by"),
-    "before prelu": (lambda: nn.Sequential(bn(), nn.PReLU()), "followed by PReLU, not by"),
     "slope of zero": (lambda: nn.Sequential(bn(), nn.LeakyReLU(0.0)), "expected a slope above 0"),
-    "negative slope": (lambda: nn.Sequential(bn(), nn.LeakyReLU(-0.1)), "expected a slope above 0"),
     "negative alpha": (lambda: nn.Sequential(bn(), nn.ELU(-1.0)), "expected a number above 0"),
     "two places": (lambda: repeated(bn), "registered at 2 places"),
     "half precision": (lambda: nn.Sequential(bn(), act()).bfloat16(), r"torch.bfloat16: .*\.float\(\)"),
@@ -482,14 +432,7 @@ def test_conversion_draws_no_random_numbers():
 
 def test_a_torchvision_network_and_its_report(caplog):
     with torch.device("meta"):
-        resnet, mobilenet = torchvision.models.resnet18(), torchvision.models.mobilenet_v2()
         densenet = torchvision.models.densenet121()
-    _, report = converted(to_inplace, resnet, relu_slope=0.01)
-    assert not report.replaced and len(report.kept) == 20
-    assert "but in BasicBlock" in report.kept["layer1.0.bn1"] and "but in ResNet" in report.kept["bn1"]
-    assert "nothing follows" in report.kept["layer2.0.downsample.1"]  # an addition may follow, or may write over it
-    _, report = converted(to_inplace, mobilenet)
-    assert len(report.kept) == 52 and "ReLU6" in report.kept["features.0.1"]
     _, report = converted(to_inplace, densenet, relu_slope=0.01)
     assert list(report.replaced) == ["features.norm0", *(f"features.transition{i}.norm" for i in (1, 2, 3))]
     text = str(report)
@@ -527,7 +470,7 @@ def sequential(pieces) -> nn.Module:
     return nn.Sequential(*map(sequential, pieces)) if isinstance(pieces, list) else PIECES[pieces]()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(pieces=SEQUENCES)
 def test_any_sequential(pieces):
     """A network that trains before conversion trains after it, with the same gradients; every norm is reported."""

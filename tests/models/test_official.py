@@ -32,23 +32,23 @@ from tests.released_files import IMAGES, Released
 from tests.state_dicts import same, without_counts
 
 FULL = {
-    "resnext101": ("resnext", dict(structure=(3, 4, 23, 3), base=(128, 128, 256), groups=64, channels=64)),
-    "resnext152": ("resnext", dict(structure=(3, 8, 36, 3), base=(128, 128, 256), groups=64, channels=64)),
-    "densenet264": ("densenet", dict(structure=(6, 12, 64, 48), growth=32, channels=64)),
-    "resnet34": ("resnet", dict(structure=(3, 4, 6, 3), base=(64, 64), channels=64)),
-    "resnet50": ("resnet", dict(structure=(3, 4, 6, 3), base=(64, 64, 256), channels=64)),
-    "resnet101": ("resnet", dict(structure=(3, 4, 23, 3), base=(64, 64, 256), channels=64)),
+    "resnext101": ("resnext", dict(structure=[3, 4, 23, 3], base=[128, 128, 256], groups=64, channels=64)),
+    "resnext152": ("resnext", dict(structure=[3, 8, 36, 3], base=[128, 128, 256], groups=64, channels=64)),
+    "densenet264": ("densenet", dict(structure=[6, 12, 64, 48], growth=32, channels=64)),
+    "resnet34": ("resnet", dict(structure=[3, 4, 6, 3], base=[64, 64], channels=64)),
+    "resnet50": ("resnet", dict(structure=[3, 4, 6, 3], base=[64, 64, 256], channels=64)),
+    "resnet101": ("resnet", dict(structure=[3, 4, 23, 3], base=[64, 64, 256], channels=64)),
     "wider_resnet38": (
         "wider",
         dict(
-            structure=(3, 3, 6, 3, 1, 1),
-            widths=((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), (1024, 2048, 4096)),
+            structure=[3, 3, 6, 3, 1, 1],
+            widths=[[128, 128], [256, 256], [512, 512], [512, 1024], [512, 1024, 2048], [1024, 2048, 4096]],
             channels=64,
         ),
     ),
 }
 FULL["wider_resnet38_a2"] = ("wider", {**FULL["wider_resnet38"][1], "a2": 8})
-WIDER_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_channels"}
+OUR_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_channels"}
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -65,22 +65,9 @@ def test_names_and_shapes_of_the_published_networks(name):
 
     found = recognised(released.tensors)
     assert (found.kind, found.classes) == ("wider_resnet" if kind == "wider" else kind, 1000)
-    expected = {WIDER_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
-    read = {key: value for key, value in found.options.items() if key != "stem"}
-    plain = {key: [list(v) if isinstance(v, tuple) else v for v in value] if isinstance(value, tuple) else value
-             for key, value in expected.items()}  # fmt: skip
-    assert read == plain
+    expected = {OUR_NAMES.get(key, key): value for key, value in options.items() if key != "a2"}
+    assert {key: value for key, value in found.options.items() if key != "stem"} == expected
     assert found.options.get("stem") == {"wider": None, "resnet": "7x7"}.get(kind, "3x3")
-
-
-def test_the_full_vistas_head_has_the_released_names():
-    released = Released(device="meta")
-    released.head(torch.empty(1, 4096, 8, 8, dtype=torch.float64, device="meta"), 256, 256)
-    with torch.device("meta"):
-        head = DeepLabV3(4096, pooling_size=84)
-    assert {n: t.shape for n, t in without_counts(head.state_dict()).items()} == {
-        n: t.shape for n, t in released.tensors.items()
-    }
 
 
 NETWORKS = {
@@ -95,8 +82,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("scale", ["released", "raw"])
-@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("name, scale", [*((name, "released") for name in NETWORKS), ("resnext", "raw")])
 @torch.no_grad()
 def test_released_networks_compute_what_their_description_says(tmp_path, name, scale):
     """Compared in float64; the files hold positive and negative scales."""
@@ -139,20 +125,23 @@ def old(name: str) -> str:
     return f"{module}.bn.{leaf}" if last in ("bn", "bn_out", "proj_bn", "bn1", "bn2", "bn3") else name
 
 
-@pytest.mark.parametrize("rename", [str, old])
-@pytest.mark.parametrize("prefix", ["module.", ""])
-@pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("name", ["resnet", "densenet"])
-def test_layouts_of_all_ages_give_the_same_weights(tmp_path, name, rename, prefix, zipped):
+def test_layouts_of_all_ages_give_the_same_weights(tmp_path, name):
     build, describe, options = NETWORKS[name]
-    released = Released()
+    released, network = Released(), build(classes=3).double()
     released.classified(describe(released, IMAGES, **options), 3)
-    networks = [build(classes=3).double() for _ in range(2)]
-    load_released(networks[0], files.write_classifier(tmp_path / "net.pth.tar", released.tensors))
-    renamed = {rename(key): tensor for key, tensor in released.tensors.items()}
-    assert (renamed.keys() != released.tensors.keys()) == (rename is old)
-    load_released(networks[1], files.write_classifier(tmp_path / "other.pth.tar", renamed, prefix, zipped))
-    assert same(networks[0].state_dict(), networks[1].state_dict())
+    load_released(network, files.write_classifier(tmp_path / "net.pth.tar", released.tensors))
+    renamed = {old(key): tensor for key, tensor in released.tensors.items()}
+    assert renamed.keys() != released.tensors.keys()
+    for tensors, prefix, zipped in (
+        (renamed, "module.", False),
+        (renamed, "", True),
+        (released.tensors, "module.", True),
+        (released.tensors, "", False),
+    ):
+        other = build(classes=3).double()
+        load_released(other, files.write_classifier(tmp_path / "other.pth.tar", tensors, prefix, zipped))
+        assert same(network.state_dict(), other.state_dict())
 
 
 @pytest.fixture
@@ -160,17 +149,12 @@ def file(tmp_path) -> Path:
     return files.small_resnext(tmp_path / "net.pth.tar")[0]
 
 
-def listed_as(path: Path, norm: str, monkeypatch) -> None:
-    """Add a file to the table of published files."""
-    entry = published.Published("a net", hashlib.md5(path.read_bytes()).hexdigest(), norm, "scores")
-    monkeypatch.setattr(published, "PUBLISHED", (*published.PUBLISHED, entry))
-
-
 @pytest.mark.parametrize("norm, scale, other", [("std", "raw", "released"), ("inplace", "released", "raw")])
 def test_the_md5_of_a_published_file_decides_the_scale(file, monkeypatch, norm, scale, other):
     networks = [small_resnext(classes=3) for _ in range(2)]
     assert f"({scale}): as scale says" in str(load_released(networks[0], file, scale))
-    listed_as(file, norm, monkeypatch)
+    entry = published.Published("a net", hashlib.md5(file.read_bytes()).hexdigest(), norm, "scores")
+    monkeypatch.setattr(published, "PUBLISHED", (*published.PUBLISHED, entry))
     report = load_released(networks[1], file)
     assert f"({scale}): it is the published a net, norm {norm}: scores" in str(report)
     assert same(networks[0].state_dict(), networks[1].state_dict())
@@ -205,27 +189,23 @@ def test_counts_belong_to_plain_scales(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "build, message",
+    "stem, build, message",
     [
-        (partial(small_resnext, stem="7x7"), "stem='3x3'"),
-        (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "structure=[1, 2, 2, 1], groups=2"),
-        (small_resnet, "name='resnext'"),
-        (partial(small_resnext, norm_act=partial(InPlaceABN, learn_scale=False)), "has no place in the network"),
+        ("3x3", partial(small_resnext, stem="7x7"), "stem='3x3'"),
+        ("7x7", small_resnext, "Build the network that the file is of: stem='7x7'"),
+        ("3x3", partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "structure=[1, 2, 2, 1], groups=2"),
+        ("3x3", small_resnet, "name='resnext'"),
+        ("3x3", partial(small_resnext, partial(InPlaceABN, learn_scale=False)), "has no place in the network"),
     ],
 )
-def test_a_network_that_does_not_fit_is_told_its_options(file, build, message):
+def test_a_network_that_does_not_fit_is_told_its_options(tmp_path, stem, build, message):
+    path, _ = files.small_resnext(tmp_path / "net.pth.tar", stem=stem)
     network = build(classes=3)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with pytest.raises(ValueError) as error:
-        load_released(network, file)
-    assert f"{file} does not fit the network" in str(error.value) and message in str(error.value)
+        load_released(network, path)
+    assert f"{path} does not fit the network" in str(error.value) and message in str(error.value)
     assert same(network.state_dict(), before)
-
-
-def test_a_7x7_stem_is_read_off_the_file(tmp_path):
-    path, _ = files.small_resnext(tmp_path / "net.pth.tar", stem="7x7")
-    with pytest.raises(ValueError, match="Build the network that the file is of: stem='7x7'"):
-        load_released(small_resnext(classes=3), path)
 
 
 def test_parts_that_the_network_has_not_are_skipped_and_named(tmp_path, file):
@@ -292,25 +272,39 @@ def test_foreign_files_are_named_for_what_they_are(tmp_path, kind):
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-def test_truncated_files_are_named(tmp_path, zipped):
-    released = Released()
-    released.classified(released.resnext(IMAGES), 3)
-    path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors, zipped=zipped)
-    content = path.read_bytes()
+def test_truncated_files_are_named(file, zipped):
+    torch.save(torch.load(file), file, _use_new_zipfile_serialization=zipped)
+    content = file.read_bytes()
     for size in (100, len(content) // 2, len(content) - 100):
-        path.write_bytes(content[:size])
-        with pytest.raises(ValueError, match=f"{path} (is not a checkpoint, or )?is damaged"):
-            load_released(small_resnext(classes=3), path)
+        file.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=f"{file} (is not a checkpoint, or )?is damaged"):
+            load_released(small_resnext(classes=3), file)
 
 
-@pytest.mark.parametrize("name", ["resnext", "densenet", "resnet-basic", "wider"])
-@pytest.mark.parametrize("norm", [ABN, InPlaceABN, CheckpointedABN])
-def test_to_the_released_layout_and_back_to_the_bit(tmp_path, name, norm):
-    network = trained(SMALL_BODIES[name](classes=3, norm_act=norm)).float()
+def segmenter() -> SegmentationNetwork:
+    return SegmentationNetwork(small_wider_a2(output_stride=8), DeepLabV3(16, 4, out_channels=6), 65)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        partial(SMALL_BODIES["resnext"], ABN, classes=3),
+        partial(SMALL_BODIES["resnet-basic"], CheckpointedABN, classes=3),
+        partial(SMALL_BODIES["densenet"], classes=3),
+        partial(SMALL_BODIES["wider"], classes=3),
+        segmenter,
+    ],
+    ids=["resnext", "resnet", "densenet", "wider", "segmentation"],
+)
+def test_to_the_released_layout_and_back_to_the_bit(tmp_path, build):
+    network, again = trained(build()).float(), build()
     content = to_released(network.state_dict())
-    assert all(key.startswith("module.") and "num_batches" not in key for key in content["state_dict"])
+    if build is segmenter:
+        assert content["state_dict"].keys() == {"body", "head", "cls"}
+        assert content["state_dict"]["cls"].keys() == {"weight", "bias"}
+    else:
+        assert all(key.startswith("module.") and "num_batches" not in key for key in content["state_dict"])
     torch.save(content, tmp_path / "net.pth.tar")
-    again = SMALL_BODIES[name](classes=3)
     load_released(again, tmp_path / "net.pth.tar")
     assert same(without_counts(again.state_dict()), without_counts(network.state_dict()))
 
@@ -345,19 +339,6 @@ def test_scales_that_the_release_cannot_have_are_counted():
     assert same(
         {name.removeprefix("module."): tensor for name, tensor in raw.items()}, without_counts(network.state_dict())
     )
-
-
-def test_a_segmentation_network_in_the_released_layout(tmp_path):
-    def build() -> SegmentationNetwork:
-        return SegmentationNetwork(small_wider_a2(output_stride=8), DeepLabV3(16, 4, out_channels=6), 65)
-
-    network, again = trained(build()).float(), build()
-    content = to_released(network.state_dict())
-    assert content["state_dict"].keys() == {"body", "head", "cls"}
-    assert content["state_dict"]["cls"].keys() == {"weight", "bias"}
-    torch.save(content, tmp_path / "net.pth.tar")
-    load_released(again, tmp_path / "net.pth.tar")
-    assert same(without_counts(again.state_dict()), without_counts(network.state_dict()))
 
 
 def test_a_state_dict_with_standard_norms_computes_the_same():

@@ -1,4 +1,4 @@
-"""Body + head + classifier: published parameter counts, logits at the input's size, gradients, sub-module names."""
+"""Body + head + classifier: published parameter counts, logits at the input's size, gradients."""
 
 from functools import partial
 
@@ -11,21 +11,7 @@ from models.bodies import resnext101, resnext152, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.layers import ABN, InPlaceABN
 from models.segmentation import SegmentationNetwork
-
-
-def small_network(norm_act=InPlaceABN, classes=4, pooling_size=None) -> SegmentationNetwork:
-    body = resnext101(
-        norm_act, output_stride=8, structure=(1, 1, 1, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4
-    )
-    head = DeepLabV3(
-        body.out_channels,
-        hidden_channels=4,
-        out_channels=6,
-        dilations=(2, 3, 4),
-        norm_act=norm_act,
-        pooling_size=pooling_size,
-    )
-    return SegmentationNetwork(body, head, classes)
+from tests.bodies import small_segmentation
 
 
 @pytest.mark.parametrize(
@@ -47,20 +33,10 @@ def test_parameter_counts_and_logits_of_the_papers_networks(build, classes, expe
         assert network(torch.empty(2, 3, 65, 97)).shape == (2, classes, 65, 97)
 
 
-def test_submodules_are_named_as_in_the_released_file():
-    network = small_network(classes=4)
-    assert [name for name, _ in network.named_children()] == ["body", "head", "cls"]
-    assert {name: tuple(p.shape) for name, p in network.cls.named_parameters()} == {
-        "weight": (4, 6, 1, 1),
-        "bias": (4,),
-    }
-    assert not network.cls.bias.any()
-
-
 @pytest.mark.parametrize("size", [None, (50, 31)])
 def test_logits_are_those_of_the_cells_interpolated_to_the_asked_size(size):
     torch.manual_seed(0)
-    network = small_network().double().eval()
+    network = small_segmentation().double().eval()
     images = torch.randn(2, 3, 33, 41, dtype=torch.float64)
     with torch.no_grad():
         cells = network.cls(network.head(network.body(images)))
@@ -77,40 +53,29 @@ def test_logits_are_those_of_the_cells_interpolated_to_the_asked_size(size):
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("norm_act", [ABN, InPlaceABN])
-def test_every_parameter_gets_a_gradient(norm_act):
-    torch.manual_seed(0)
-    network = small_network(norm_act).double()
-    images = torch.randn(4, 3, 48, 48, dtype=torch.float64)
-    F.cross_entropy(network(images), torch.randint(4, (4, 48, 48))).backward()
-    for name, parameter in network.named_parameters():
-        assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 1e-8, name
-
-
-def test_in_place_norms_give_the_logits_and_gradients_of_standard_ones():
+def test_every_parameter_gets_a_gradient_and_in_place_norms_the_same_one():
     images = torch.randn(3, 3, 48, 48, dtype=torch.float64)
     labels = torch.randint(4, (3, 48, 48))
-    results = []
-    for norm_act in (ABN, InPlaceABN, partial(InPlaceABN, variant="I")):
+
+    def step(norm_act) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        network = small_network(norm_act).double()
+        network = small_segmentation(norm_act).double()
+        assert not network.cls.bias.any()
         logits = network(images)
         F.cross_entropy(logits, labels).backward()
-        results.append([logits, *(p.grad for p in network.parameters())])
-    for other in results[1:]:
-        for standard, in_place in zip(results[0], other, strict=True):
-            torch.testing.assert_close(in_place, standard, rtol=1e-7, atol=1e-9)
+        return {"logits": logits, **{name: parameter.grad for name, parameter in network.named_parameters()}}
+
+    expected = step(ABN)
+    for name, values in expected.items():
+        assert values.isfinite().all() and values.abs().max() > 1e-8, name
+    for norm_act in (InPlaceABN, partial(InPlaceABN, variant="I")):
+        torch.testing.assert_close(step(norm_act), expected, rtol=1e-7, atol=1e-9)
 
 
 def test_channels_last_reaches_the_logits():
-    network = small_network().to(memory_format=torch.channels_last)
+    network = small_segmentation().to(memory_format=torch.channels_last)
     logits = network(torch.randn(2, 3, 48, 64).to(memory_format=torch.channels_last))
     assert logits.is_contiguous(memory_format=torch.channels_last) and not logits.is_contiguous()
-
-
-def test_a_single_crop_in_training_is_refused_by_the_pooled_branch():
-    with pytest.raises(ValueError, match="at least two crops"):
-        small_network()(torch.randn(1, 3, 48, 48))
 
 
 def test_a_body_that_classifies_and_no_classes_are_refused():
