@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from engine.malloc import keep_freed_memory  # noqa: E402
+
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -26,9 +28,10 @@ def private_cache(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def freed_memory_is_returned():
-    """Runs and benchmarks make the C library keep freed memory (`engine/malloc.py`), here for all tests that follow."""
+def freed_memory():
+    """Reused within a module, as in runs, because new pages cost more than most tests; returned to the system after it."""
+    kept = keep_freed_memory()
     yield
     gc.collect()
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
-        libc.malloc_trim(0)
+    if kept:  # glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

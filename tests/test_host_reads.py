@@ -44,20 +44,20 @@ NO_READS = {
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("name", READS)
-def test_a_read_is_counted_once_with_its_line(name, inference):
-    with torch.inference_mode(inference), host_reads() as reads:
-        READS[name](torch.arange(4.0))
-    (read,) = reads
-    assert read.startswith("tests/test_host_reads.py:") and " <lambda>: " in read
+def test_a_read_is_counted_once_with_its_line(inference):
+    for name, read in READS.items():
+        with torch.inference_mode(inference), host_reads() as reads:
+            read(torch.arange(4.0))
+        assert len(reads) == 1, (name, reads)
+        assert reads[0].startswith("tests/test_host_reads.py:") and " <lambda>: " in reads[0], name
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize("name", NO_READS)
-def test_other_operations_are_no_reads(name, inference):
-    with torch.inference_mode(inference), host_reads() as reads:
-        NO_READS[name](torch.arange(4.0))
-    assert reads == []
+def test_other_operations_are_no_reads(inference):
+    for name, operation in NO_READS.items():
+        with torch.inference_mode(inference), host_reads() as reads:
+            operation(torch.arange(4.0))
+        assert reads == [], name
 
 
 def test_nothing_is_counted_outside():

@@ -1,25 +1,12 @@
-"""The tables of strategies in docs/memory.md match the layers."""
-
-import re
-from pathlib import Path
+"""What the layers keep and compute again is what the slides say; docs/memory.md shows it (tests/test_docs.py)."""
 
 import pytest
 
 from models.bodies import resnext101
-from scripts.recomputation_table import recomputation_table
-from scripts.strategy_table import (
-    BODIES,
-    CHANNELS,
-    RECOMPUTED_NORMS,
-    STRATEGIES,
-    bytes_per_pixel,
-    measure,
-    network_table,
-    range_table,
-    table,
-)
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "memory.md"
+from scripts import documents
+from scripts.recomputation_table import cost
+from scripts.strategy_table import CHANNELS, RECOMPUTED_NORMS, STRATEGIES, measure
+from tests.bodies import small_resnext
 
 # The slides' "Strategies Comparisons"; they misprint x for x_hat in the proposed checkpointing (section 3.2).
 SLIDES = {
@@ -39,27 +26,32 @@ def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
     standard = rows[0].activation_bytes
     assert [row.activation_bytes / standard for row in rows] == [1, 0.5, 0.5, 0.5, 0.5]
     assert all(row.channel_bytes <= 5 * CHANNELS * 4 for row in rows)
-    assert table(rows) in PAGE.read_text()
 
 
-def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network():
+@pytest.mark.parametrize(
+    "body, expected",
+    [("ResNeXt-101", 1.96), ("WideResNet-38", 1.75), pytest.param("DenseNet-264", 1.98, marks=pytest.mark.slow)]
+    + [("ResNet-101", 1.21)],
+)
+def test_every_saving_strategy_keeps_the_same_share_of_a_whole_network(body, expected):
     """As measured with the released layers: ResNeXt-101 keeps 1.96 times less, WideResNet-38 1.75 times less."""
-    kept = {body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}
-    assert network_table(kept) in PAGE.read_text()
-    for of_body, expected in zip(kept.values(), (1.96, 1.75, 1.98, 1.21), strict=True):
-        for norm in STRATEGIES.keys() - {"std"}:
-            assert abs(of_body["std"] / of_body[norm] - expected) < 0.005
+    kept = documents.kept(body)
+    assert kept.keys() == STRATEGIES.keys()
+    for norm in STRATEGIES.keys() - {"std"}:
+        assert abs(kept["std"] / kept[norm] - expected) < 0.005
 
 
-@pytest.mark.slow
-def test_the_page_states_what_checkpointed_blocks_cost():
-    text = recomputation_table(resnext101, RECOMPUTED_NORMS)
-    assert text in PAGE.read_text()
-    rows = re.findall(r"\| (\w+) \| (\w+) \| ([\d,]+)", text)
-    kept = {(norm, recompute): int(value.replace(",", "")) for norm, recompute, value in rows}
-    assert kept["std", "none"] == 9345  # nothing is recomputed unasked
-    assert kept["std", "activations"] <= 1.02 * kept["inplace", "none"]
-
-
-def test_the_page_states_the_ranges_of_inversion():
-    assert range_table() in PAGE.read_text()
+@pytest.mark.parametrize(
+    "body, size, bytes_per_pixel",
+    [(small_resnext, 64, None), pytest.param(resnext101, 512, 9345, marks=pytest.mark.slow)],
+)
+def test_standard_norms_that_compute_activations_again_keep_what_in_place_norms_keep(body, size, bytes_per_pixel):
+    """By default nothing is computed again; blocks keep less for more operations, and sqrt less still."""
+    standard, inplace = (RECOMPUTED_NORMS[norm] for norm in ("std", "inplace"))
+    stored, activations, blocks, sqrt = (
+        cost(body, standard, choice, size) for choice in ("none", "activations", "blocks", "sqrt")
+    )
+    assert bytes_per_pixel in (None, stored.kept)
+    assert activations.kept <= 1.02 * cost(body, inplace, "none", size).kept
+    assert stored.kept > blocks.kept > sqrt.kept and all(each.peak >= each.kept for each in (stored, blocks, sqrt))
+    assert stored.operations == activations.operations < blocks.operations < sqrt.operations

@@ -1,6 +1,7 @@
 """The structure of the code: imports point down only, few modules name configuration keys, code stays short."""
 
 import ast
+import functools
 import itertools
 import re
 import tokenize
@@ -8,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
-
-import pytest
 
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
@@ -19,9 +18,9 @@ from engine.schema.segmentation import SegmentationRun
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOMS = {"engine", "models", "datasets", "scripts", "tests", "train_seg", "train_imagenet", "eval"}
 MAY_IMPORT = {"datasets": {"datasets"}, "models": {"models"}, "engine": {"engine", "models", "datasets"}}
-FILES = [path for room in MAY_IMPORT for path in sorted((REPOSITORY / room).rglob("*.py"))]
-ENTRIES = sorted(REPOSITORY.glob("*.py"))
-SCRIPTS = sorted((REPOSITORY / "scripts").rglob("*.py"))
+# What the layers may import: they are copied into other projects.
+LAYERS_IMPORT = {"torch", "triton", "models", "collections", "contextlib", "copy", "dataclasses", "functools"}
+LAYERS_IMPORT |= {"inspect", "logging", "math", "operator", "sys", "threading", "typing", "warnings", "weakref"}
 
 KNOWS_HYDRA = ("engine/config.py", "engine/command_line.py", "engine/schema/")
 NAMES_KEYS = ("engine/schema/", "engine/build/")
@@ -44,63 +43,82 @@ KNOWS_SCHEMA = {
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_EQUAL_LINES = 250, 60, 5
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(REPOSITORY).as_posix()
+class Source:
+    """A file of the repository, read and parsed once."""
+
+    def __init__(self, path: Path):
+        self.path, self.name = path, path.relative_to(REPOSITORY).as_posix()
+        self.room = self.name.split("/")[0]
+        self.text = path.read_text()
+        self.tree = ast.parse(self.text)
+        self.nodes = list(ast.walk(self.tree))
+
+    @functools.cached_property
+    def imported(self) -> set[str]:
+        """Absolute names of all imported modules, and of the names imported from them (MODULE.NAME)."""
+        names = set()
+        package = self.path.relative_to(REPOSITORY).parent.parts
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                parents = package[: len(package) - node.level + 1] if node.level else ()
+                module = [*parents, *([node.module] if node.module else [])]
+                names |= {".".join([*module, alias.name]) for alias in node.names}
+        return names
+
+    def keys(self) -> set[str]:
+        """Configuration keys in the file's strings, including parts of f-strings but not docstrings."""
+        docstrings = [node.value for node in self.nodes if is_string(node)]
+        strings = [node.value for node in self.nodes if is_text(node) and node not in docstrings]
+        return {key for string in strings for key in KEY.findall(string)}
+
+    def comments(self) -> dict[int, str]:
+        """Comments by line number, without comments for tools."""
+        with open(self.path, "rb") as file:
+            tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
+        return {token.start[0]: token.string for token in tokens if not re.match(r"# *(noqa|type:|fmt:)", token.string)}
 
 
-def imported(path: Path) -> set[str]:
-    """Absolute names of all imported modules, and of the names imported from them (MODULE.NAME)."""
-    names = set()
-    package = path.relative_to(REPOSITORY).parent.parts
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) - node.level + 1] if node.level else ()
-            module = [*parents, *([node.module] if node.module else [])]
-            names |= {".".join([*module, alias.name]) for alias in node.names}
-    return names
+def sources(*folders: str) -> list[Source]:
+    """The files below folders; the entries, which lie in the repository's root, for ""."""
+    found = [sorted((REPOSITORY / folder).rglob("*.py") if folder else REPOSITORY.glob("*.py")) for folder in folders]
+    return [source_of(path) for path in itertools.chain(*found)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_down(path):
-    room = path.relative_to(REPOSITORY).parts[0]
-    ours = {name for name in imported(path) if name.split(".")[0] in ROOMS}
-    assert {name.split(".")[0] for name in ours} <= MAY_IMPORT[room]
-    if "models/layers" in path.as_posix():
-        assert all(name.startswith("models.layers.") for name in ours)
-        standard_library = {
-            "collections",
-            "contextlib",
-            "copy",
-            "dataclasses",
-            "functools",
-            "inspect",
-            "logging",
-            "math",
-            "operator",
-            "sys",
-            "threading",
-            "typing",
-            "warnings",
-            "weakref",
-        }
-        assert {name.split(".")[0] for name in imported(path)} <= {"torch", "triton", "models", *standard_library}
+source_of = functools.cache(Source)
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_hydra_stays_above(path):
+def room_of(name: str) -> str:
+    """The first part of an imported name."""
+    return name.split(".")[0]
+
+
+def test_imports_point_down():
+    wrong = []
+    for source in sources(*MAY_IMPORT):
+        ours = {name for name in source.imported if room_of(name) in ROOMS}
+        wrong += [(source.name, name) for name in ours if room_of(name) not in MAY_IMPORT[source.room]]
+        if source.name.startswith("models/layers"):
+            wrong += [(source.name, name) for name in ours if not name.startswith("models.layers.")]
+            wrong += [(source.name, name) for name in source.imported if room_of(name) not in LAYERS_IMPORT]
+    assert wrong == []
+
+
+def test_hydra_stays_above():
     """Below the entries, only the schema and its readers see Hydra's configs; all other code gets plain objects."""
-    if not name_of(path).startswith(KNOWS_HYDRA):
-        assert not {"omegaconf", "hydra"} & {name.split(".")[0] for name in imported(path)}
+    below = [source for source in sources(*MAY_IMPORT) if not source.name.startswith(KNOWS_HYDRA)]
+    assert [s.name for s in below if {"omegaconf", "hydra"} & set(map(room_of, s.imported))] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_schema_is_read_by_few(path):
+def test_the_schema_is_read_by_few():
     """`engine/build` turns the schema into objects; other modules may import only what `KNOWS_SCHEMA` lists."""
-    if not name_of(path).startswith(NAMES_KEYS):
-        of_schema = {name for name in imported(path) if f"{name}.".startswith("engine.schema.")}
-        assert of_schema == {f"engine.schema.{name}" for name in KNOWS_SCHEMA.get(name_of(path), ())}
+    found = {}
+    for source in sources(*MAY_IMPORT):
+        of_schema = {name for name in source.imported if f"{name}.".startswith("engine.schema.")}
+        if of_schema and not source.name.startswith(NAMES_KEYS):
+            found[source.name] = {name.removeprefix("engine.schema.") for name in of_schema}
+    assert found == KNOWS_SCHEMA
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
@@ -115,21 +133,9 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
                 yield prefix + entry.name
 
 
-KEYS = {
-    key
-    for schema in (SegmentationRun, ClassificationRun, Evaluation, Prediction)
-    for key in keys_of(schema)
-    if "." in key
-}
+SCHEMAS = (SegmentationRun, ClassificationRun, Evaluation, Prediction)
+KEYS = {key for schema in SCHEMAS for key in keys_of(schema) if "." in key}
 KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(KEYS)))})(?!\w)")
-
-
-def keys_in_strings(path: Path) -> set[str]:
-    """Configuration keys in a file's strings, including parts of f-strings but not docstrings."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    docstrings = [node.value for node in nodes if is_string(node)]
-    strings = [node.value for node in nodes if is_text(node) and node not in docstrings]
-    return {key for string in strings for key in KEY.findall(string)}
 
 
 def is_text(node: ast.AST) -> bool:
@@ -141,39 +147,31 @@ def is_string(node: ast.AST) -> bool:
     return isinstance(node, ast.Expr) and is_text(node.value)
 
 
-def test_keys_are_found_where_they_are():
-    """Otherwise the next test could not fail."""
+def test_keys_are_named_where_they_are_read():
+    """Only the schema, engine/build, the entries and the scripts spell keys as users do."""
     assert {"optim.lr", "norm.gamma_floor", "body.dropout", "data.lists", "data.colour_jitter.hue", "tta.flip"} <= KEYS
     assert {"window.size", "sampler.folder", "loss.fraction", "data.split", "init.weights"} <= KEYS
-    found = {key for path in FILES if name_of(path).startswith(NAMES_KEYS) for key in keys_in_strings(path)}
+    keys = {source.name: source.keys() for source in sources(*MAY_IMPORT)}
+    found = set().union(*(own for name, own in keys.items() if name.startswith(NAMES_KEYS)))
     assert {"optim.lr", "data.root", "init.weights", "sampler.folder"} <= found  # two of them in f-strings
+    assert {name: own for name, own in keys.items() if own and not name.startswith(NAMES_KEYS)} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_keys_are_named_where_they_are_read(path):
-    """Only the schema, engine/build, the entries and the scripts spell keys as users do."""
-    assert name_of(path).startswith(NAMES_KEYS) or not keys_in_strings(path)
-
-
-def comments(path: Path) -> dict[int, str]:
-    """Comments by line number, without comments for tools."""
-    with open(path, "rb") as file:
-        tokens = [token for token in tokenize.tokenize(file.readline) if token.type == tokenize.COMMENT]
-    return {token.start[0]: token.string for token in tokens if not re.match(r"# *(noqa|type:|fmt:)", token.string)}
-
-
-@pytest.mark.parametrize("path", [*ENTRIES, *FILES, *SCRIPTS], ids=name_of)
-def test_code_is_short_or_says_why_it_is_not(path):
+def test_code_is_short_or_says_why_it_is_not():
     """The reason is a comment: for a file before its first statement, for a function on its `def` line."""
-    source, reasons = path.read_text(), comments(path)
-    tree = ast.parse(source)
-    first = next((node.lineno for node in tree.body if not is_string(node)), 1)
-    lines = len(source.splitlines())
-    assert lines <= MOST_LINES or any(line < first for line in reasons), f"{lines} lines"
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            lines = node.end_lineno - node.lineno + 1
-            assert lines <= MOST_LINES_OF_A_FUNCTION or node.lineno in reasons, f"{node.name}: {lines} lines"
+    wrong = []
+    for source in sources("", *MAY_IMPORT, "scripts"):
+        reasons = source.comments()
+        first = next((node.lineno for node in source.tree.body if not is_string(node)), 1)
+        lines = len(source.text.splitlines())
+        if lines > MOST_LINES and not any(line < first for line in reasons):
+            wrong.append(f"{source.name}: {lines} lines")
+        for node in source.nodes:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = node.end_lineno - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION and node.lineno not in reasons:
+                    wrong.append(f"{source.name}, {node.name}: {lines} lines")
+    assert wrong == []
 
 
 def windows(source: str) -> set[tuple[str, ...]]:
@@ -187,14 +185,15 @@ def windows(source: str) -> set[tuple[str, ...]]:
 
 def test_copied_functions_are_found_and_equal_imports_are_no_copy():
     """Otherwise the next test could not fail."""
-    one, other = ((REPOSITORY / name).read_text() for name in ("train_seg.py", "eval.py"))
+    one, other = (source_of(REPOSITORY / name) for name in ("train_seg.py", "eval.py"))
     for kinds, found in (((ast.Import, ast.ImportFrom), False), (ast.FunctionDef, True)):
-        copied = [ast.get_source_segment(one, node) for node in ast.parse(one).body if isinstance(node, kinds)]
+        copied = [ast.get_source_segment(one.text, node) for node in one.tree.body if isinstance(node, kinds)]
         assert len("\n".join(copied).splitlines()) > MOST_EQUAL_LINES
-        assert bool(windows(one) & windows("\n".join([*copied, other]))) == found
+        assert bool(windows(one.text) & windows("\n".join([*copied, other.text]))) == found
 
 
-@pytest.mark.parametrize("one, other", list(itertools.combinations(ENTRIES, 2)), ids=name_of)
-def test_entries_share_no_code(one, other):
+def test_entries_share_no_code():
     """Code that two tasks share belongs in the engine, once."""
-    assert not windows(one.read_text()) & windows(other.read_text())
+    entries = sources("")
+    shared = [(a.name, b.name) for a, b in itertools.combinations(entries, 2) if windows(a.text) & windows(b.text)]
+    assert len(entries) >= 3 and shared == []

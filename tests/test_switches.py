@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ STEPS = 3
 # Small steps keep rounding differences small. Four crops, because the head's pooled branch normalises one value per
 # crop: of two values, one is always above and one below their mean.
 GENTLE = ("data.crops_per_minibatch=4", "optim.lr=1e-3", "norm.backend=eager")
+IN_PARTS = ("data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
 Weights = dict[str, torch.Tensor]
 
 
@@ -39,6 +41,7 @@ def plain(tmp_path_factory) -> Weights:
     return trained(tmp_path_factory.mktemp("plain"))["network"]
 
 
+@functools.cache
 def initial_weights() -> Weights:
     config = run_config(*SHORT)
     make = functools.partial(build.segmentation_network, config, 19)
@@ -97,29 +100,46 @@ def test_fused_updates_change_the_rounding_only(tmp_path, plain):
     assert difference(trained(tmp_path, "optim.fused=false")["network"], plain) < 1e-6
 
 
-@pytest.mark.parametrize("norm", ["inplace", "std"])
-def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, norm):
-    """Without graph breaks, before and after an evaluation; micro-batches of 3, 2 and 2. Traced but not compiled."""
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory) -> Callable[[str], Weights]:
+    """norm -> the weights of a training with micro-batches of 3, 2 and 2 crops."""
+
+    @functools.cache
+    def weights(norm: str) -> Weights:
+        sizes, forward = [], Forward.__call__
+
+        def recorded(self, images, **options):
+            sizes.append(len(images))
+            return forward(self, images, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Forward, "__call__", recorded)
+            state = trained(tmp_path_factory.mktemp(norm), *IN_PARTS, f"norm={norm}")
+        assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
+        return state["network"]
+
+    return weights
+
+
+@pytest.mark.parametrize("norm", ["inplace", pytest.param("std", marks=pytest.mark.slow)])
+def test_compiling_makes_one_graph_for_each_size_of_a_part(tmp_path, monkeypatch, in_parts, norm):
+    """Without graph breaks, before and after an evaluation. Traced but not compiled."""
+    expected = in_parts(norm)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    options = (f"norm={norm}", "data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
-    expected = trained(tmp_path / "eager", *options)["network"]
     compiler_available("cpu")  # checked once per process, by compiling a graph that must not count
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    state = trained(tmp_path / "compiled", *options, "trainer.compile=true", "trainer.evaluate_every_steps=2")
+    options = (*IN_PARTS, f"norm={norm}", "trainer.compile=true", "trainer.evaluate_every_steps=2")
+    state = trained(tmp_path, *options)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     assert difference(state["network"], expected) < 1e-2
 
 
-@pytest.mark.parametrize(
-    "recompute, norm", [("selective", "inplace"), ("activations", "inplace"), ("activations", "std")]
-)
-def test_recomputation_of_parts_changes_no_bit(tmp_path, recompute, norm):
-    options = ("trainer.accumulation_steps=2", "data.crops_per_minibatch=8", f"norm={norm}")
-    expected = trained(tmp_path / "stored", *options)["network"]
-    found = trained(tmp_path / "recomputed", *options, f"trainer.recompute={recompute}")["network"]
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+@pytest.mark.parametrize("recompute, norm", [("selective", "inplace"), ("activations", "std")])
+def test_recomputation_of_parts_changes_no_bit(tmp_path, in_parts, recompute, norm):
+    found = trained(tmp_path, *IN_PARTS, f"norm={norm}", f"trainer.recompute={recompute}")["network"]
+    assert all(torch.equal(found[name], weight) for name, weight in in_parts(norm).items())
 
 
 @pytest.mark.slow
@@ -162,36 +182,22 @@ def test_clipping_bounds_what_a_step_changes(tmp_path):
     assert record["gradient_norm"] > 0.1  # before clipping
 
 
-def test_accumulation_passes_parts_of_a_minibatch(tmp_path, monkeypatch):
-    sizes, forward = [], Forward.__call__
-
-    def recorded(self, images, **options):
-        sizes.append(len(images))
-        return forward(self, images, **options)
-
-    monkeypatch.setattr(Forward, "__call__", recorded)
-    trained(tmp_path, "data.crops_per_minibatch=7", "trainer.accumulation_steps=3")
-    assert sizes[: 3 * STEPS] == STEPS * [3, 2, 2]
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-def test_deterministic_runs_are_equal(tmp_path, device):
-    """On CPUs runs are equal without the switch too; there the test checks that PyTorch gets the setting."""
-    options = ("trainer.deterministic=true", f"trainer.device={device}")
+def test_deterministic_runs_are_equal_and_evaluated_with_the_arithmetic_of_the_training(tmp_path, plain, device):
+    """On CPUs runs are equal without the switches too; there the test checks that PyTorch gets the settings."""
+    options = ("trainer.deterministic=true", "trainer.tf32=true", f"trainer.device={device}")
     try:
-        first, second = (trained(tmp_path / name, *options)["network"] for name in ("a", "b"))
+        first = trained(tmp_path / "a", *options)["network"]
+        second = plain if device == "cpu" else trained(tmp_path / "b", *options)["network"]
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_an_evaluation_computes_as_the_training_did(tmp_path):
-    trained(tmp_path, "trainer.tf32=true")
-    for tf32 in (False, True):
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
-        evaluate(composed("eval", f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}", "workers=0", "device=cpu"))
-        assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    last = tmp_path / "a" / "checkpoints" / "last.pt"
+    evaluate(composed("eval", f"checkpoint={last}", "workers=0", "device=cpu"))
+    assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):

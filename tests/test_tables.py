@@ -1,9 +1,8 @@
 """The papers' tables: what was published, which runs count, and the commands for the rest."""
 
+import itertools
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from omegaconf import OmegaConf
 from scripts import papers, run_table, tables
 from scripts.run_table import RunTable
 from scripts.tables import END, START, Tables
-from tests.runs import REPOSITORY
+from tests.runs import REPOSITORY, composed
 
 RESULTS = REPOSITORY / "docs" / "results"
 PAPERS = ("table1", "table2", "table3", "table4", "revnet", "memcnn")
@@ -29,7 +28,7 @@ def written(tmp_path: Path, *runs: Path, before: str = f"{START}\n{END}\n") -> s
 
 @pytest.fixture
 def of_few_tables(monkeypatch):
-    """Composing every experiment takes half a minute."""
+    """Composing every experiment takes ten seconds."""
     known = {name: entry for name, entry in papers.all_experiments().items() if name.startswith("cifar10/")}
     monkeypatch.setattr(papers, "all_experiments", lambda: known)
     monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
@@ -47,31 +46,18 @@ def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **changed: ob
     return folder
 
 
-def test_the_page_of_results_is_what_the_script_makes_of_the_runs(tmp_path):
-    shutil.copytree(RESULTS, tmp_path / "results")
-    page = tmp_path / "results" / "README.md"
-    arguments = Tables(runs=str(page.parent), out=str(page.parent), plan=str(page.with_name("memory_plan.json")))
-    tables.write(OmegaConf.structured(arguments))
-    assert page.read_text() == (RESULTS / "README.md").read_text()
-
-
-@pytest.mark.parametrize("table", PAPERS)
-def test_every_row_has_a_published_score_and_a_command(table):
-    for name in papers.experiments_of(table):
+def test_every_row_has_a_published_score_and_a_command():
+    for name in itertools.chain(*map(papers.experiments_of, PAPERS)):
         assert papers.published(name), name
-        assert f"experiment={name}" in papers.command_of(name) and papers.devices_of(name) in (1, 4)
+        assert f"experiment={name}" in papers.command_of(name) and papers.devices_of(name) in (1, 4), name
 
 
 def test_published_scores_are_read_from_the_headers():
     assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
     assert papers.published("revnet/imagenet_revnet104") == [("top1", "results", 76.90, "")]
     scores = papers.published("table1/resnext101_relu")
-    assert scores[0] == ("top1", "results", 77.74, "") and scores[-1] == (
-        "top5",
-        "results_leaky_relu_crop320",
-        94.25,
-        "",
-    )
+    assert scores[0] == ("top1", "results", 77.74, "")
+    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
     sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
     assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
 
@@ -180,19 +166,13 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     assert missing == ["roots={coco_stuff: DIR}", "weights={coco_stuff_resnext101_std: FILE}"]
 
 
-def test_the_command_takes_folders_by_name(tmp_path):
-    options = [
-        "table=cifar10",
-        "dry_run=true",
-        f"runs={tmp_path}",
-        "roots={cifar10: DIR, cifar100: DIR}",
-        "weights={a: b}",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.run_table", *options], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in done.stdout
+@pytest.mark.usefixtures("of_few_tables")
+def test_the_command_takes_folders_by_name(tmp_path, capsys):
+    options = ["roots={cifar10: DIR, cifar100: DIR}", "weights={a: b}"]
+    values = composed("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
+    assert run_table.run(values) == 0
+    printed = capsys.readouterr().out
+    assert printed.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in printed
 
 
 @pytest.mark.parametrize(

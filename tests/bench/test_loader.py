@@ -8,22 +8,17 @@ import pytest
 
 from datasets import TrainingCrops, TrainingTransform, camvid, cityscapes, vistas
 from datasets.reading import EVERYTHING, read
+from scripts.bench import loader_classification as classification
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS
 from scripts.bench.loader import JPEG, JPEG_BASE, PNG, SMALL, LoaderArguments, page, run, targets
+from scripts.bench.loader_classification import CIFAR, DECODE_OPENCV, DECODE_TORCHVISION, PHOTOGRAPHS, PILLOW
 from scripts.bench.loader_pictures import write_camvid, write_cityscapes, write_vistas
 from scripts.bench.loader_pipelines import DECODES, OPENCV, OURS, RIVALS, V2, V2_ANTIALIASED, pipelines
 from scripts.bench.loader_processes import unique_mib, worker_mib
 from tests.bench.records import measured
 
-TINY = [
-    "small_size=[72,96]",
-    "small_crop_size=48",
-    "png_size=[96,128]",
-    "jpeg_size=[120,160]",
-    "base_size=100",
-    "crop_size=72",
-]
-TINY += ["pictures=2", "rounds=3", "minibatches=1", "files=12", "starts=1"]
+TINY = ["small_size=[72,96]", "small_crop_size=48", "png_size=[96,128]", "jpeg_size=[120,160]", "base_size=100"]
+TINY += ["crop_size=72", "pictures=2", "rounds=3", "minibatches=1", "files=12", "starts=1"]
 TINY += ["photograph_size=[64,96]", "photograph_crop_size=48", "photographs=3", "minibatch=4"]
 
 
@@ -80,10 +75,8 @@ def test_bare_decodes_return_the_pixels_of_both_files(pictures):
     for kind, dataset in pictures.items():
         crops = TrainingCrops(dataset, TrainingTransform((72, 80)), seed=0)
         chosen = pipelines(crops, palette=kind == JPEG)
-        expected_image, expected_label = (
-            dataset[1].image,
-            dataset.decode_label(read(dataset.files[1].label), EVERYTHING),
-        )
+        expected_image = dataset[1].image
+        expected_label = dataset.decode_label(read(dataset.files[1].label), EVERYTHING)
         for name in DECODES:
             image, label = (np.asarray(part) for part in chosen[name]((0, 1)))
             image = image[..., ::-1] if "OpenCV" in name else image.transpose(1, 2, 0) if len(image) == 3 else image
@@ -115,6 +108,12 @@ def test_a_tiny_run_measures_everything(record):
     assert all(len(row["times_ms"]) == 3 and row["median_ms"] > 0 for row in result["rows"])
     assert {source: len(times) for source, times in result["index_ms"].items()} == {PNG: 3, JPEG: 3}
     assert len(result["cached_starts_s"]) == 1 and result["first_start_s"].keys() == result["cached_starts_s"][0].keys()
+    times = result["classification"]["times_ms"]
+    assert times[PHOTOGRAPHS].keys() == {OURS, PILLOW, classification.V2, DECODE_OPENCV, DECODE_TORCHVISION}
+    assert times[CIFAR].keys() == {OURS, PILLOW, classification.V2}
+    assert all(len(ms) == 3 and min(ms) > 0 for of_source in times.values() for ms in of_source.values())
+    assert "96x64 pixels" in text and "minibatches of 4" in text
+    assert {target.verdict for target in classification.targets(result)} == {NOT_MEASURED}
     assert text.count(f"| {OURS} |") == 6 and f"python -m scripts.bench_loader {TINY[0]}" in text
 
 
