@@ -29,7 +29,7 @@ def private_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def freed_memory():
-    """Reused within a module, as in runs, because new pages cost more than most tests; returned to the system after it."""
+    """Reused within a module, as in runs, since new pages are slow; returned to the system at the module's end."""
     kept = keep_freed_memory()
     yield
     gc.collect()
