@@ -15,6 +15,12 @@ from tests.bodies import trained
 small_head = partial(DeepLabV3, hidden_channels=4, out_channels=6, dilations=(2, 3, 4))
 
 
+def test_the_branches_are_dilated_as_in_the_release():
+    head = DeepLabV3(8)
+    assert [conv.dilation for conv in head.map_convs] == [(1, 1), (12, 12), (24, 24), (36, 36)]
+    assert [conv.padding for conv in head.map_convs] == [(0, 0), (12, 12), (24, 24), (36, 36)]
+
+
 def test_the_split_reduction_is_the_papers_convolution_of_all_stacked_features():
     torch.manual_seed(0)
     head = trained(small_head(8, norm_act=ABN))
