@@ -71,6 +71,7 @@ def test_a_trace_is_what_a_real_step_takes(body, norm):
     changing = ("gradients", "activations", "temporary")
     assert sum(trace.at_peak[kind] for kind in changing) == peak
     learner, _, minibatch = made(config)
+    assert trace.saved.keys() <= {name for name, _ in learner.network.named_modules()}
     parameters = sum(p.nbytes for p in learner.network.parameters())
     assert trace.at_peak["weights"] == parameters + sum(b.nbytes for b in learner.network.buffers())
     assert trace.at_peak["momentum"] == parameters
