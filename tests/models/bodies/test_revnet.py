@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models import bodies
 from models.bodies import RevNet, preact_resnet101, revnet38_cifar, revnet104
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
+from models.initialisation import initialise_truncated
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 from scripts.bench.measuring import kept_bytes
@@ -180,10 +181,12 @@ def test_mistakes_are_named(options, message):
 
 def test_initial_weights_are_truncated_at_two_standard_deviations():
     torch.manual_seed(0)
-    weight = revnet38_cifar(structure=(1, 1, 1)).mod4.block1.Gm.conv1.weight  # (56, 56, 3, 3)
+    convolution = revnet38_cifar(structure=(1, 1, 1)).mod4.block1.Gm.conv1  # (56, 56, 3, 3)
+    initialise_truncated(flat := torch.nn.Conv2d(56, 56, (1, 9)))
     std = (2 / (9 * 56)) ** 0.5
-    assert 1.99 * std < weight.abs().max() <= 2 * std
-    assert weight.std().item() == pytest.approx(0.8796 * std, rel=0.01)  # of a normal distribution cut off there
+    for weight in (convolution.weight, flat.weight):
+        assert 1.99 * std < weight.abs().max() <= 2 * std
+        assert weight.std().item() == pytest.approx(0.8796 * std, rel=0.01)  # of a normal distribution cut off there
 
 
 def test_names_of_modules():
