@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from engine import command_line, config
@@ -68,6 +70,12 @@ def with_key(checked: config.Schema, key: str, value: object) -> config.Schema:
     *groups, name = key.split(".")
     setattr(functools.reduce(getattr, groups, changed), name, value)
     return changed
+
+
+def without_confusion_pictures(patch: pytest.MonkeyPatch) -> None:
+    """Leave the drawing of confusion matrices out, which takes most of the time of a short run."""
+    for task in ("segmentation", "classification"):
+        patch.setattr(f"engine.{task}.evaluation.confusion_picture", lambda *_: Figure())
 
 
 def command(entry: str, *overrides: str) -> list[str]:

@@ -19,8 +19,7 @@ JITTER = tuple(f"data.colour_jitter.{name}=0.3" for name in ("brightness", "cont
 CROPS = ("data.crop_size=30", "data.scale=[1,2]", "data.crops_per_minibatch=4", "data.workers=0")
 
 
-@pytest.mark.parametrize("sampler", ["uniform", "class_uniform"])
-@pytest.mark.parametrize("options", [(), JITTER], ids=["plain", "jitter"])
+@pytest.mark.parametrize("sampler, options", [("uniform", JITTER), ("class_uniform", ())])
 def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     root = trees.camvid_folders(tmp_path / "data")
     overrides = ("data=camvid", f"data.root={root}", f"sampler={sampler}", "seed=3", *CROPS, *options)
@@ -71,16 +70,13 @@ def test_the_legend_names_what_occurs(tmp_path):
         assert np.allclose(np.multiply(patch.get_facecolor()[:3], 255), dataset.palette[class_id])
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
+def test_wrong_keys_are_named(tmp_path):
+    for override, message in (
         ("count=0", "count=0: expected a number above 0"),
         ("epoch=-1", "epoch=-1: expected 0 or more"),
         ("data.colour_jitter.hue=0.6", "data.colour_jitter.hue=0.6: expected 0 or more, at most 0.5"),
         ("data.colour_jitter.contrast=-1", "data.colour_jitter.contrast=-1.0: expected 0 or more"),
         ("data.train_split=test", "data.train_split=test"),
-    ],
-)
-def test_wrong_keys_are_named(tmp_path, override, message):
-    with pytest.raises(ValueError, match=message):
-        browse(composed("browse_data", f"out={tmp_path}", override))
+    ):
+        with pytest.raises(ValueError, match=message):
+            browse(composed("browse_data", f"out={tmp_path}", override))

@@ -33,15 +33,12 @@ def test_a_file_that_blocks_its_reader_ends_the_command(tmp_path, command, make)
         make(composed(command, *keys))
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
+def test_wrong_keys_are_named():
+    for override, message in (
         ("positions=0", "positions=0: expected a number above 0"),
         ("workers=-1", "workers=-1: expected 0 or more"),
         ("data.train_split=test", "data.train_split=test"),
         ("+sampler.folder=x", "sampler.folder is not a configuration key"),
-    ],
-)
-def test_wrong_keys_are_named(override, message):
-    with pytest.raises(ValueError, match=message):
-        index(composed("build_class_index", override))
+    ):
+        with pytest.raises(ValueError, match=message):
+            index(composed("build_class_index", override))

@@ -29,22 +29,23 @@ def run(source, output, *overrides: str) -> str:
     return "\n".join(convert(composed("convert_checkpoint", f"input={source}", f"output={output}", *overrides)))
 
 
+# Scales are converted tensor by tensor, whatever the network.
 KINDS = {
-    "resnext": (Released.resnext, {}, "3x3"),
-    "resnext 7x7": (Released.resnext, dict(stem="7x7"), "7x7"),
-    "resnet": (Released.resnet, {}, "7x7"),
-    "resnet basic": (Released.resnet, dict(base=(4, 4)), "7x7"),
-    "densenet": (Released.densenet, {}, "3x3"),
-    "wider": (Released.wider, files.WIDER, None),
+    "resnext": (Released.resnext, {}, "3x3", "released"),
+    "resnext 7x7": (Released.resnext, dict(stem="7x7"), "7x7", "raw"),
+    "resnet": (Released.resnet, {}, "7x7", "released"),
+    "resnet basic": (Released.resnet, dict(base=(4, 4)), "7x7", "raw"),
+    "densenet": (Released.densenet, {}, "3x3", "raw"),
+    "wider": (Released.wider, files.WIDER, None, "released"),
 }
 
 
-@pytest.mark.parametrize("scale, norm, layer", [("released", "inplace", InPlaceABN), ("raw", "std", ABN)])
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_a_classifier_from_its_file_alone(tmp_path, kind, scale, norm, layer):
+def test_a_classifier_from_its_file_alone(tmp_path, kind):
     """The network of the checkpoint's configuration computes what the file's description says."""
-    describe, options, stem = KINDS[kind]
+    describe, options, stem, scale = KINDS[kind]
+    norm, layer = ("std", ABN) if scale == "raw" else ("inplace", InPlaceABN)
     released = Released(plain=scale == "raw")
     expected = released.classified(describe(released, IMAGES, **options), 3)
     path = files.write_classifier(tmp_path / "net.pth.tar", released.tensors)
@@ -57,16 +58,11 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind, scale, norm, layer):
     assert (state["step"], state["classes"], getattr(config.body, "stem", None)) == (0, ["0", "1", "2"], stem)
     assert state["unnamed_classes"]
     assert (config.norm.name, config.norm.activation, config.norm.activation_param) == (norm, "leaky_relu", 0.01)
-    assert (config.data.name, config.data.mean, config.data.std) == (
-        "imagenet",
-        [0.485, 0.456, 0.406],
-        [0.229, 0.224, 0.225],
-    )
-    assert config.body.output_stride == 32
+    assert (config.data.name, config.body.output_stride) == ("imagenet", 32)
+    assert (config.data.mean, config.data.std) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
-    network = checkpoint.load_network(
-        lambda: build.classification_network(config, 3), state, ("cat", "dog", "owl"), path
-    )
+    make, names = (lambda: build.classification_network(config, 3)), ("cat", "dog", "owl")
+    network = checkpoint.load_network(make, state, names, path)
     assert {type(module) for module in network.modules() if isinstance(module, ABN)} == {layer}
     network = network.double().eval()
     network.load_state_dict({name: tensor.double() for name, tensor in state["network"].items()})
@@ -91,10 +87,8 @@ def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
     data = config.data
     assert (data.name, data.base_size, data.antialias) == ("vistas", 2048, True)
     assert data.mean == [0.41738699, 0.45732192, 0.46886091] and data.std == [0.25685097, 0.26509955, 0.29067996]
-    assert config.head.dilations == [12, 24, 36] and (config.norm.name, config.norm.activation_param) == (
-        "inplace",
-        0.01,
-    )
+    assert config.head.dilations == [12, 24, 36]
+    assert (config.norm.name, config.norm.activation_param) == ("inplace", 0.01)
 
     network = build.segmentation_network(config, 65)
     load_released(network, vistas[0])
@@ -135,14 +129,16 @@ def test_class_names_of_imagenet(tmp_path):
             trees.write(tmp_path / "data" / split / name / f"{split}_{name}.JPEG", np.zeros((8, 8, 3), np.uint8))
     run(path, tmp_path / "net.pt", "scale=released", f"data.root={tmp_path / 'data'}")
     assert checkpoint.load(tmp_path / "net.pt")["classes"] == ["n01", "n02", "n03"]
-    (tmp_path / "two.txt").write_text("cat\ndog\n")
-    with pytest.raises(ValueError, match="classes=.*two.txt has 2 classes: expected 3"):
-        run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'two.txt'}")
-    (tmp_path / "birds.txt").write_text("crane\ncock\ncrane\n")
-    with pytest.raises(ValueError, match=r"birds.txt has crane more than once: .* folders \(n01440764, …\) in sorted"):
-        run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'birds.txt'}")
-    (tmp_path / "numbers.txt").write_text("0\n1\n2\n")  # names that a user gave
-    printed = run(path, tmp_path / "net.pt", "scale=released", f"classes={tmp_path / 'numbers.txt'}")
+    names = tmp_path / "names.txt"
+    for text, message in (
+        ("cat\ndog\n", f"classes={names} has 2 classes: expected 3"),
+        ("crane\ncock\ncrane\n", r"names.txt has crane more than once: .* folders \(n01440764, …\) in sorted"),
+    ):
+        names.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            run(path, tmp_path / "net.pt", "scale=released", f"classes={names}")
+    names.write_text("0\n1\n2\n")  # names that a user gave
+    printed = run(path, tmp_path / "net.pt", "scale=released", f"classes={names}")
     assert "3 classes: 0, …" in printed and "for ImageNet the class folders (n01440764, …) in sorted order" in printed
     assert "unnamed_classes" not in checkpoint.load(tmp_path / "net.pt")
 
@@ -156,9 +152,8 @@ def test_to_the_released_layout_and_to_standard_norms(vistas, tmp_path):
     for part in original:
         assert again[part].keys() == original[part].keys()
         for name, tensor in original[part].items():
-            torch.testing.assert_close(
-                again[part][name], tensor.abs() if tensor.ndim == 1 and "weight" in name else tensor
-            )
+            expected = tensor.abs() if tensor.ndim == 1 and "weight" in name else tensor
+            torch.testing.assert_close(again[part][name], expected)
     run(path, tmp_path / "again.pt", "scale=released")
     assert same(checkpoint.load(tmp_path / "again.pt")["network"], made)
 
@@ -192,17 +187,17 @@ def test_formats_without_eps_and_activation(tmp_path, overrides, refused, printe
     """The released layout is refused if its readers would compute another function; what they need is printed."""
     source, output = tmp_path / "net.pt", tmp_path / "out.pth"
     with_norm(source, *overrides)
+    needs = f"the output needs norms with {printed}, but"
     for scale in ("released", "raw"):
+        options = ("format=released", f"scale={scale}")
         if scale in refused:
             with pytest.raises(ValueError, match=r"net.pt was trained with norm\.(eps=0.001|activation=relu): .* give"):
-                run(source, output, "format=released", f"scale={scale}")
+                run(source, output, *options)
             assert not output.exists()
         else:
-            assert f"the output needs norms with {printed}, but" in run(
-                source, output, "format=released", f"scale={scale}"
-            )
+            assert needs in run(source, output, *options)
             output.unlink()
-    assert f"the output needs norms with {printed}, but" in run(source, output, "format=standard_bn")
+    assert needs in run(source, output, "format=standard_bn")
 
 
 def test_other_files_of_the_output_folder_stay(tmp_path):
@@ -235,19 +230,12 @@ def test_a_full_disk_leaves_the_earlier_output(tmp_path, monkeypatch, output_for
     assert output.read_bytes() == b"earlier" and set(tmp_path.iterdir()) == {source, output}
 
 
-def test_scales_below_eps_cannot_go_back(tmp_path):
-    path, _ = files.small_resnext(tmp_path / "net.pth.tar")
-    run(path, tmp_path / "net.pt", "scale=raw")  # negative scales
-    with pytest.raises(ValueError, match=r"smaller scales of \d+ norms: mod1.bn1 \(2 of 4\), .* and \d+ more"):
-        run(tmp_path / "net.pt", tmp_path / "back.pth", "format=released")
-    assert not (tmp_path / "back.pth").exists()
-
-
 def test_what_cannot_be_converted_is_named(vistas, tmp_path):
     path, _ = files.small_resnext(tmp_path / "net.pth.tar")
-    bare = files.write_classifier(
-        tmp_path / "body.pth.tar", {n: t for n, t in small_resnext().state_dict().items() if "num_batches" not in n}
-    )
+    negative = tmp_path / "negative.pt"
+    run(path, negative, "scale=raw")
+    below_eps = r"smaller scales of \d+ norms: mod1.bn1 \(2 of 4\), .* and \d+ more"
+    bare = files.write_classifier(tmp_path / "body.pth.tar", without_counts(small_resnext().state_dict()))
     few, _ = files.small_vistas(tmp_path / "few.pth.tar", classes=19)
     output, scale = tmp_path / "out.pt", "scale=released"
     for source, target, overrides, message in (
@@ -255,6 +243,7 @@ def test_what_cannot_be_converted_is_named(vistas, tmp_path):
         (vistas[1], output, (), "is a checkpoint of this project already: give format=released or standard_bn"),
         (vistas[1], output, ("format=standard_bn", "scale=raw"), "scale=raw has no effect on .*: leave it out"),
         (path, output, (scale, "format=released"), "has the released layout already"),
+        (negative, output, ("format=released",), below_eps),
         (bare, output, (scale,), "has no classifier: load it with init.weights"),
         (few, output, (scale,), "segments 19 classes: expected the 65 of Vistas"),
         (path, tmp_path, (scale,), "is a folder: give another file"),

@@ -22,23 +22,22 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from scripts.predict import find_images, predict
 from tests import trees
-from tests.runs import REPOSITORY, composed
-from train_seg import train
+from tests.runs import REPOSITORY, composed, run_config
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, tuple]:
     """A checkpoint whose data is gone, and the data's palette, which only a file of the data held."""
     folder = tmp_path_factory.mktemp("trained")
-    data = trees.vistas(folder / "data")
-    overrides = ("data=vistas", f"data.root={data}", "data.base_size=48", "debug=smoke", "trainer.device=cpu")
-    train(composed("train_seg", f"run_dir={folder / 'run'}", *overrides))
-    palette = vistas(data, "val").palette
-    shutil.rmtree(data)
-    state = checkpoint.load(folder / "run" / "checkpoints" / "last.pt")
-    torch.nn.init.normal_(state["network"]["cls.weight"])  # so few steps predict one class everywhere
-    checkpoint.save(folder / "net.pt", {key: value for key, value in state.items() if key != "format"})
-    return folder / "net.pt", palette
+    config = run_config("data=vistas", f"data.root={trees.vistas(folder / 'data')}", "data.base_size=48")
+    dataset = vistas(folder / "data", "val")
+    network = build.segmentation_network(config, 65)
+    torch.nn.init.normal_(network.cls.weight)  # or it might predict one class everywhere
+    state = {"task": "segmentation", "step": 2, "config": cfg.plain(config), "network": network.state_dict()}
+    state |= {"classes": list(dataset.classes), "palette": [list(colour) for colour in dataset.palette]}
+    checkpoint.save(folder / "net.pt", state)
+    shutil.rmtree(folder / "data")
+    return folder / "net.pt", dataset.palette
 
 
 def run(trained, source: Path, output: Path, *overrides: str) -> list[Path]:
@@ -62,12 +61,8 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
     picture(tmp_path / "street.jpg")
     written = run(trained, tmp_path / "street.jpg", tmp_path / "out")
     assert written == [tmp_path / "out" / "ids" / "street.png"]
-    assert relative_files(tmp_path / "out") == [
-        "classes.json",
-        "colour/street.png",
-        "ids/street.png",
-        "overlays/street.png",
-    ]
+    pictures = [f"{kind}/street.png" for kind in ("colour", "ids", "overlays")]
+    assert relative_files(tmp_path / "out") == ["classes.json", *pictures]
     ids = cv2.imread(str(written[0]), cv2.IMREAD_UNCHANGED)
     image = decode_image(tmp_path / "street.jpg")
 
@@ -136,19 +131,19 @@ TURNS = {  # EXIF orientation -> how viewers turn the stored rows and columns
 }
 
 
-@pytest.mark.parametrize("orientation", TURNS)
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
-def test_photographs_are_turned_as_viewers_show_them(suffix, orientation, tmp_path):
+def test_photographs_are_turned_as_viewers_show_them(suffix, tmp_path):
     """A dataset's images are not: its labels match the stored pixels."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    image = Image.fromarray(picture(tmp_path / "b.png"))
-    image.save(tmp_path / f"turned{suffix}", exif=exif)
+    image, turned = Image.fromarray(picture(tmp_path / "b.png")), tmp_path / f"turned{suffix}"
     image.save(tmp_path / f"plain{suffix}")
     stored = decode_photograph(tmp_path / f"plain{suffix}")
-    assert np.array_equal(decode_photograph(tmp_path / f"turned{suffix}"), TURNS[orientation](stored))
-    if suffix in (".jpg", ".png"):
-        assert np.array_equal(decode_image(tmp_path / f"turned{suffix}"), stored)
+    for orientation, turn in TURNS.items():
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        image.save(turned, exif=exif)
+        assert np.array_equal(decode_photograph(turned), turn(stored)), orientation
+        if suffix in (".jpg", ".png"):
+            assert np.array_equal(decode_image(turned), stored)
 
 
 def test_ids_are_written_for_the_turned_photograph(trained, tmp_path):
@@ -177,29 +172,31 @@ def test_every_format_of_pillow_is_predicted(trained, tmp_path, capsys):
     assert np.array_equal(decode_photograph(tmp_path / "in" / "film.gif")[..., 0], pixels[..., 0])  # the first frame
 
 
-@pytest.mark.parametrize(
-    "mode, scale, suffix", [("I;16", 257, ".tif"), ("L", 1, ".tif"), ("LA", 1, ".tga"), ("I;16", 257, ".png")]
-)
-def test_gray_photographs_become_rgb(mode, scale, suffix, tmp_path):
+def test_gray_photographs_become_rgb(tmp_path):
     gray = picture(tmp_path / "b.png")[..., 0]
-    if mode == "LA":
-        Image.merge("LA", [Image.fromarray(gray)] * 2).save(tmp_path / f"a{suffix}")
-    else:
-        Image.fromarray((gray.astype(np.uint16) * scale) if scale > 1 else gray).save(tmp_path / f"a{suffix}")
-    assert Image.open(tmp_path / f"a{suffix}").mode == mode
-    assert np.array_equal(decode_photograph(tmp_path / f"a{suffix}"), np.dstack([gray] * 3))
+    eight, sixteen = Image.fromarray(gray), Image.fromarray(gray.astype(np.uint16) * 257)
+    both = Image.merge("LA", [eight, eight])
+    for mode, image, suffix in (
+        *(("I;16", sixteen, ".tif"), ("L", eight, ".tif")),
+        *(("LA", both, ".tga"), ("I;16", sixteen, ".png")),
+    ):
+        path = tmp_path / f"{mode}{suffix}"
+        image.save(path)
+        assert Image.open(path).mode == mode
+        assert np.array_equal(decode_photograph(path), np.dstack([gray] * 3)), path
 
 
-@pytest.mark.parametrize("suffix", [".bmp", ".gif", ".jp2", ".jpg", ".png", ".tif", ".webp"])
-def test_photographs_cut_short_are_named(suffix, tmp_path):
-    path = tmp_path / f"a{suffix}"
-    Image.fromarray(picture(tmp_path / "b.png")).save(path)
-    data = path.read_bytes()
-    for share in (0, 0.01, 0.5, 0.95):
-        path.write_bytes(data[: int(share * len(data))])
-        with pytest.raises(ValueError) as error:
-            decode_photograph(path)
-        assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)
+def test_photographs_cut_short_are_named(tmp_path):
+    image = Image.fromarray(picture(tmp_path / "b.png"))
+    for suffix in (".bmp", ".gif", ".jp2", ".jpg", ".png", ".tif", ".webp"):
+        path = tmp_path / f"a{suffix}"
+        image.save(path)
+        data = path.read_bytes()
+        for share in (0, 0.01, 0.5, 0.95):
+            path.write_bytes(data[: int(share * len(data))])
+            with pytest.raises(ValueError) as error:
+                decode_photograph(path)
+            assert str(error.value).startswith(f"{path}: ") and "archive" not in str(error.value)
 
 
 def test_photographs_without_a_range_of_values_are_named(tmp_path):
@@ -208,24 +205,21 @@ def test_photographs_without_a_range_of_values_are_named(tmp_path):
         decode_photograph(tmp_path / "a.tif")
 
 
-def test_file_names_that_are_not_utf_8(trained, tmp_path):
-    """Old archives hold them. The output's name has the same bytes; messages escape them."""
+def test_the_command_ends_with_1_where_an_image_is_broken_and_names_files_that_are_not_utf_8(trained, tmp_path):
+    """Old archives hold such names. The output's name has the same bytes; messages escape them."""
     folder, name = tmp_path / "in", os.fsdecode(b"caf\xe9")
     picture(folder / "a.png").tobytes()
     (folder / "a.png").rename(folder / f"{name}.png")
     (folder / f"{name} 2.png").write_bytes(b"")
     (folder / f"{name}.txt").write_text("")
     options = (f"checkpoint={trained[0]}", f"input={folder}", f"output={tmp_path / 'out'}", "device=cpu")
-    ended = subprocess.run(
-        [sys.executable, "-m", "scripts.predict", *options],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
-        capture_output=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "scripts.predict", *options]
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    ended = subprocess.run(command, cwd=REPOSITORY, env=strict, capture_output=True, timeout=300)
     assert b"1 of 2 images were not predicted:\n%b/caf\\udce9 2.png: the file is empty" % bytes(folder) in ended.stderr
     assert ended.returncode == 1 and b"Traceback" not in ended.stderr
     assert b"skipped 1 file(s) without an image's suffix: caf\\udce9.txt\n" in ended.stdout
+    assert b"predicted 1 of 2 images" in ended.stdout
     assert [path.name for path in (tmp_path / "out" / "ids").iterdir()] == [f"{name}.png"]
 
 
@@ -242,7 +236,7 @@ def test_file_names_that_are_not_utf_8(trained, tmp_path):
 )
 def test_no_two_images_have_the_same_name(tmp_path, files, names):
     for file in files:
-        picture(tmp_path / file)
+        trees.write(tmp_path / file, np.zeros((1, 1, 3), np.uint8))
     found = find_images(tmp_path, tmp_path / "out")
     assert list(found) == names
     assert sorted(found.values()) == sorted(tmp_path / file for file in files)
@@ -259,8 +253,7 @@ def test_a_second_run_into_the_input_folder_predicts_the_same_images(trained, tm
 def test_results_stay_in_the_output(trained, tmp_path):
     picture(tmp_path / "in" / "a.png")
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "ids").mkdir()
+    (tmp_path / "out" / "ids").mkdir(parents=True)
     (tmp_path / "out" / "ids" / "a.png").symlink_to(tmp_path / "elsewhere" / "a.png")
     with pytest.raises(ValueError, match="outside of"):
         run(trained, tmp_path / "in", tmp_path / "out")
@@ -268,40 +261,33 @@ def test_results_stay_in_the_output(trained, tmp_path):
 
 
 def test_options_of_evaluation_reach_the_network(trained, tmp_path):
-    picture(tmp_path / "a.png", (300, 400))
-    kinds = [(), ("window.size=32",), ("tta.scales=[0.7,1.2]", "tta.flip=true"), ("data.base_size=200",)]
+    picture(tmp_path / "a.png", (150, 200))
+    kinds = [(), ("window.size=32",), ("tta.scales=[0.7,1.2]", "tta.flip=true"), ("data.base_size=100",)]
     kinds += [("precision=bfloat16",), ("head.pooling_size=[1,1]",)]
     ids = []
     for number, overrides in enumerate(kinds):
         (file,) = run(trained, tmp_path / "a.png", tmp_path / str(number), *overrides)
         ids.append(file.read_bytes())
-        assert Image.open(file).size == (400, 300)
+        assert Image.open(file).size == (200, 150)
     assert len(set(ids)) == len(kinds)
 
 
-@pytest.mark.parametrize(
-    "override, message",
-    [
+def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
+    picture(tmp_path / "a.png")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "a.txt").write_text("")
+    for override, message in (
         ("input=/nowhere/at/all.png", "input=/nowhere/at/all.png does not exist"),
+        (f"input={empty}", f"input={empty} holds no image that Pillow can read, such as .png"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
         ("tta.scales=[-1]", "tta.scales=[-1.0]: expected a number above 0"),
         ("checkpoint=nowhere.pt", "nowhere.pt does not exist"),
         ("precision=half", "precision=half: expected one of float32, bfloat16"),
-    ],
-)
-def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path, override, message):
-    picture(tmp_path / "a.png")
-    with pytest.raises(ValueError, match=re.escape(message)):
-        run(trained, tmp_path / "a.png", tmp_path / "out", override)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_without_images_is_refused(trained, tmp_path):
-    (tmp_path / "a.txt").write_text("")
-    with pytest.raises(
-        ValueError, match=re.escape(f"input={tmp_path} holds no image that Pillow can read, such as .png")
     ):
-        run(trained, tmp_path, tmp_path / "out")
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(trained, tmp_path / "a.png", tmp_path / "out", override)
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_without_colours_takes_those_of_its_data(trained, tmp_path):
@@ -317,14 +303,3 @@ def test_a_checkpoint_without_colours_takes_those_of_its_data(trained, tmp_path)
     run(trained, tmp_path / "a.png", tmp_path / "new")
     shutil.rmtree(state["config"]["data"]["root"])
     assert (tmp_path / "old/colour/a.png").read_bytes() == (tmp_path / "new/colour/a.png").read_bytes()
-
-
-def test_the_command_ends_with_1_where_an_image_is_broken(trained, tmp_path):
-    picture(tmp_path / "in" / "a.png")
-    (tmp_path / "in" / "b.png").write_bytes(b"")
-    options = (f"checkpoint={trained[0]}", f"input={tmp_path / 'in'}", f"output={tmp_path / 'out'}", "device=cpu")
-    command = [sys.executable, "-m", "scripts.predict", *options]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 1 and "Traceback" not in ended.stderr
-    assert f"1 of 2 images were not predicted:\n{tmp_path / 'in' / 'b.png'}: the file is empty" in ended.stderr
-    assert "predicted 1 of 2 images" in ended.stdout and (tmp_path / "out" / "ids" / "a.png").is_file()

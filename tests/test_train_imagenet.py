@@ -1,12 +1,11 @@
 """Classification on the engine of segmentation: what docs/training.md promises holds for it too."""
 
+import importlib
 import itertools
 import json
 import os
 import shutil
 import signal
-import subprocess
-import time
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
 import train_seg
-from datasets import cifar10
+from datasets import cifar10, shapes
 from engine import build, checkpoint
 from engine import config as configuration
 from engine.classification.evaluation import Counts, class_logits
@@ -37,245 +36,174 @@ from engine.training_step import train_step
 from eval import evaluate
 from models.bodies import resnext101
 from models.layers import ABN
-from models.layers.backends.compiled import compiler_available
+from tests import runs
 from tests.datasets import classification_trees
-from tests.faults.runs import steps_of
+from tests.faults.runs import before_call, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, classification_config, command, composed, one_epoch
+from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, classification_config, composed, without_confusion_pictures
+from tests.state_dicts import same
 from tests.test_structure import windows
 from train_imagenet import train
 
-STEPS = 24
-WIDER_CHANNELS = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
-STEADY = ("trainer.log_every_steps=1", "trainer.checkpoint_every_steps=8", "trainer.evaluate_every_steps=12")
-RUN = (*SHORT_SHAPES, *STEADY, f"trainer.steps={STEPS}", "trainer.ema_decay=0.5")
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
-OPTIMS = {
-    "sgd, cosine": (),
-    "sgd, step, three epochs": ("lr_schedule=step", "lr_schedule.every_epochs=1", "data.crops_per_minibatch=400"),
-    "sgd, linear, mean image": ("lr_schedule=linear", "lr_schedule.warmup_steps=4", *MEAN_IMAGE),
-    "adamw, multistep": (
-        *("optim=adamw", "optim.head_lr_factor=10", "lr_schedule=multistep", "lr_schedule.epochs=null"),
-        *("lr_schedule.steps=[6,15]", "lr_schedule.warmup_steps=3", "trainer.precision=bfloat16"),
-    ),
-}
+IMAGES = importlib.import_module("datasets.shapes").IMAGES  # the package exports a function of the module's name
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    without_confusion_pictures(monkeypatch)
 
 
 def train_shapes(run_dir: Path, *overrides: str) -> dict:
-    return train(composed("train_imagenet", *RUN, f"run_dir={run_dir}", *overrides))
+    return train(composed("train_imagenet", *SHORT_SHAPES, f"run_dir={run_dir}", *overrides))
 
 
-@pytest.fixture(scope="module", params=OPTIMS)
-def whole(request, tmp_path_factory) -> tuple[Path, tuple[str, ...]]:
-    """The directory of an uninterrupted run in one process, and its overrides."""
+def last(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "last.pt"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, dict]:
+    """The directory and the results of a run that learns forty shapes by heart, and is evaluated on them."""
     run_dir = tmp_path_factory.mktemp("shapes") / "run"
-    train_shapes(run_dir, *OPTIMS[request.param])
-    return run_dir, OPTIMS[request.param]
+    plain = ("data.crops_per_minibatch=20", "data.padding=0", "data.flip=0", "optim.lr=0.05", "trainer.steps=60")
+    on_them = ("data.val_split=train", "trainer.evaluate_images=40", "trainer.log_every_steps=20")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(IMAGES, "train", 40)
+        return run_dir, train_shapes(run_dir, *plain, *on_them)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request, tmp_path_factory):
-    started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
-
-
-def assert_equal_runs(one: Path, other: Path) -> None:
-    states = [checkpoint.load(path / "checkpoints" / "last.pt") for path in (one, other)]
-    assert [state["step"] for state in states] == [STEPS, STEPS]
-    for part in ("network", "ema"):
-        assert all(torch.equal(states[0][part][name], states[1][part][name]) for name in states[0][part])
-    assert steps_of(one) == steps_of(other) == list(range(1, STEPS + 1))
-
-
-def run(run_dir: Path, overrides: tuple[str, ...], stop_at: int | None = None) -> int:
-    """Train from the command line, with SIGTERM once step `stop_at` is recorded, if given; return the exit status."""
-    started = subprocess.Popen(
-        command("train_imagenet", *RUN, *overrides, f"run_dir={run_dir}", "resume=auto"),
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-    )
-    if stop_at is not None:
-        while started.poll() is None and stop_at not in steps_of(run_dir):
-            time.sleep(0.01)
-        started.send_signal(signal.SIGTERM)
-    return started.wait(120)
-
-
-def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path, whole):
-    whole_dir, overrides = whole
-    stopped = tmp_path / "stopped"
-    assert run(stopped, overrides, stop_at=11) == 75
-    assert 11 <= checkpoint.load(stopped / "checkpoints" / "last.pt")["step"] < STEPS
-    assert run(stopped, overrides) == 0
-    assert_equal_runs(stopped, whole_dir)
-
-
-def test_it_learns_and_leaves_a_run_directory(tmp_path):
+def test_it_learns_and_leaves_a_run_directory(trained):
     """By chance it would be right once in eight times."""
-    wider = ("body.base_channels=[16,16,32]", "body.stem_channels=16", "data.crops_per_minibatch=64", "data.padding=0")
-    longer = ("trainer.steps=300", "trainer.evaluate_images=200", "trainer.log_every_steps=100", "optim.lr=0.1")
-    results = train_shapes(tmp_path, *wider, *longer)
-    assert json.loads((tmp_path / "results.json").read_text()) == results
-    assert 0.25 < results["top1"] < results["top5"] <= 1
-    assert (results["dataset"], results["split"], results["images"]) == ("shapes", "val", 200)
-    assert len(results["accuracy"]) == 8 and sum(map(sum, results["confusion_matrix"])) == 200
+    run_dir, results = trained
+    assert json.loads((run_dir / "results.json").read_text()) == results
+    assert 0.75 < results["top1"] <= results["top5"] <= 1
+    assert (results["dataset"], results["split"], results["images"]) == ("shapes", "train", 40)
+    assert len(results["accuracy"]) == 8 and sum(map(sum, results["confusion_matrix"])) == 40
     right = sum(row[label] for label, row in enumerate(results["confusion_matrix"]))
-    assert results["top1"] == right / 200
-    assert (tmp_path / "results_confusion.png").is_file() and "val top-1" in (tmp_path / "log.txt").read_text()
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert results["top1"] == right / 40
+    assert (run_dir / "results_confusion.png").is_file() and "val top-1" in (run_dir / "log.txt").read_text()
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert {"top1", "top5", "layers"} <= next(record for record in records if record["kind"] == "val").keys()
 
 
-def test_a_step_and_an_evaluation_wait_once_for_the_device(tmp_path):
-    config = classification_config(*SHORT_SHAPES, "trainer.steps=4", "optim.max_gradient_norm=1")
-    make = partial(build.classification_network, config, 8)
-    learner = build.learner(config, make, one_epoch(4), World())
-    minibatch = {"image": torch.zeros(6, 3, 32, 32, dtype=torch.uint8), "label": torch.arange(6)}
-    with host_reads() as reads:
-        train_step(learner, nn.CrossEntropyLoss(), minibatch, 6, World())
-    assert len(reads) == 1, reads
-    train_shapes(tmp_path, "trainer.steps=1")
-    options = (f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}", "workers=0")
+def test_stopped_by_sigterm_and_resumed_it_ends_with_the_same_bits(tmp_path):
+    """In the middle of the fourth epoch; the command line resumes it."""
+    root = classification_trees.cifar_folders(tmp_path / "cifar")  # 20 training images
+    options = (
+        *("data=cifar10", f"data.root={root}", *MEAN_IMAGE, "optim=adamw", "optim.head_lr_factor=10"),
+        *("lr_schedule=multistep", "lr_schedule.epochs=null", "lr_schedule.steps=[6,15]", "lr_schedule.warmup_steps=3"),
+        *("trainer.precision=bfloat16", "trainer.ema_decay=0.5", "trainer.steps=18", "trainer.log_every_steps=1"),
+        *("trainer.checkpoint_every_steps=8", "trainer.evaluate_every_steps=6"),
+    )
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train_shapes(whole, *options)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted, match="^stopped after step 11 of 18$"):
+        patch.setattr(MetricsLogger, "step", MetricsLogger.step)  # put back at the end
+        before_call(MetricsLogger, "step", 10, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        train_shapes(stopped, *options)
+    assert checkpoint.load(last(stopped))["step"] == 11
+    done = runs.run("train_imagenet", *SHORT_SHAPES, *options, f"run_dir={stopped}", "resume=auto")
+    assert done.returncode == 0, done.stderr
+    states = [checkpoint.load(last(run_dir)) for run_dir in (whole, stopped)]
+    assert [state["step"] for state in states] == [18, 18]
+    assert same(states[0]["network"], states[1]["network"]) and same(states[0]["ema"], states[1]["ema"])
+    assert steps_of(whole) == steps_of(stopped) == list(range(1, 19))
+
+
+def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained):
     own = []
-    for batch_size in (1000, 50):  # one minibatch, and twenty
+    for batch_size in (1000, 50):
+        options = (f"checkpoint={last(trained[0])}", "data.split=val", "workers=0", f"batch_size={batch_size}")
         with host_reads() as reads:
-            evaluate(composed("eval", *options, f"batch_size={batch_size}"))
+            evaluate(composed("eval", *options))
         own.append([read for read in reads if "classification/evaluation.py" in read])
     assert own[0] == own[1] and all("evaluate_split" in read for read in own[0]), own
 
 
-def gradients(rank: int, order: list[int], parts: int = 1) -> dict[str, torch.Tensor]:
-    """Two steps in float64 on this rank: weights and last gradients. Each rank takes its share of `order`."""
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    started = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+def gradients(rank: int) -> dict[str, torch.Tensor]:
+    """Two steps in float64 on this rank: weights and last gradients. Each rank takes its share of seven images."""
     torch.set_default_dtype(torch.float64)
     try:
         world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
-        crops, options = len(order), ("norm.sync=true", f"trainer.accumulation_steps={parts}")
-        config = classification_config(*SHORT_SHAPES, "trainer.steps=4", *options)
-        learner = build.learner(config, partial(build.classification_network, config, 8), one_epoch(4), world)
+        config = classification_config(*SHORT_SHAPES, "trainer.steps=4", "norm.sync=true")
+        learner = build.learner(config, partial(build.classification_network, config, 8), runs.one_epoch(4), world)
         generator = torch.Generator().manual_seed(0)
         for _ in range(2):
-            images = torch.randint(0, 256, (crops, 3, 64, 64), dtype=torch.uint8, generator=generator)
-            labels = torch.randint(0, 8, (crops,), generator=generator)
-            share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
-            minibatch = {"image": images[share], "label": labels[share]}
-            train_step(learner, nn.CrossEntropyLoss(), minibatch, crops, world)
+            images = torch.randint(0, 256, (7, 3, 64, 64), dtype=torch.uint8, generator=generator)
+            labels = torch.randint(0, 8, (7,), generator=generator)
+            share = slice(world.rank * 7 // world.size, (world.rank + 1) * 7 // world.size)
+            train_step(learner, nn.CrossEntropyLoss(), {"image": images[share], "label": labels[share]}, 7, world)
         found = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
         return {**found, **learner.network.state_dict()}
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def test_several_processes_step_as_one(ranks):
-    """Three ranks have 2, 3 and 3 of the eight images."""
-    order = list(range(8))
-    alone = gradients(0, order)
-    for result in ranks.run(gradients, order):
+def test_two_processes_step_as_one(pair):
+    """They have three and four of the seven images."""
+    alone = gradients(0)
+    for result in pair.run(gradients):
         assert not isinstance(result, Exception), result
         for name, tensor in alone.items():
             torch.testing.assert_close(result[name], tensor, rtol=1e-10, atol=1e-10)
 
 
-def trained_by_a_rank(rank: int, run_dir: str, stop_at: int | None = None) -> str:
-    """Train on one rank; rank 1 gets SIGTERM after step `stop_at`, if given. Return how training ended."""
-
-    def step(logger: MetricsLogger, *arguments) -> None:
-        original(logger, *arguments)
-        if rank == 1 and logger.all_steps == stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    original = MetricsLogger.step
-    try:
-        MetricsLogger.step = step
-        train_shapes(Path(run_dir), "resume=auto", "norm.sync=true")
-        return "finished"
-    except Preempted as preempted:
-        return str(preempted)
-    finally:
-        MetricsLogger.step = original
+def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
+    train_shapes(Path(run_dir), "trainer.steps=3", "trainer.ema_decay=0.5", "norm.sync=true")
+    options = (f"checkpoint={last(Path(run_dir))}", "workers=0", f"results={run_dir}/together.json")
+    return evaluate(composed("eval", *options))
 
 
-def evaluated_by_a_rank(rank: int, *overrides: str) -> dict:
-    return evaluate(composed("eval", *overrides))
-
-
-def test_processes_stop_resume_and_evaluate_together(ranks, tmp_path):
-    """Resumed, they end with the same bits. Each of the 1,000 images is evaluated once."""
-    whole, stopped, count = tmp_path / "whole", tmp_path / "stopped", len(ranks.processes)
-    assert ranks.run(trained_by_a_rank, str(whole)) == ["finished"] * count
-    assert ranks.run(trained_by_a_rank, str(stopped), 5) == [f"stopped after step 6 of {STEPS}"] * count
-    assert ranks.run(trained_by_a_rank, str(stopped)) == ["finished"] * count
-    assert_equal_runs(stopped, whole)
-    last = f"checkpoint={whole / 'checkpoints' / 'last.pt'}"
-    alone = evaluate(composed("eval", last, "workers=0", f"results={tmp_path / 'alone.json'}"))
-    together = ranks.run(evaluated_by_a_rank, last, "workers=0", f"results={tmp_path / 'together.json'}")
+def test_two_processes_train_and_evaluate_together(pair, tmp_path):
+    """Each of the 1,000 images is evaluated once."""
+    together = pair.run(trained_and_evaluated_by_a_rank, str(tmp_path))
+    assert not any(isinstance(result, Exception) for result in together), together
+    alone = evaluate(composed("eval", f"checkpoint={last(tmp_path)}", "workers=0"))
     assert alone["images"] == sum(map(sum, alone["confusion_matrix"])) == 1000
     assert all(result["confusion_matrix"] == alone["confusion_matrix"] for result in together)
+
+
+WIDER_CHANNELS = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("trainer.precision=bfloat16", "trainer.accumulation_steps=2"),
-        ("trainer.precision=float16", "trainer.recompute=sqrt"),
-        ("norm=std", "norm.activation=relu", "body=resnet_cifar_tiny", "body.base_channels=[8,8]"),
         ("body=revnet_tiny", "norm=inplace", "trainer.precision=bfloat16", "trainer.accumulation_steps=2", *MEAN_IMAGE),
-        ("body=revnet_tiny", "body.reversible=false", "norm=std", "norm.activation=relu", "optim.decay=weights"),
         ("body=densenet264", "body.structure=[1,1,1,1]", "body.growth=4", "body.stem=cifar", "body.stem_channels=8"),
         (
-            "body=wider_resnet38",
-            "body.structure=[1,1,1,1,1,1]",
-            WIDER_CHANNELS,
+            *("body=wider_resnet38", "body.structure=[1,1,1,1,1,1]", WIDER_CHANNELS),
+            *("norm=std", "norm.activation=relu", "trainer.precision=float16", "trainer.recompute=sqrt"),
         ),
-        pytest.param(("trainer.compile=true",), marks=pytest.mark.slow),
     ],
     ids=lambda overrides: overrides[0],
 )
-def test_switches_and_bodies_train(tmp_path, overrides):
-    bodies = [name for name in overrides if name.startswith("body=")]
-    short = [o for o in SHORT_SHAPES if not (bodies and o.startswith("body"))]
-    if "trainer.compile=true" in overrides and not compiler_available("cpu"):
-        pytest.skip("no compiler")
-    options = (*short, "trainer.steps=2", f"run_dir={tmp_path}", *overrides)
-    assert train(composed("train_imagenet", *options))["images"] == 24
+def test_switches_and_bodies_train(tmp_path, overrides, monkeypatch):
+    monkeypatch.setitem(IMAGES, "train", 40)
+    options = ("trainer.steps=2", f"run_dir={tmp_path}", *overrides)
+    short = [option for option in SHORT_SHAPES if not option.startswith("body")]
+    assert train(composed("train_imagenet", *short, *options))["images"] == 24
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", ["std", "inplace"])
-def test_a_reversible_body_trains_compiled_as_it_does_eagerly(tmp_path, norm):
-    """Statistics move once per step, although the compiled branches run twice."""
-    if not compiler_available("cpu"):
-        pytest.skip("no compiler")
-    short = [o for o in SHORT_SHAPES if not o.startswith("body")]
-    options = (*short, "body=revnet_tiny", f"norm={norm}", "trainer.steps=3", "trainer.log_every_steps=1")
-    losses = []
-    for compiled in ("false", "true"):
-        run_dir = tmp_path / compiled
-        train(composed("train_imagenet", *options, f"run_dir={run_dir}", f"trainer.compile={compiled}"))
-        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        losses.append([line["loss"] for line in lines if line["kind"] == "train"])
-    network = checkpoint.load(run_dir / "checkpoints" / "last.pt")["network"]
-    counts = [value for name, value in network.items() if name.endswith("num_batches_tracked")]
-    assert counts and all(count == 3 for count in counts)
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-2)  # float32
+def test_debug_smoke_takes_two_steps_of_anything(tmp_path):
+    data = ("experiment=cifar10/revnet38", f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}")
+    options = ("debug=smoke", "norm.backend=eager", "trainer.device=cpu", f"run_dir={tmp_path / 'run'}")
+    results = train(composed("train_imagenet", *data, *options))
+    assert results["images"] == 2 and checkpoint.load(last(tmp_path / "run"))["step"] == 2
 
 
-@pytest.mark.parametrize("choice", ["data=shapes", "experiment=cifar10/resnet14", "experiment=cifar10/revnet38"])
-def test_debug_smoke_takes_two_steps_of_anything(tmp_path, choice):
-    cifar = (f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}",) if "cifar" in choice else ()
-    tiny = ("body=resnet_cifar_tiny",) if "resnet14" in choice else ()
-    options = (choice, "debug=smoke", "norm.backend=eager", *cifar, *tiny)
-    results = train(composed("train_imagenet", *options, f"run_dir={tmp_path / 'run'}", "trainer.device=cpu"))
-    assert results["images"] == 2 and checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"] == 2
-
-
-def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(tmp_path):
-    run_dir = tmp_path / "run"
-    train_shapes(run_dir, "trainer.steps=1")
-    last = run_dir / "checkpoints" / "last.pt"
-    state = checkpoint.load(last)
+def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(trained):
+    run_dir, _ = trained
+    state = checkpoint.load(last(run_dir))
     assert state["task"] == "classification" and not {"palette", "mean_image"} & state.keys()
     assert configuration.plain(configuration.of_checkpoint(state, ClassificationRun, "it")) == state["config"]
     refusal = "is for the task classification: expected segmentation"
@@ -292,18 +220,17 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     body = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")
     steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
     trained = train(composed("train_imagenet", *data, *body, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
-    last = tmp_path / "run" / "checkpoints" / "last.pt"
-    state = checkpoint.load(last)
+    state = checkpoint.load(last(tmp_path / "run"))
     train_set, test_set = (cifar10(root, split) for split in ("train", "test"))
     assert np.array_equal(state["mean_image"].numpy(), train_set.pixels.mean(axis=0, dtype=np.float64))
     shutil.rmtree(root / "train")
     options = ("workers=0", "device=cpu", "results=" + str(tmp_path / "again.json"))
-    again = evaluate(composed("eval", f"checkpoint={last}", *options))
+    again = evaluate(composed("eval", f"checkpoint={last(tmp_path / 'run')}", *options))
     assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10
 
     config = configuration.of_checkpoint(state, ClassificationRun, "it")
     make, classes = partial(build.classification_network, config), state["classes"]
-    network = checkpoint.load_network(lambda: make(len(classes)), state, classes, last).eval()
+    network = checkpoint.load_network(lambda: make(len(classes)), state, classes, Path()).eval()
     inputs = (
         (torch.from_numpy(test_set.pixels) - state["mean_image"]) / 255 / torch.tensor(config.data.std).view(3, 1, 1)
     )
@@ -324,30 +251,14 @@ def test_a_mean_image_takes_the_place_of_the_mean_colour():
         classification_config("data=cifar10", "data.mean_image=true")
 
 
-def test_a_segmentation_starts_from_the_body_of_a_classification(tmp_path):
-    train_shapes(tmp_path / "classified", "trainer.steps=1", "trainer.ema_decay=null")
-    given = tmp_path / "classified" / "checkpoints" / "last.pt"
-    start = (*SHORT, f"init.weights={given}", "body.base_channels=[8,8,16]", "body.stem_channels=8", "trainer.steps=1")
-    train_seg.train(composed("train_seg", *start, "optim.lr=1e-12", f"run_dir={tmp_path / 'segmented'}"))
-    before, after = (
-        checkpoint.load(path)["network"] for path in (given, tmp_path / "segmented" / "checkpoints" / "last.pt")
-    )
+def test_a_segmentation_starts_from_the_body_of_a_classification(trained, tmp_path):
+    start = (*SHORT, f"init.weights={last(trained[0])}", "body.base_channels=[8,8,16]", "body.stem_channels=8")
+    options = ("trainer.steps=1", "optim.lr=1e-12", f"run_dir={tmp_path}")
+    train_seg.train(composed("train_seg", *start, *options))
+    before, after = (checkpoint.load(last(run_dir))["network"] for run_dir in (trained[0], tmp_path))
     weights = [name for name in before if name.endswith((".weight", ".bias")) and not name.startswith("classifier.")]
     assert all(torch.allclose(before[name], after[f"body.{name}"], atol=1e-6) for name in weights)
-    assert "classifier.fc.weight" in (tmp_path / "segmented" / "log.txt").read_text()
-
-
-def test_a_classifier_starts_from_one_of_other_classes(tmp_path):
-    """Its own classifier starts from random weights."""
-    train_shapes(tmp_path / "first", "trainer.steps=1", "trainer.ema_decay=null")
-    given = tmp_path / "first" / "checkpoints" / "last.pt"
-    state = checkpoint.load(given)
-    network = {**state["network"], "classifier.fc.weight": torch.ones(5, 128), "classifier.fc.bias": torch.ones(5)}
-    checkpoint.save(tmp_path / "other.pt", {**state, "network": network, "classes": list("abcde")})
-    train_shapes(tmp_path / "second", "trainer.steps=1", f"init.weights={tmp_path / 'other.pt'}", "optim.lr=1e-12")
-    after = checkpoint.load(tmp_path / "second" / "checkpoints" / "last.pt")["network"]
-    assert torch.allclose(after["mod1.conv1.weight"], network["mod1.conv1.weight"], atol=1e-6)
-    assert after["classifier.fc.weight"].shape == (8, 128) and not (after["classifier.fc.weight"] == 1).any()
+    assert "classifier.fc.weight" in (tmp_path / "log.txt").read_text()
 
 
 def expected_logits(file: Path, folder: Path, *overrides: str) -> torch.Tensor:
@@ -374,17 +285,16 @@ def test_photographs_are_evaluated_in_crops_and_with_another_activation(tmp_path
     """The mean of ten crops' logits, a larger crop, and the activation swapped: each has results of its own."""
     root = classification_trees.imagenet(tmp_path / "data")
     data = ("data=imagenet", f"data.root={root}", "data.crop_size=32", "data.resize=36", "data.workers=0")
-    short = ("trainer.steps=2", "trainer.evaluate_images=null", "data.crops_per_minibatch=2")
+    short = ("trainer.steps=2", "trainer.evaluate_images=null", "data.crops_per_minibatch=2", "trainer.ema_decay=0.5")
     train_shapes(tmp_path / "run", *data, *short)
-    last = tmp_path / "run" / "checkpoints" / "last.pt"
-    options = (f"checkpoint={last}", "workers=0", "device=cpu")
+    file = last(tmp_path / "run")
+    options = (f"checkpoint={file}", "workers=0", "device=cpu")
+    add, seen = Counts.add, []
+    monkeypatch.setattr(Counts, "add", lambda counts, *given: seen.append(given[0]) or add(counts, *given))
     for more in ((), ("view=ten_crop",), ("crop=48",), ("crop=48", "resize=64"), ("activation=relu",)):
-        with monkeypatch.context() as patch:
-            seen: list[torch.Tensor] = []
-            patch.setattr(Counts, "add", lambda counts, logits, labels, seen=seen: seen.append(logits))
-            evaluate(composed("eval", *options, *more))
-        torch.testing.assert_close(torch.cat(seen), expected_logits(last, root / "val", *more), atol=0.02, rtol=0)
+        seen.clear()
         results = evaluate(composed("eval", *options, *more))
+        torch.testing.assert_close(torch.cat(seen), expected_logits(file, root / "val", *more), atol=0.02, rtol=0)
         assert results["images"] == len([path for path in (root / "val").rglob("*") if path.is_file()])
         assert results["view"] == ("ten_crop" if "view=ten_crop" in more else "center")
     names = {path.stem for path in (tmp_path / "run").glob("results*.json")}
@@ -442,10 +352,12 @@ def test_a_swapped_activation_has_its_usual_parameter():
         configuration.typed(composed("eval", "checkpoint=x", "activation=rleu"), Evaluation)
 
 
-def test_a_part_of_the_images_has_every_class(tmp_path):
+def test_a_part_of_the_images_has_every_class():
     """Files lie by class: the first 40 photographs would be of one. Shapes come in turn, and every 25th is taken."""
-    results = train_shapes(tmp_path, "trainer.steps=1", "trainer.evaluate_images=40")
-    assert [sum(row) for row in results["confusion_matrix"]] == [5] * 8
+    config, val_set = classification_config("data.workers=0").data, shapes(None, "val")
+    for images, expected in ((40, [5] * 8), (None, [125] * 8), (1001, [125] * 8)):
+        loaded = build.classified_images(config, val_set, World(), images, batch_size=30)
+        assert torch.cat([minibatch["label"] for minibatch in loaded]).bincount().tolist() == expected
 
 
 def test_the_entries_share_no_code():

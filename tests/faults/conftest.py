@@ -1,4 +1,6 @@
-"""The undisturbed run that the others are compared with."""
+"""The undisturbed runs that the others are compared with."""
+
+import functools
 
 import pytest
 
@@ -6,6 +8,16 @@ from tests.faults.runs import complete
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """The folder of an uninterrupted run with `OPTIONS`."""
-    return complete(tmp_path_factory.mktemp("whole") / "run")
+def whole_of(tmp_path_factory):
+    """A function of an entry and a number of processes: the folder of their uninterrupted run with `OPTIONS`."""
+
+    @functools.cache
+    def whole(entry: str, processes: int = 1):
+        return complete(tmp_path_factory.mktemp("whole") / "run", entry=entry, processes=processes)
+
+    return whole
+
+
+@pytest.fixture(scope="session")
+def whole(whole_of):
+    return whole_of("train_seg")

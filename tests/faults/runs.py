@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -11,12 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 
 from engine import checkpoint
 from engine.command_line import command_line, errors_for_users
+from engine.metrics_logger import MetricsLogger
 from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed
 
 STEPS = 12
@@ -44,13 +48,7 @@ class Run:
         inject: called in the process before the training; pickled by name, so it must stand at the top of a module.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *overrides: str,
-        entry: str = "train_seg",
-        inject: Callable[[], None] | None = None,
-    ):
+    def __init__(self, run_dir: Path, *overrides: str, entry: str = "train_seg", inject: Callable | None = None):
         self.run_dir = run_dir
         self.output_file = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.txt")
         arguments = (self.output_file, inject, entry, f"run_dir={run_dir}", *OPTIONS[entry], *overrides)
@@ -58,14 +56,14 @@ class Run:
         self.process.start()
 
     @property
+    def last(self) -> Path:
+        return last_of(self.run_dir)
+
+    @property
     def output(self) -> str:
         return self.output_file.read_text() if self.output_file.exists() else ""
 
-    @property
-    def steps(self) -> list[int]:
-        return steps_of(self.run_dir)
-
-    def until(self, condition: Callable[[], bool], seconds: float = 60) -> "Run":
+    def until(self, condition: Callable[[], bool], seconds: float = 180) -> "Run":
         """Wait until the condition is true or the training has ended."""
         deadline = time.monotonic() + seconds
         while not condition() and self.process.is_alive():
@@ -74,7 +72,7 @@ class Run:
         return self
 
     def until_step(self, step: int) -> "Run":
-        return self.until(lambda: step in self.steps)
+        return self.until(lambda: step in steps_of(self.run_dir))
 
     def send(self, number: signal.Signals, workers: bool = False) -> None:
         """Send a signal to the process and, with `workers`, to its data workers."""
@@ -82,7 +80,12 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def ends(self, seconds: float = 60) -> int:
+    def killed(self) -> "Run":
+        self.send(signal.SIGKILL)
+        assert self.ends() == -signal.SIGKILL, "it ended before it was killed"
+        return self
+
+    def ends(self, seconds: float = 180) -> int:
         """Wait for the training to end in time; return its exit status."""
         self.process.join(seconds)
         if self.process.is_alive():
@@ -90,8 +93,14 @@ class Run:
             raise AssertionError(f"it hangs:\n{self.output}")
         return self.process.exitcode
 
+    def fails(self, *words: str, seconds: float = 180) -> str:
+        """Wait for the training to end with an error that contains all words, no traceback; return its output."""
+        assert self.ends(seconds) == 1 and "Traceback" not in self.output, self.output
+        assert says(self.output[self.output.index("error: ") :], *words), self.output
+        return self.output
 
-def _main(output: Path, inject: Callable[[], None] | None, entry: str, *overrides: str) -> None:
+
+def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) -> None:
     """What `python ENTRY.py` does."""
     torch.set_num_threads(1)
     with open(output, "w") as file:
@@ -103,11 +112,56 @@ def _main(output: Path, inject: Callable[[], None] | None, entry: str, *override
         importlib.import_module(entry).train(composed(entry, *overrides), command_line())
 
 
-def complete(run_dir: Path, *overrides: str, entry: str = "train_seg") -> Path:
+def case(what: str, how: str, *values: object, slow: bool = True, marks: tuple = ()):
+    """Parameters of a test with which it injects a fault. `slow`: for `make faults` only."""
+    slow_marks = [pytest.mark.faults] if slow else []
+    return pytest.param(*values, marks=[pytest.mark.injects(what, how), *slow_marks, *marks])
+
+
+def before_call(owner: object, name: str, number: int | None, fault: Callable[..., object]) -> None:
+    """From now on call fault(*arguments) before the call `number`, from 1 (None: each), of a method or function."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def patched(*arguments, **options):
+        if next(calls) == number or number is None:
+            fault(*arguments)
+        return original(*arguments, **options)
+
+    setattr(owner, name, patched)
+
+
+def takes_a_nap(*_) -> None:
+    time.sleep(0.25)
+
+
+def sleeps_for_ever(*_) -> None:
+    time.sleep(10_000)
+
+
+# To inject: a run that must outlast what a test waits for.
+SLOWLY = partial(before_call, MetricsLogger, "step", None, takes_a_nap)
+
+
+def complete(run_dir: Path, *overrides: str, **options) -> Path:
     """Train to the end in one go."""
-    run = Run(run_dir, *overrides, entry=entry)
-    assert run.ends() == 0, run.output
+    finished(run_dir, *overrides, **options)
     return run_dir
+
+
+def finished(run_dir: Path, *overrides: str, entry: str = "train_seg", processes: int = 1) -> str:
+    """Train or resume to the end; return the output."""
+    if processes == 1:
+        run = Run(run_dir, *overrides, entry=entry)
+        assert run.ends() == 0, run.output
+        return run.output
+    launched = torchrun(run_dir, *overrides, entry=entry, processes=processes)
+    output = ends(launched)
+    assert launched.returncode == 0, output
+    return output
+
+
+def last_of(run_dir: Path) -> Path:
+    return run_dir / "checkpoints" / "last.pt"
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -128,16 +182,18 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in found.split()]
 
 
-def survived(run_dir: Path, whole: Path, *overrides: str, entry: str = "train_seg", processes: int = 1) -> str:
+def stopped(run_dir: Path, output: str) -> None:
+    """Check that a run was stopped on request, after a step that is saved, and said so."""
+    step = checkpoint.load(last_of(run_dir))["step"]
+    assert says(output, f"stopped after step {step} of {STEPS}; exit status 75: start it again with resume=auto")
+    assert steps_of(run_dir) == list(range(1, step + 1))
+
+
+def survived(run_dir: Path, whole: Path, *overrides: str, **options) -> str:
     """Resume a run to its end and check that it equals the uninterrupted run to the bit; return its output."""
-    if processes == 1:
-        run = Run(run_dir, *overrides, entry=entry)
-        assert run.ends() == 0, run.output
-        output = run.output
-    else:
-        output = torchrun(run_dir, *overrides, entry=entry, processes=processes).communicate(timeout=120)[0]
+    output = finished(run_dir, *overrides, **options)
     assert steps_of(run_dir) == list(range(1, STEPS + 1)), output
-    ended, expected = (checkpoint.load(path / "checkpoints" / "last.pt") for path in (run_dir, whole))
+    ended, expected = (checkpoint.load(last_of(path)) for path in (run_dir, whole))
     assert ended["step"] == STEPS
     for part in ("network", "ema"):
         assert all(torch.equal(ended[part][name], tensor) for name, tensor in expected[part].items())
@@ -151,11 +207,7 @@ def survived(run_dir: Path, whole: Path, *overrides: str, entry: str = "train_se
 
 
 def torchrun(
-    run_dir: Path,
-    *overrides: str,
-    entry: str = "train_seg",
-    processes: int = 2,
-    options: tuple[str, ...] = (),
+    run_dir: Path, *overrides: str, entry: str = "train_seg", processes: int = 2, options: tuple[str, ...] = ()
 ) -> subprocess.Popen:
     """Start a training under torchrun; its standard output has the output of all processes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
@@ -169,6 +221,24 @@ def torchrun(
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: float = 90) -> list[int]:
+    """Wait for a step; return the pids of torchrun's processes, by rank."""
+    deadline = time.monotonic() + seconds
+    while step not in steps_of(run_dir):
+        assert launched.poll() is None and time.monotonic() < deadline, launched.communicate(timeout=60)[0]
+        time.sleep(0.005)
+    return children(launched.pid)
+
+
+def ends(launched: subprocess.Popen, seconds: float = 120) -> str:
+    """Wait for torchrun to end in time; return its output."""
+    try:
+        return launched.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        launched.kill()
+        raise AssertionError(f"it hangs:\n{launched.communicate(timeout=60)[0]}") from None
 
 
 def free_port() -> int:

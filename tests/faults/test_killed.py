@@ -3,58 +3,61 @@
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 
+import train_seg
+from datasets import WholeImages
 from engine import checkpoint
 from engine.metrics_logger import MetricsLogger
 from engine.stopping import EXIT_CODE
-from tests.faults.runs import STEPS, Run, complete, says, survived
+from tests.faults import runs
+from tests.faults.runs import SLOWLY, STEPS, Run, before_call, last_of, says, steps_of, survived
+
+LONG = pytest.mark.faults
+
+
+def some_fast(*cases: object) -> list:
+    """Cases of which only the first is for `make test`."""
+    values = (case if isinstance(case, tuple) else (case,) for case in cases[1:])
+    return [cases[0], *(pytest.param(*each, marks=LONG) for each in values)]
 
 
 @pytest.mark.injects("SIGKILL", "at a random moment of a run that saves at every step")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 30))])
+@pytest.mark.parametrize("seed", some_fast(*range(30)))
 def test_killed_at_a_random_moment(tmp_path, whole, seed):
-    run = Run(tmp_path / "run", inject=one_step_in_a_quarter_of_a_second)
+    run = Run(tmp_path / "run", inject=SLOWLY)
     run.until(lambda: run.output_file.exists())
     time.sleep(random.Random(seed).uniform(0.0, STEPS / 4))
-    killed(run)
+    run.killed()
     survived(tmp_path / "run", whole)
 
 
-def one_step_in_a_quarter_of_a_second() -> None:
-    """Slow every step down: the run must outlast the test's random wait."""
-    original = MetricsLogger.step
-
-    def step(self, *args):
-        time.sleep(0.25)
-        original(self, *args)
-
-    MetricsLogger.step = step
+@pytest.mark.injects("SIGKILL", "at a random moment of a classification")
+@pytest.mark.parametrize("seed", some_fast(*range(10)))
+def test_a_classification_killed_at_a_random_moment(tmp_path, whole_of, seed):
+    step = random.Random(seed).randrange(1, STEPS - 1)
+    Run(tmp_path / "run", entry="train_imagenet", inject=SLOWLY).until_step(step).killed()
+    survived(tmp_path / "run", whole_of("train_imagenet"), entry="train_imagenet")
 
 
-def killed(run: Run) -> None:
-    run.send(signal.SIGKILL)
-    assert run.ends() == -signal.SIGKILL, "it ended before it was killed"
-
-
-@pytest.mark.injects("SIGKILL", "while last.pt or best.pt is being written, at a random size of the temporary file")
 @pytest.mark.faults
+@pytest.mark.injects("SIGKILL", "while last.pt or best.pt is being written, at a random size of the temporary file")
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
     chosen = random.Random(seed)
-    run = Run(tmp_path / "run").until_step(chosen.randrange(1, STEPS - 1))
-    folder = tmp_path / "run" / "checkpoints"
-    size = chosen.uniform(0.0, 0.9) * (whole / "checkpoints" / "last.pt").stat().st_size
+    run = Run(tmp_path / "run", inject=SLOWLY).until_step(chosen.randrange(1, STEPS - 1))
+    size = chosen.uniform(0.0, 0.9) * last_of(whole).stat().st_size
 
     def written() -> bool:
-        return any(file.stat().st_size >= size for file in folder.glob("*.pt.partial") if file.exists())
+        return any(file.stat().st_size >= size for file in run.last.parent.glob("*.pt.partial") if file.exists())
 
     try:
         run.until(written)
     except FileNotFoundError:  # renamed between glob and stat
         pass
-    killed(run)
+    run.killed()
     survived(tmp_path / "run", whole)
 
 
@@ -62,32 +65,43 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
 @pytest.mark.injects("SIGKILL", "five times in one run, each time a step or two after it was continued")
 def test_killed_again_and_again(tmp_path, whole, record_property):
     for step in (2, 3, 5, 7, 10):
-        killed(Run(tmp_path / "run").until_step(step))
+        Run(tmp_path / "run", inject=SLOWLY).until_step(step).killed()
     record_property("tried", 5)
     survived(tmp_path / "run", whole)
+
+
+def asked_to_stop(run: Run, step: int, number: signal.Signals, whole, entry: str = "train_seg") -> None:
+    run.until_step(step).send(number, workers=True)
+    assert run.ends() == EXIT_CODE, run.output
+    runs.stopped(run.run_dir, run.output)
+    survived(run.run_dir, whole, entry=entry)
 
 
 @pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to the process, or to it and its data workers, in a random step")
 @pytest.mark.parametrize(
     "number, workers, seed",
-    [
+    some_fast(
         (signal.SIGTERM, 2, 1),
-        *(
-            pytest.param(number, workers, seed, marks=pytest.mark.faults)
-            for number in (signal.SIGTERM, signal.SIGUSR1)
-            for workers in (0, 2)
-            for seed in range(2, 4)
-        ),
-    ],
+        *((number, w, seed) for number in (signal.SIGTERM, signal.SIGUSR1) for w in (0, 2) for seed in (2, 3)),
+    ),
 )
 def test_asked_to_stop(tmp_path, whole, number, workers, seed):
-    run = Run(tmp_path / "run", f"data.workers={workers}").until_step(random.Random(seed).randrange(1, STEPS - 3))
-    run.send(number, workers=True)
-    assert run.ends() == EXIT_CODE, run.output
-    step = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"]
-    assert says(run.output, f"stopped after step {step} of {STEPS}; exit status 75: start it again with resume=auto")
-    assert run.steps == list(range(1, step + 1))
-    survived(tmp_path / "run", whole)
+    run = Run(tmp_path / "run", f"data.workers={workers}", inject=SLOWLY)
+    asked_to_stop(run, random.Random(seed).randrange(1, STEPS - 3), number, whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to a classification and its data workers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_classification_is_asked_to_stop(tmp_path, whole_of, number, workers):
+    entry = "train_imagenet"
+    run = Run(tmp_path / "run", f"data.workers={workers}", entry=entry, inject=SLOWLY)
+    asked_to_stop(run, 4, number, whole_of(entry), entry)
+
+
+def slow_check() -> None:
+    before_call(train_seg, "verify", None, lambda *_: time.sleep(60))
 
 
 @pytest.mark.faults
@@ -104,16 +118,10 @@ def test_asked_to_stop_before_the_first_step(tmp_path, whole, seed):
     survived(tmp_path / "run", whole)
 
 
-def slow_check() -> None:
-    """Make the check of the data take a minute."""
-    import train_seg
-
-    train_seg.verify = lambda dataset, progress: time.sleep(60)
-
-
 @pytest.mark.faults
 @pytest.mark.injects("preemption", "SIGTERM in a step that never ends, data.timeout_seconds=2")
 def test_a_request_that_is_not_answered(tmp_path, whole):
+    endless_fifth_step = partial(before_call, MetricsLogger, "step", 5, runs.sleeps_for_ever)
     run = Run(tmp_path / "run", "data.timeout_seconds=2", inject=endless_fifth_step).until_step(4)
     time.sleep(1)
     run.send(signal.SIGTERM)
@@ -122,34 +130,19 @@ def test_a_request_that_is_not_answered(tmp_path, whole):
     survived(tmp_path / "run", whole)
 
 
-def endless_fifth_step() -> None:
-    original, calls = MetricsLogger.step, []
-
-    def step(self, *args):
-        calls.append(None)
-        if len(calls) == 5:
-            time.sleep(10_000)
-        original(self, *args)
-
-    MetricsLogger.step = step
-
-
-def slow_evaluation() -> None:
-    """Make an evaluation take a second per image."""
-    from datasets import WholeImages
-
-    read = WholeImages.__getitem__
-    WholeImages.__getitem__ = lambda self, index: (time.sleep(1), read(self, index))[1]
+def takes_a_second(*_) -> None:
+    time.sleep(1)
 
 
 @pytest.mark.faults
 @pytest.mark.injects("preemption", "SIGTERM in an evaluation")
 def test_asked_to_stop_in_an_evaluation(tmp_path, whole):
+    slow_evaluation = partial(before_call, WholeImages, "__getitem__", None, takes_a_second)
     run = Run(tmp_path / "run", inject=slow_evaluation).until_step(8)
     run.send(signal.SIGTERM)
     assert run.ends() == EXIT_CODE, run.output
     assert says(run.output, "stopped during an evaluation, which will be repeated")
-    assert run.steps == list(range(1, 9))
+    assert steps_of(tmp_path / "run") == list(range(1, 9))
     survived(tmp_path / "run", whole)
 
 
@@ -162,7 +155,8 @@ def test_everything_that_changes_continues(tmp_path, seed):
     body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
     channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*body, channels, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
-    whole = complete(tmp_path / "whole", *options)
-    assert checkpoint.load(whole / "checkpoints" / "last.pt")["scaler"]
-    killed(Run(tmp_path / "run", *options).until_step(random.Random(seed).randrange(1, STEPS - 1)))
+    whole = runs.complete(tmp_path / "whole", *options)
+    assert checkpoint.load(last_of(whole))["scaler"]
+    step = random.Random(seed).randrange(1, STEPS - 1)
+    Run(tmp_path / "run", *options, inject=SLOWLY).until_step(step).killed()
     survived(tmp_path / "run", whole, *options)

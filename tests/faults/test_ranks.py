@@ -4,51 +4,33 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
 from datasets import synthetic
-from engine import checkpoint
-from tests.faults.runs import STEPS, Run, children, free_port, says, steps_of, survived, torchrun
+from tests.faults import runs
+from tests.faults.runs import STEPS, Run, case, children, ends, says, steps_of, stopped, survived, torchrun
 
 pytestmark = pytest.mark.faults
 SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # as in scripts/slurm.sbatch
 
 
 @pytest.fixture(scope="module")
-def whole_of_two(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole_of_two") / "run"
-    launched = torchrun(folder)
-    output, _ = launched.communicate(timeout=120)
-    assert launched.returncode == 0, output
-    return folder
+def whole_of_two(whole_of) -> Path:
+    return whole_of("train_seg", 2)
 
 
-def until_step(run_dir: Path, step: int, launched: subprocess.Popen, seconds: float = 90) -> list[int]:
-    """Wait for a step; return the pids of torchrun's processes, by rank."""
-    deadline = time.monotonic() + seconds
-    while step not in steps_of(run_dir):
-        assert launched.poll() is None and time.monotonic() < deadline, launched.communicate(timeout=60)[0]
-        time.sleep(0.005)
-    return children(launched.pid)
-
-
-def ends(launched: subprocess.Popen, seconds: float = 60) -> str:
-    """Wait for torchrun to end in time; return its output."""
-    try:
-        return launched.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        launched.kill()
-        raise AssertionError(f"it hangs:\n{launched.communicate(timeout=60)[0]}") from None
+def launched_until(step: int, run_dir: Path, *overrides: str, **options) -> tuple[subprocess.Popen, list[int]]:
+    """torchrun after a step of its training, and the pids of its processes, by rank."""
+    launched = torchrun(run_dir, *overrides, **options)
+    return launched, runs.until_step(run_dir, step, launched)
 
 
 @pytest.mark.injects("a rank dies", "SIGKILL to one of two ranks under torchrun; both started again")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
-    launched = torchrun(tmp_path / "run")
-    ranks = until_step(tmp_path / "run", 3, launched)
+    launched, ranks = launched_until(3, tmp_path / "run")
     os.kill(ranks[victim], signal.SIGKILL)
     output = ends(launched)
     assert launched.returncode != 0
@@ -59,15 +41,24 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
-@pytest.mark.injects("a rank dies", "SIGKILL to one of two ranks under torchrun --max-restarts 1")
+RESTARTED = [
+    case("a rank dies", "SIGKILL to one of two ranks under torchrun --max-restarts 1", "train_seg"),
+    case(
+        "a rank dies",
+        "SIGKILL to one of two ranks of a classification under torchrun --max-restarts 1",
+        "train_imagenet",
+    ),
+]
+
+
+@pytest.mark.parametrize("entry", RESTARTED)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_torchrun_restarts_and_resumes(tmp_path, whole_of_two, victim):
-    launched = torchrun(tmp_path / "run", options=("--max-restarts", "1"))
-    ranks = until_step(tmp_path / "run", 3, launched)
+def test_torchrun_restarts_and_resumes(tmp_path, whole_of, victim, entry):
+    launched, ranks = launched_until(2, tmp_path / "run", options=("--max-restarts", "1"), entry=entry)
     os.kill(ranks[victim], signal.SIGKILL)
-    output = ends(launched, seconds=120)
+    output = ends(launched)
     assert launched.returncode == 0, output
-    survived(tmp_path / "run", whole_of_two, processes=2)
+    survived(tmp_path / "run", whole_of(entry, 2), entry=entry, processes=2)
 
 
 @pytest.mark.injects("a rank dies", "rank 0 cannot write its checkpoint (its folder is a file), rank 1 goes on")
@@ -76,12 +67,9 @@ def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole
     run_dir.mkdir()
     (run_dir / "checkpoints").write_text("a file, where a folder is to be")
     launched = torchrun(run_dir)
-    output = ends(launched, seconds=120)
+    root_cause = ends(launched).partition("Root Cause")[2]
     assert launched.returncode != 0
-    root_cause = output.partition("Root Cause")[2]
-    assert (
-        "rank      : 0 " in root_cause and f"checkpoint {run_dir / 'checkpoints' / 'last.pt'} of step 1" in root_cause
-    )
+    assert "rank      : 0 " in root_cause and f"checkpoint {runs.last_of(run_dir)} of step 1" in root_cause
     (run_dir / "checkpoints").unlink()
     assert "lost" not in survived(run_dir, whole_of_two, processes=2)
 
@@ -89,10 +77,9 @@ def test_what_torchrun_says_is_the_error_of_the_rank_that_failed(tmp_path, whole
 @pytest.mark.injects("a rank hangs", "SIGSTOP to one of two ranks, trainer.timeout_seconds=5")
 def test_who_waits_too_long_for_another_ends(tmp_path, whole_of_two, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "2")  # torchrun's grace period for the stopped rank
-    launched = torchrun(tmp_path / "run", "trainer.timeout_seconds=5")
-    ranks = until_step(tmp_path / "run", 3, launched)
+    launched, ranks = launched_until(3, tmp_path / "run", "trainer.timeout_seconds=5")
     os.kill(ranks[1], signal.SIGSTOP)
-    output = ends(launched, seconds=90)
+    output = ends(launched)
     assert launched.returncode != 0
     lost = "process 0 of the run lost another process, or waited for it longer than trainer.timeout_seconds=5"
     assert says(output, lost)
@@ -107,7 +94,7 @@ def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     content = label.read_bytes()
     label.write_bytes(content[:100])
     launched = torchrun(tmp_path / "run", f"data.root={root}")
-    output = ends(launched, seconds=25)  # torchrun would kill a hanging rank after another 30 seconds
+    output = ends(launched)  # a rank that hangs would be killed by torchrun after 30 seconds, and say nothing
     assert launched.returncode != 0 and label.name in output and "process 1 of the run lost another process" in output
     label.write_bytes(content)
     survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
@@ -116,14 +103,11 @@ def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
 @pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
-    launched = torchrun(tmp_path / "run", "data.workers=2", options=SIGNALS)
-    until_step(tmp_path / "run", 2, launched)
+    launched, _ = launched_until(2, tmp_path / "run", "data.workers=2", options=SIGNALS)
     launched.send_signal(number)
     output = ends(launched)
     assert launched.returncode == 1  # torchrun does not pass on its processes' exit status 75
-    step = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"]
-    assert says(output, f"stopped after step {step} of {STEPS}; exit status 75")
-    assert steps_of(tmp_path / "run") == list(range(1, step + 1))
+    stopped(tmp_path / "run", output)
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
@@ -131,13 +115,13 @@ def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
     "preemption", "SIGUSR1 to torchrun, its two ranks and their data workers at once, as Slurm sends it"
 )
 def test_everyone_is_asked_to_stop(tmp_path, whole_of_two):
-    launched = torchrun(tmp_path / "run", "data.workers=2", options=(*SIGNALS, "--max-restarts", "3"))
-    ranks = until_step(tmp_path / "run", 2, launched)
+    options = (*SIGNALS, "--max-restarts", "3")
+    launched, ranks = launched_until(2, tmp_path / "run", "data.workers=2", options=options)
     for pid in [*(worker for rank in ranks for worker in children(rank)), *ranks, launched.pid]:
         os.kill(pid, signal.SIGUSR1)
     output = ends(launched)
-    step = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")["step"]
-    assert launched.returncode == 1 and says(output, f"stopped after step {step} of {STEPS}; exit status 75")
+    assert launched.returncode == 1
+    stopped(tmp_path / "run", output)
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
@@ -146,34 +130,27 @@ def test_everyone_is_asked_to_stop(tmp_path, whole_of_two):
 def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
     run_dir = tmp_path / "run"
     if first == 2:
-        launched = torchrun(run_dir)
-        ranks = until_step(run_dir, 3, launched)
+        launched, ranks = launched_until(3, run_dir)
         [os.kill(rank, signal.SIGKILL) for rank in ranks]
         ends(launched)
-        run = Run(run_dir)
-        assert run.ends() == 0
-        output = run.output
     else:
-        run = Run(run_dir).until_step(3)
-        run.send(signal.SIGKILL)
-        run.ends()
-        output = ends(torchrun(run_dir), seconds=120)
-    assert says(
-        output, f"the run was on {first} x cpu and continues on {3 - first} x cpu: at the same step with the same"
-    )
+        Run(run_dir, inject=runs.SLOWLY).until_step(3).killed()
+    output = runs.finished(run_dir, processes=3 - first)
+    notice = f"the run was on {first} x cpu and continues on {3 - first} x cpu: at the same step with the same"
+    assert says(output, notice)
     assert steps_of(run_dir) == list(range(1, STEPS + 1))
 
 
 @pytest.mark.injects("a machine is lost", "torchrun --nnodes 1:2, of two agents the second is killed with its rank")
 def test_torchrun_goes_on_with_the_machines_that_are_left(tmp_path):
     elastic = ("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "faults")
-    elastic += ("--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf")
+    elastic += ("--rdzv-endpoint", f"localhost:{runs.free_port()}", "--rdzv-conf")
     run_dir = tmp_path / "run"
     hosts = []
     for keeps_the_rendezvous in (1, 0):  # otherwise, on a busy machine, the killed agent might host it
         conf = f"last_call_timeout=3,keep_alive_interval=1,is_host={keeps_the_rendezvous}"
         hosts.append(torchrun(run_dir, processes=1, options=(*elastic, conf)))
-    until_step(run_dir, 3, hosts[0])
+    runs.until_step(run_dir, 3, hosts[0])
     rank = children(hosts[1].pid)
     hosts[1].kill()
     [os.kill(pid, signal.SIGKILL) for pid in rank]

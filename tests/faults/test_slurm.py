@@ -4,12 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import OPTIONS, STEPS, steps_of, survived, torchrun
+from tests.faults.runs import OPTIONS, STEPS, ends, steps_of, survived, torchrun, until_step
 from tests.runs import REPOSITORY
 
 # Prints its options, then becomes the command, so the command gets its signals.
@@ -28,17 +27,12 @@ def job(tmp_path):
 
     def start(*arguments: str, launcher: Path = tmp_path / "torchrun", **variables: str) -> subprocess.Popen:
         slurm = {"JOB_ID": "64123", "JOB_NODELIST": "localhost", "JOB_NUM_NODES": "1", "GPUS_ON_NODE": "2"}
-        environment = {f"SLURM_{name}": value for name, value in slurm.items()}
-        environment |= {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "TORCHRUN": str(launcher),
-            "STATUS": "0",
-            **variables,
-        }
+        own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCHRUN": str(launcher), "QUEUE": str(tmp_path / "queue")}
+        environment = {f"SLURM_{name}": value for name, value in slurm.items()} | own | {"STATUS": "0"} | variables
         return subprocess.Popen(
             ["bash", "scripts/slurm.sbatch", *arguments],
             cwd=REPOSITORY,
-            env={**os.environ, "QUEUE": str(tmp_path / "queue"), **environment},
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -56,7 +50,7 @@ def test_a_job_that_is_warned_goes_back_into_the_queue(job, tmp_path):
     assert "--nnodes=1 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=localhost:24123" in started
     assert started.endswith(f"train_seg.py resume=auto run_dir={tmp_path} data.root=a folder\n")
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "back into the queue, to continue" in output
     assert queue.read_text() == "requeue 64123\n"
 
@@ -65,14 +59,14 @@ def test_a_job_that_is_warned_goes_back_into_the_queue(job, tmp_path):
 def test_a_job_that_ends_or_fails_by_itself_does_not(job, tmp_path, status):
     start, queue = job
     process = start(f"run_dir={tmp_path}", STATUS=str(status), NAPS="1")
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == status and not queue.exists()
 
 
 def test_a_job_without_a_fixed_folder_is_refused(job):
     start, queue = job
     process = start("experiment=camvid/resnext_small")
-    assert "error: give run_dir=RUN_DIR" in process.communicate(timeout=20)[0] and process.returncode == 2
+    assert "error: give run_dir=RUN_DIR" in process.communicate(timeout=60)[0] and process.returncode == 2
 
 
 @pytest.mark.faults
@@ -83,19 +77,16 @@ def test_a_real_run_is_stopped_and_continued(job, tmp_path):
     own = [option for option in OPTIONS["train_seg"] if option != "resume=auto"]
     options = (f"run_dir={run_dir}", *own, "data.workers=2")
     process = start(*options, launcher=launcher)
-    deadline = time.monotonic() + 90
-    while 2 not in steps_of(run_dir):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.01)
+    until_step(run_dir, 2, process)
     process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
+    output = ends(process)
     assert process.returncode == 1 and "exit status 75" in output and queue.read_text() == "requeue 64123\n"
     assert len(steps_of(run_dir)) < STEPS
 
     queue.unlink()
     process = start(*options, launcher=launcher, SLURM_RESTART_COUNT="1")
-    output, _ = process.communicate(timeout=90)
+    output = ends(process)
     assert process.returncode == 0 and not queue.exists(), output
     whole = torchrun(tmp_path / "whole")
-    assert whole.communicate(timeout=90) and whole.returncode == 0
+    assert ends(whole) and whole.returncode == 0
     survived(run_dir, tmp_path / "whole", processes=2)
