@@ -14,7 +14,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
-test: $(INSTALLED)  ## run the tests (6 minutes on two cores); PYTEST="-k name" adds options
+test: $(INSTALLED)  ## run the tests (8 minutes on two cores); PYTEST="-k name" adds options
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 test-all: $(INSTALLED)  ## run the slow tests too (30 minutes)

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from models.layers import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
 from models.layers.drift import drift
+from scripts.bench.measuring import saved_for_backward
 from tests.models.layers.test_reversible import (
     IMAGES,
     NORMS,
@@ -65,6 +66,19 @@ def test_compiled_wrappers_and_subclasses(traced_autograd):
         InvertibleModuleWrapper(blocks[4]),
     )
     assert_compiled_the_same(network, *blocks, fullgraph=True)
+
+
+@pytest.mark.parametrize("keep_input, buffers", [(False, 1), (True, 2)])
+def test_compiled_a_wrapper_keeps_its_output_alone(traced_autograd, keep_input, buffers):
+    """With its input kept, PyTorch keeps what the branches need: the input and the output of each Tanh."""
+
+    def tanh_branch() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh(), nn.Conv2d(4, 4, 1))
+
+    wrapper = InvertibleModuleWrapper(AdditiveCoupling(tanh_branch(), tanh_branch()), keep_input=keep_input)
+    x = torch.randn(2, 8, 16, 16, requires_grad=True) * 1
+    _, saved = saved_for_backward(lambda: torch.compile(wrapper, backend="aot_eager", fullgraph=True)(x))
+    assert sum(tensor.nbytes for tensor in saved if len(tensor) == 2) == buffers * x.nbytes
 
 
 def test_compiled_with_breaks():
