@@ -17,7 +17,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_finish() -> None:
-    """Leave PyTorch's half a million objects out of every later garbage collection, and of pages copied after a fork."""
+    """Leave PyTorch's half a million objects out of all later garbage collections, and out of pages copied by forks."""
     gc.collect()
     gc.freeze()
 
