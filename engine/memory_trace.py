@@ -90,19 +90,19 @@ def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
     """See `Trace.saved`. A pass of its own, because hooks that look at saved tensors keep some of them for longer."""
     images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
     held = {tensor.untyped_storage()._cdata for tensor in (*learner.network.parameters(), images, labels)}
-    found: dict[int, tuple[Tensor, str]] = {}  # by the address of the storage, which the tensor keeps alive
+    found: dict[int, tuple[torch.UntypedStorage, str]] = {}  # by the storage's address, which is taken while it lives
 
     def pack(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage()._cdata
-        if address not in held:
-            found.setdefault(address, (tensor, places()))
-        return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            found.setdefault(storage._cdata, (storage, places()))
+        return tensor.detach()  # an operation's own output would keep its graph alive for ever
 
     with _Places(learner.network) as places, saved_tensors_hooks(pack, lambda tensor: tensor):
         loss(learner.forward(images), labels)
     kept: dict[str, int] = defaultdict(int)
-    for tensor, module in found.values():
-        kept[module.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
+    for storage, module in found.values():
+        kept[module.removeprefix("forward").strip()] += storage.nbytes()
     return dict(kept)
 
 

@@ -75,7 +75,7 @@ def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
     saved: list[weakref.ref[_Saved]] = []  # autograd may drop them again during the forward pass
 
     def pack(tensor: Tensor) -> _Saved:
-        entry = _Saved(tensor)
+        entry = _Saved(tensor.detach())  # an operation's own output would keep its graph alive for ever
         saved.append(weakref.ref(entry))
         return entry
 

@@ -1,9 +1,11 @@
 """What all benchmarks share. No test asserts a time."""
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from engine.command_line import composed
 from scripts.bench import abn, loader, networks, training
 from scripts.bench.elsewhere import Elsewhere
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
-from scripts.bench.measuring import peak_bytes
+from scripts.bench.measuring import peak_bytes, saved_for_backward
 from tests.runs import REPOSITORY
 
 RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
@@ -146,3 +148,13 @@ def test_impossible_arguments_are_refused(name, monkeypatch, tmp_path):
     for options, message in IMPOSSIBLE[name].items():
         with pytest.raises(ValueError, match=message):
             RUN[name](composed(name, "out=file.json", *options.split()))
+
+
+def test_counted_tensors_are_freed_with_their_graph():
+    """Also the outputs that operations save."""
+    result, saved = saved_for_backward(lambda: torch.ones(2, requires_grad=True).exp().sigmoid())
+    kept = [weakref.ref(tensor) for tensor in saved]
+    assert len(kept) == 2
+    del result, saved
+    gc.collect()
+    assert not any(tensor() is not None for tensor in kept)

@@ -1,7 +1,9 @@
 """Traces of a step on fake tensors against the same step on real ones."""
 
+import gc
 import itertools
 import json
+import weakref
 
 import pytest
 import torch
@@ -76,6 +78,19 @@ def test_a_trace_is_what_a_real_step_takes(body, norm):
     assert trace.at_peak["weights"] == parameters + sum(b.nbytes for b in learner.network.buffers())
     assert trace.at_peak["momentum"] == parameters
     assert trace.at_peak["images"] == sum(tensor.nbytes for tensor in minibatch.values())
+
+
+def test_nothing_of_a_trace_stays():
+    networks = []
+
+    def make():
+        learner, *rest = made(runs.run_config("body=resnext_tiny", "norm.backend=eager"))
+        networks.append(weakref.ref(learner.network))
+        return learner, *rest
+
+    traced(make)
+    gc.collect()
+    assert networks[0]() is None
 
 
 @pytest.mark.parametrize("norm", ["std", "inplace"])
