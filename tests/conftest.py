@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
 from engine.malloc import keep_freed_memory  # noqa: E402
 
@@ -30,6 +31,21 @@ def private_cache(tmp_path_factory):
         shared = shared.parent  # one folder for all workers
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def empty_confusion_pictures():
+    """Drawing them takes most of the time of a short run; tests of the pictures call `confusion_picture` itself."""
+
+    def empty(confusion, classes, title):
+        assert confusion.shape == (len(classes), len(classes))
+        assert isinstance(title, str)
+        return Figure()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for task in ("segmentation", "classification"):
+            patch.setattr(f"engine.{task}.evaluation.confusion_picture", empty)
         yield
 
 

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
 from engine import command_line, config
@@ -22,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 # A run of a few steps takes seconds: the default network on small crops of the synthetic streets. It is on the CPU,
 # where two runs are equal to the bit.
 SHORT = (
-    *("data.crop_size=64", "data.crops_per_minibatch=2", "data.workers=0"),
+    *("data.crop_size=64", "data.crops_per_minibatch=2", "data.workers=0", "norm.backend=eager"),
     *("trainer.evaluate_images=2", "trainer.device=cpu"),
 )
 
@@ -70,12 +68,6 @@ def with_key(checked: config.Schema, key: str, value: object) -> config.Schema:
     *groups, name = key.split(".")
     setattr(functools.reduce(getattr, groups, changed), name, value)
     return changed
-
-
-def without_confusion_pictures(patch: pytest.MonkeyPatch) -> None:
-    """Leave the drawing of confusion matrices out, which takes most of the time of a short run."""
-    for task in ("segmentation", "classification"):
-        patch.setattr(f"engine.{task}.evaluation.confusion_picture", lambda *_: Figure())
 
 
 def command(entry: str, *overrides: str) -> list[str]:

@@ -28,13 +28,8 @@ from engine.segmentation.inference import predict
 from eval import evaluate
 from tests import trees
 from tests.official import cityscapes_script
-from tests.runs import REPOSITORY, SHORT, composed, run_config, without_confusion_pictures
+from tests.runs import REPOSITORY, SHORT, composed, run_config
 from train_seg import train
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    without_confusion_pictures(monkeypatch)
 
 
 @pytest.fixture(scope="module")

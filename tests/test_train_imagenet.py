@@ -41,18 +41,13 @@ from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, classification_config, composed, without_confusion_pictures
+from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, classification_config, composed
 from tests.state_dicts import same
 from tests.test_structure import windows
 from train_imagenet import train
 
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
 IMAGES = importlib.import_module("datasets.shapes").IMAGES  # the package exports a function of the module's name
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    without_confusion_pictures(monkeypatch)
 
 
 def train_shapes(run_dir: Path, *overrides: str) -> dict:

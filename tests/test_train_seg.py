@@ -17,14 +17,9 @@ from datasets.synthetic import write_streets
 from engine import checkpoint
 from engine.metrics_logger import MetricsLogger
 from tests.faults.runs import before_call
-from tests.runs import REPOSITORY, SHORT, command, composed, run, run_config, without_confusion_pictures
+from tests.runs import REPOSITORY, SHORT, command, composed, run, run_config
 from tests.state_dicts import same
 from train_seg import train
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    without_confusion_pictures(monkeypatch)
 
 
 def train_short(run_dir: Path, *overrides: str) -> dict:
