@@ -81,6 +81,7 @@ class Loader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # PyTorch promises a class of its own
         if self.num_workers:
             _allow_open_files(self.num_workers)
+        items: Iterator[Any] = iter(())
         others, workers = active_children(), []
         try:
             with limited():
@@ -101,6 +102,11 @@ class Loader(DataLoader):
             if not dead:
                 raise
             raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(dead)}) exited unexpectedly") from error
+        finally:
+            # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues before it: no
+            # worker would learn that it should stop, and PyTorch waits five seconds for each.
+            if hasattr(items, "_shutdown_workers"):
+                items._shutdown_workers()
 
     def _started(self) -> Iterator[Any]:
         try:

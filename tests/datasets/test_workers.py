@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from multiprocessing import active_children, get_context
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -169,6 +170,17 @@ def test_a_worker_that_delivers_nothing_is_reported_and_killed(fault, workers):
     assert active_children() == before
 
 
+def fails() -> None:
+    raise ValueError("unreadable")
+
+
+def test_after_an_error_no_worker_is_left():
+    before = active_children()
+    with pytest.raises(ValueError, match="unreadable"):
+        list(Loader(Images(fails), 2, batch_size=1))
+    assert active_children() == before
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_worker_that_dies_while_it_hands_over_an_item_is_named(dies, monkeypatch):
     """PyTorch asks the worker for the file that holds a tensor, and raises what becomes of their connection."""
@@ -256,6 +268,14 @@ def leaves_a_stopped_worker(worker_ids) -> None:
     os._exit(0)
 
 
+def runs(process: int) -> bool:
+    """Whether a process exists that has not ended. Its new parent may take seconds to collect it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends the children of a process")
 def test_a_stopped_worker_does_not_outlive_its_run():
     context = get_context("fork")
@@ -266,7 +286,7 @@ def test_a_stopped_worker_does_not_outlive_its_run():
     worker = received.recv()
     run.join()
     deadline = time.monotonic() + 120
-    while (alive := os.path.exists(f"/proc/{worker}")) and time.monotonic() < deadline:
+    while (alive := runs(worker)) and time.monotonic() < deadline:
         time.sleep(0.05)
     if alive:
         os.kill(worker, signal.SIGKILL)
