@@ -12,6 +12,7 @@ import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 from engine.malloc import keep_freed_memory  # noqa: E402
+from tests.runs import compose  # noqa: E402
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -31,6 +32,13 @@ def private_cache(tmp_path_factory):
         shared = shared.parent  # one folder for all workers
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def configs_composed_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra.compose", compose)
         yield
 
 

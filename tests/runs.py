@@ -2,15 +2,24 @@
 
 import copy
 import functools
+import hashlib
 import importlib
 import os
+import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
+import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from engine import command_line, config
+from engine.command_line import CONFIGS
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
@@ -36,6 +45,38 @@ SHORT_SHAPES = (
     *("data.crops_per_minibatch=6", "optim.lr=0.02", "trainer.epochs=null", "trainer.evaluate_every_epochs=null"),
     *("trainer.evaluate_images=24", "trainer.device=cpu"),
 )
+
+
+_compose = hydra.compose
+_parser = OverridesParser.create()
+
+
+def _pickled(name: str, groups: list[str]) -> bytes:
+    """A composed configuration, from a file that all test processes share."""
+    file = Path(os.environ["XDG_CACHE_HOME"], "composed", hashlib.sha1(repr((name, groups)).encode()).hexdigest())
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(f"{file.name}.{os.getpid()}")
+        partial.write_bytes(pickle.dumps(_compose(name, groups)))
+        partial.rename(file)
+    return file.read_bytes()
+
+
+def compose(name: str, overrides: Sequence[str] = (), **options: bool) -> DictConfig:
+    """In place of Hydra's, which takes a tenth of a second: each choice of groups is composed once."""
+    if options:
+        return _compose(name, list(overrides), **options)
+    found = {o: re.match(r"(?!hydra\b)(\w+(?:\.\w+)*)=", o) for o in overrides}
+    keys = [o for o in overrides if found[o] and not (CONFIGS / found[o][1]).is_dir()]
+    try:
+        config = pickle.loads(_pickled(name, [o for o in overrides if o not in keys]))
+        for override in _parser.parse_overrides(keys):
+            if override.is_sweep_override():
+                return _compose(name, list(overrides))
+            OmegaConf.update(config, override.key_or_group, override.value())
+        return config
+    except (HydraException, OmegaConfBaseException):  # the message is to be Hydra's
+        return _compose(name, list(overrides))
 
 
 for entry in ("train_seg", "train_imagenet", "eval", "scripts.predict"):

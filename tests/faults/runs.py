@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import torch
 from engine import checkpoint
 from engine.command_line import command_line, errors_for_users
 from engine.metrics_logger import MetricsLogger
+from tests.ranks import FORKSERVER
 from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed
 
 STEPS = 12
@@ -33,10 +33,6 @@ OPTIONS = {
     "train_seg": (*SHORT, *_EITHER, "data.crops_per_minibatch=4", "trainer.pictures=0"),
     "train_imagenet": (*SHORT_SHAPES, *_EITHER),
 }
-
-# Children are forked from a process that has imported everything, which saves seconds in each of a hundred runs.
-_FORKSERVER = multiprocessing.get_context("forkserver")
-_FORKSERVER.set_forkserver_preload([__name__])
 
 
 class Run:
@@ -52,7 +48,7 @@ class Run:
         self.run_dir = run_dir
         self.output_file = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.txt")
         arguments = (self.output_file, inject, entry, f"run_dir={run_dir}", *OPTIONS[entry], *overrides)
-        self.process = _FORKSERVER.Process(target=_main, args=arguments)
+        self.process = FORKSERVER.Process(target=_main, args=arguments)
         self.process.start()
 
     @property
