@@ -10,6 +10,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import get_type_hints
 
+import pytest
+
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
 from engine.schema.keys import groups_of
@@ -40,6 +42,7 @@ KNOWS_SCHEMA = {
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
 }
 
+LONGEST = {"train_seg.py": 90, "train_imagenet.py": 60}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_EQUAL_LINES = 250, 60, 5
 
 
@@ -87,6 +90,13 @@ def sources(*folders: str) -> list[Source]:
 
 
 source_of = functools.cache(Source)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten():
+    """300,000 nodes of syntax trees."""
+    yield
+    source_of.cache_clear()
 
 
 def room_of(name: str) -> str:
@@ -164,7 +174,7 @@ def test_code_is_short_or_says_why_it_is_not():
         reasons = source.comments()
         first = next((node.lineno for node in source.tree.body if not is_string(node)), 1)
         lines = len(source.text.splitlines())
-        if lines > MOST_LINES and not any(line < first for line in reasons):
+        if lines > LONGEST.get(source.name, MOST_LINES) and not any(line < first for line in reasons):
             wrong.append(f"{source.name}: {lines} lines")
         for node in source.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

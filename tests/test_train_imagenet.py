@@ -1,7 +1,6 @@
 """Classification on the engine of segmentation: what docs/training.md promises holds for it too."""
 
 import importlib
-import itertools
 import json
 import os
 import shutil
@@ -41,9 +40,8 @@ from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, classification_config, composed
+from tests.runs import SHORT, SHORT_SHAPES, classification_config, composed
 from tests.state_dicts import same
-from tests.test_structure import windows
 from train_imagenet import train
 
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")
@@ -353,12 +351,3 @@ def test_a_part_of_the_images_has_every_class():
     for images, expected in ((40, [5] * 8), (None, [125] * 8), (1001, [125] * 8)):
         loaded = build.classified_images(config, val_set, World(), images, batch_size=30)
         assert torch.cat([minibatch["label"] for minibatch in loaded]).bincount().tolist() == expected
-
-
-def test_the_entries_share_no_code():
-    """Code that two entries would share belongs to the engine."""
-    files = [REPOSITORY / f"{name}.py" for name in ("train_seg", "train_imagenet", "eval")]
-    for one, other in itertools.combinations(files, 2):
-        assert not windows(one.read_text()) & windows(other.read_text())
-    limits = {"train_seg.py": 90, "train_imagenet.py": 60}
-    assert all(len(file.read_text().splitlines()) <= limits.get(file.name, 250) for file in files)

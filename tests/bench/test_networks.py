@@ -62,6 +62,7 @@ def test_the_page_shows_what_was_measured(record):
     assert "| recompute_activations | 2 |" in text and "| compiled | 1 |" in text
 
 
+@pytest.mark.slow
 def test_a_network_is_measured_in_a_process_of_its_own(tmp_path):
     options = ["rounds=1", "images=2", f"only=[{SMALL}]", "image_size=40"]
     result, _ = measured("bench_networks", networks.run, tmp_path, *options)

@@ -43,12 +43,12 @@ def planned(*overrides: str):
 
 
 def test_what_fits_is_the_most_that_fits():
-    config = planned("memory.budget=100MiB", "memory.fit=batch", "norm=std")
+    config = planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=std")
     chosen = build.fitting(config, devices=2)
     share, size = chosen.data.crops_per_minibatch // 2, config.data.crop_size
     peaks = [build.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
-    assert peaks[0] <= 100 * 2**20 < peaks[1]
-    inplace = build.fitting(planned("memory.budget=100MiB", "memory.fit=batch", "norm=inplace"), devices=2)
+    assert peaks[0] <= 40 * 2**20 < peaks[1]
+    inplace = build.fitting(planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
     assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
 
 
@@ -132,7 +132,13 @@ def test_the_experiment_decides_whose_keys_are_taken():
 
 def test_a_reversible_body_is_planned_on_one_device(capsys):
     values = runs.composed(
-        "train_seg", "run_dir=unused", *SMALL, "body=revnet_tiny", "memory.gpus=1", "data.crop_size=64"
+        "train_seg",
+        "run_dir=unused",
+        *SMALL,
+        "body=revnet_tiny",
+        "body.structure=[1,1,1]",
+        "memory.gpus=1",
+        "data.crop_size=64",
     )
     plan_memory.plan(values, SegmentationRun)
     printed = capsys.readouterr().out

@@ -28,9 +28,12 @@ def config() -> SegmentationRun:
     return run_config("run_dir=unused", "resume=auto")
 
 
+def weights_of(step: int) -> dict[str, torch.Tensor]:
+    return {f"w{i}": torch.full((5000,), 10.0 * step + i) for i in range(2)}
+
+
 def state_of(step: int, config: SegmentationRun) -> dict:
-    weights = {f"w{i}": torch.full((5000,), 10.0 * step + i) for i in range(2)}
-    state = {"task": "segmentation", "step": step, "network": weights, "total_steps": 9}
+    state = {"task": "segmentation", "step": step, "network": weights_of(step), "total_steps": 9}
     return {**state, "config": cfg.plain(config), "classes": ["road", "sky"]}
 
 
@@ -54,7 +57,7 @@ def resumed(run: RunDirectory, config: SegmentationRun) -> int | None:
     state = run.checkpoint_to_resume(config, total_steps=9)
     if state is None:
         return None
-    expected = state_of(state["step"], config)["network"]
+    expected = weights_of(state["step"])
     assert state["network"].keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state["network"].items())
     return state["step"]
@@ -120,6 +123,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
     if held.startswith("damaged"):
         damage(start.last)
 
+    third, fourth = state_of(3, config), state_of(4, config)
     steps, killed = [], True
     while killed:
         folder = tmp_path / f"killed_{len(steps)}"
@@ -127,10 +131,10 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
         run = run_in(folder)
         if held.startswith("damaged"):
             assert resumed(run, config) == old
-        killed = killed_while_saving(run, state_of(3, config), fatal_line=len(steps) + 1)
+        killed = killed_while_saving(run, third, fatal_line=len(steps) + 1)
         run = run_in(folder)
         steps.append(resumed(run, config))
-        run.save(state_of(4, config))
+        run.save(fourth)
         assert {path.name for path in run.last.parent.iterdir()} <= {"last.pt", "previous.pt"}
         assert checkpoint.load(run.last)["step"] == 4
         if steps[-1] is not None:
