@@ -91,22 +91,22 @@ class Loader(DataLoader):
                 with limited():
                     item = next(items)
                 yield item
-        except TimeoutError:
-            for worker in workers:  # a stopped worker never ends by itself, and PyTorch waits for it
-                worker.terminate()
-            raise
-        except (ConnectionError, EOFError) as error:  # a worker may have died while it handed over an item
-            for worker in workers:
-                worker.join(1)
-            dead = [str(worker.pid) for worker in workers if not worker.is_alive()]
-            if not dead:
-                raise
-            raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(dead)}) exited unexpectedly") from error
-        finally:
-            # An error's traceback keeps PyTorch's iterator. The garbage collector would end its queues before it: no
+        except Exception as error:
+            dead = []
+            if isinstance(error, TimeoutError):
+                for worker in workers:  # a stopped worker never ends by itself, and PyTorch waits for it
+                    worker.terminate()
+            elif isinstance(error, (ConnectionError, EOFError)):  # a worker may have died while it handed over an item
+                for worker in workers:
+                    worker.join(1)
+                dead = [str(worker.pid) for worker in workers if not worker.is_alive()]
+            # The error's traceback keeps PyTorch's iterator. The garbage collector would end its queues before it: no
             # worker would learn that it should stop, and PyTorch waits five seconds for each.
             if hasattr(items, "_shutdown_workers"):
                 items._shutdown_workers()
+            if dead:
+                raise RuntimeError(f"DataLoader worker (pid(s) {', '.join(dead)}) exited unexpectedly") from error
+            raise
 
     def _started(self) -> Iterator[Any]:
         try:
