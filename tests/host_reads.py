@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
-METHODS = ("tolist", "numpy", "cpu", "__array__")  # on a CPU these call no operator
+METHODS = ("tolist", "numpy", "cpu", "to", "__array__")  # on a CPU these call no operator
 VALUES_NEEDED = {
     "_local_scalar_dense",
     *("item", "is_nonzero", "allclose", "argwhere"),  # in inference mode these arrive whole
@@ -37,8 +37,7 @@ MASKS = (torch.bool, torch.uint8)
 @contextmanager
 def host_reads() -> Iterator[list[str]]:
     """Yields a list that gets "FILE:LINE FUNCTION: READ" at each read; the line is the innermost in the repository."""
-    counted = _Reads()
-    make = torch.tensor
+    counted, make, choose = _Reads(), torch.tensor, torch.where
 
     @functools.wraps(make)
     def tensor(*args: Any, **options: Any) -> Tensor:
@@ -48,8 +47,6 @@ def host_reads() -> Iterator[list[str]]:
         else:
             counted.count("torch.tensor on the device")
         return made
-
-    choose = torch.where
 
     @functools.wraps(choose)
     def where(*args: Any, **options: Any) -> Any:
@@ -62,7 +59,6 @@ def host_reads() -> Iterator[list[str]]:
         patch.setattr(torch, "where", where)
         for name in METHODS:
             patch.setattr(Tensor, name, counted.method(name))
-        patch.setattr(Tensor, "to", counted.to(Tensor.to))
         with counted:
             yield counted.reads
 
@@ -84,30 +80,18 @@ class _Reads(TorchDispatchMode):
 
         @functools.wraps(original)
         def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            return self.read(f"Tensor.{name}", original, tensor, *args, **options)
+            # Code moves tensors to the host by `to("cpu")`; `to(device)` is a move to the device.
+            to_host = "cpu" in (*args[:1], options.get("device")) and not options.get("non_blocking")
+            if self.within or tensor in self.of_the_host or (name == "to" and not to_host):
+                return original(tensor, *args, **options)
+            self.count(f"Tensor.{name}")
+            self.within = True
+            try:
+                return original(tensor, *args, **options)
+            finally:
+                self.within = False
 
         return counted
-
-    def to(self, original: Callable) -> Callable:
-        """Code moves tensors to the host by `to("cpu")`; `to(device)` is a move to the device."""
-
-        @functools.wraps(original)
-        def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            if "cpu" in (*args[:1], options.get("device")) and not options.get("non_blocking"):
-                return self.read("Tensor.to('cpu')", original, tensor, *args, **options)
-            return original(tensor, *args, **options)
-
-        return counted
-
-    def read(self, name: str, original: Callable, tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if self.within or tensor in self.of_the_host:
-            return original(tensor, *args, **options)
-        self.count(name)
-        self.within = True
-        try:
-            return original(tensor, *args, **options)
-        finally:
-            self.within = False
 
     def count(self, read: str) -> None:
         self.reads.append(f"{_line()}: {read}")

@@ -1,7 +1,9 @@
 """Which backend computes a layer, and that a layer computes the same with each."""
 
 import warnings
+from functools import cache
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,56 +12,42 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN, backends, bn_act
 from models.layers.backends import backend_for
-from models.layers.backends.compiled import CompiledBackend, compiler_available
+from models.layers.backends.compiled import CompiledBackend
 from models.layers.backends.eager import EagerBackend
-from tests.backend_cases import run_formulas_as_they_stand
+from tests.backend_cases import need_a_compiler, run_formulas_as_they_stand
 from tests.norms import STRATEGIES
 
 LARGE, SMALL = (2, 64, 96, 96), (2, 8, 8, 8)
 
 
 def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(monkeypatch):
+    """But not where tools look at operations."""
     monkeypatch.setattr(backends, "compiler_available", lambda device_type: True)
     assert isinstance(backend_for("auto", torch.empty(LARGE)), CompiledBackend)
     assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)
+    assert isinstance(backend_for("auto", torch.empty(LARGE, device="meta")), EagerBackend)
+    for tool, name in ((FakeTensorMode(), "compiled"), (FlopCounterMode(display=False), "auto")):
+        with tool:
+            assert isinstance(backend_for(name, torch.empty(LARGE)), EagerBackend)
     monkeypatch.setattr(backends, "compiler_available", lambda device_type: False)
     assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_auto_on_cuda_tries_triton_once_and_otherwise_computes_eagerly(monkeypatch, works):
-    probed = []
-
-    def probe(device):
-        probed.append(device)
-        if not works:
-            raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable\nor otherwise.")
-
+@pytest.mark.parametrize("error", [None, "Failed to find C compiler. Please specify\nor otherwise."])
+def test_auto_on_cuda_tries_triton_once_and_otherwise_computes_eagerly(monkeypatch, error):
+    probe = Mock(side_effect=error and RuntimeError(error))
     fused, x = EagerBackend(), SimpleNamespace(device=torch.device("cuda:1"))  # no CUDA here: a tensor by its device
     kernels = SimpleNamespace(probe=probe, runs_on=lambda x: True, TritonBackend=lambda: fused)
     monkeypatch.setattr(backends, "_triton", lambda: kernels)
-    backends._triton_launches.cache_clear()
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            chosen = [backends._fastest(x) for _ in range(3)]
-    finally:
-        backends._triton_launches.cache_clear()
-    assert probed == [torch.device("cuda:1")]
-    assert all((backend is fused) == works for backend in chosen)
-    assert len(caught) == (not works)
-    for warning in caught:
-        line = str(warning.message)
+    monkeypatch.setattr(backends, "_triton_launches", cache(backends._triton_launches.__wrapped__))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chosen = [backends._fastest(x) for _ in range(3)]
+    probe.assert_called_once_with(torch.device("cuda:1"))
+    assert all((backend is fused) == (error is None) for backend in chosen)
+    assert len(caught) == (error is not None)
+    for line in (str(warning.message) for warning in caught):
         assert "cuda:1 (Failed to find C compiler. Please" in line and "backend='eager'" in line and "\n" not in line
-
-
-def test_tools_that_look_at_operations_see_them(monkeypatch):
-    monkeypatch.setattr(backends, "compiler_available", lambda device_type: True)
-    with FakeTensorMode():
-        assert isinstance(backend_for("compiled", torch.empty(LARGE)), EagerBackend)
-    with FlopCounterMode(display=False):
-        assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
-    assert isinstance(backend_for("auto", torch.empty(LARGE, device="meta")), EagerBackend)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -78,12 +66,8 @@ def test_a_backend_that_cannot_compute_says_so(strategy):
 @pytest.mark.parametrize("op_by_op", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_compiled_layers_equal_eager_ones(strategy, op_by_op, monkeypatch):
-    if op_by_op:
-        run_formulas_as_they_stand(monkeypatch)
-    elif not compiler_available("cpu"):
-        pytest.skip("needs a C++ compiler")
-    generator = torch.Generator().manual_seed(0)
-    x, dz = torch.randn(2, 3, 16, 9, 9, generator=generator).unbind()
+    run_formulas_as_they_stand(monkeypatch) if op_by_op else need_a_compiler()
+    x, dz = torch.randn(2, 3, 16, 9, 9, generator=torch.Generator().manual_seed(0)).unbind()
     for training in (True, False):
         results = []
         for backend in ("eager", "compiled"):
@@ -95,25 +79,19 @@ def test_compiled_layers_equal_eager_ones(strategy, op_by_op, monkeypatch):
             z = layer(leaf)
             gradients = torch.autograd.grad(z, [leaf, layer.weight, layer.bias], dz)
             results.append([z, *gradients, layer.running_mean, layer.running_var])
-        for ours, expected in zip(*results, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("cls", [CheckpointedABN, InPlaceABN])
 def test_backends_are_given_vectors_without_gaps(cls, monkeypatch):
     """Kernels assume contiguous vectors; weights may be columns of a matrix (e.g. from a hypernetwork)."""
-    seen = []
-
-    class Recording(EagerBackend):
-        def forward(self, x, gamma, beta, *args):
-            seen.extend([gamma, beta])
-            return super().forward(x, gamma, beta, *args)
-
-    monkeypatch.setattr(bn_act, "backend_for", lambda name, x: Recording())
+    backend = Mock(wraps=EagerBackend())
+    monkeypatch.setattr(bn_act, "backend_for", lambda name, x: backend)
     vectors = {"weight": torch.rand(4, 2)[:, 0], "bias": torch.tensor(0.3).expand(4)}
     layer, x = cls(4), torch.randn(2, 4, 3, 3)
     z = torch.func.functional_call(layer, vectors, x)
-    assert all(vector.is_contiguous() for vector in seen) and len(seen) == 2
+    _, gamma, beta, *_ = backend.forward.call_args.args
+    assert gamma.is_contiguous() and beta.is_contiguous()
     torch.testing.assert_close(z, torch.func.functional_call(ABN(4), vectors, x))
 
 

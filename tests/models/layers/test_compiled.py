@@ -10,9 +10,9 @@ from torch._inductor import config as inductor_config
 from models.layers import CheckpointedABN, InPlaceABN
 from models.layers.activations import INVERTIBLE_ACTIVATIONS, Activation
 from models.layers.backends import compiled as compiled_backend
-from models.layers.backends.compiled import CompiledBackend, compiler_available, prefers_compiled
+from models.layers.backends.compiled import CompiledBackend, compiler_available
 from models.layers.backends.interface import Kept
-from tests.backend_cases import EAGER, assert_backward, assert_forward, assert_pieces, case, keep
+from tests.backend_cases import EAGER, assert_backward, assert_forward, assert_pieces, case, keep, need_a_compiler
 
 LEAKY = Activation("leaky_relu", 0.01)
 SHAPE = (3, 5, 4, 6)
@@ -27,8 +27,7 @@ def op_by_op(monkeypatch):
 
 @pytest.fixture
 def compiler():
-    if not compiler_available("cpu"):
-        pytest.skip("needs a C++ compiler")
+    need_a_compiler()
 
 
 @pytest.fixture
@@ -62,15 +61,10 @@ def test_formulas_equal_the_reference(op_by_op, layout, activation):
     for kept in ("x", "x_hat", "z"):
         assert_pieces(CompiledBackend(), example, keep(example, kept))
     torch.testing.assert_close(CompiledBackend().moments(example.x), EAGER.moments(example.x))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_running_statistics(op_by_op, layout):
-    x, _, gamma, beta, _ = case(SHAPE, dtype=torch.float64, memory_format=LAYOUTS[layout])
-    ours, theirs = ([torch.zeros_like(beta), torch.ones_like(gamma)] for _ in range(2))
-    CompiledBackend().forward(x, gamma, beta, *ours, 0.1, 1e-5, LEAKY)
-    EAGER.forward(x, gamma, beta, *theirs, 0.1, 1e-5, LEAKY)
-    torch.testing.assert_close(ours, theirs)
+    running = [[torch.zeros_like(example.beta), torch.ones_like(example.gamma)] for _ in range(2)]
+    for backend, statistics in zip((CompiledBackend(), EAGER), running, strict=True):
+        backend.forward(example.x, example.gamma, example.beta, *statistics, 0.1, 1e-5, LEAKY)
+    torch.testing.assert_close(*running)
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 1, 1), (1, 5, 4, 6), (2, 5, 3, 4, 2)])
@@ -167,17 +161,10 @@ def test_sizes_of_1_do_not_use_up_the_recompilations(request, needs):
 def test_writes_over_the_input(compiler):
     """z is in x, and x's version changes, so an earlier operation that kept x raises in its backward pass."""
     x, _, gamma, beta, _ = case(SHAPE)
-    expected = EAGER.forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY)
-    version = x._version
-    z, *statistics = CompiledBackend().forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY, out=x)
-    assert z is x and x._version > version
-    torch.testing.assert_close((z, *statistics), expected)
-
-
-def test_preferred_for_large_tensors(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert prefers_compiled(torch.empty(2, 64, 56, 56))
-    assert not prefers_compiled(torch.empty(2, 8, 16, 16))
+    expected, version = EAGER.forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY), x._version
+    result = CompiledBackend().forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY, out=x)
+    assert result[0] is x and x._version > version
+    torch.testing.assert_close(result, expected)
 
 
 def test_message_without_a_compiler(monkeypatch):

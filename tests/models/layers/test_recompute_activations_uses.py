@@ -17,10 +17,12 @@ from torch.func import functional_call, grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from models.blocks import IdentityResidualBlock
 from models.layers import CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.recording import Recording
 from models.layers.saved import current_hooks
 from scripts.bench.measuring import kept_bytes
+from tests.norms import CHECKPOINTED, STRATEGIES
 
 
 def loss_of(network: nn.Module, images: Tensor) -> Tensor:
@@ -59,16 +61,26 @@ def small() -> nn.Module:
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).sin().view(2, 3, 10, 10)
 
 
-@pytest.fixture
-def networks() -> tuple[nn.Module, nn.Module]:
-    """The same network, prepared and plain."""
-    return recompute_activations(small()), small()
-
-
 def both(plain: nn.Module) -> tuple[nn.Module, nn.Module]:
     """A network in float64, prepared and plain."""
     plain = plain.double()
     return recompute_activations(copy.deepcopy(plain)), plain
+
+
+@pytest.fixture
+def networks() -> tuple[nn.Module, nn.Module]:
+    return both(small())
+
+
+@pytest.fixture(params=["standard", *CHECKPOINTED])
+def any_networks(request, networks) -> tuple[nn.Module, nn.Module]:
+    """Prepared and plain; of checkpointed layers nothing but their outputs is computed again."""
+    if request.param == "standard":
+        return networks
+    norm = STRATEGIES[request.param]
+    block = IdentityResidualBlock(4, (4, 8), norm_act=norm)
+    prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 3), block, norm(8), nn.Conv2d(8, 2, 1), nn.Sigmoid()))
+    return recompute_activations(prepared, checkpointed_only=True), plain
 
 
 class Operators(TorchDispatchMode):
@@ -88,8 +100,7 @@ def test_each_value_is_computed_once_per_backward_pass(networks):
     for retain in (True, True, False):
         with Operators() as operators:
             loss.backward(retain_graph=retain)
-        assert operators.calls["native_batch_norm"] == 2
-        assert operators.calls["silu"] == 2 and operators.calls["native_group_norm"] == 2
+        assert [operators.calls[name] for name in ("native_batch_norm", "silu", "native_group_norm")] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU6(), nn.ReLU6(True), nn.LeakyReLU(0.1), nn.Hardtanh(-1, 1)], ids=str)
@@ -113,18 +124,15 @@ def test_transposed_inputs_of_matrix_products_are_not_copied_for_the_backward_pa
     x = torch.randn(2, 10, 16, dtype=dtype, requires_grad=True)
     kept = [kept_bytes(network, lambda n=network: n(x).sum(), [x]) for network in (plain, prepared)]
     assert kept[0] - kept[1] == 2 * x.nbytes  # both normalised values, the first in its transposed copy
-    for ours, theirs in zip(gradients(prepared, x), gradients(plain, x), strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, gradients(prepared, x), gradients(plain, x)))
 
 
-def test_a_graph_can_be_used_twice_and_in_parts(networks):
-    prepared, plain = networks
+def test_a_graph_can_be_used_twice_and_in_parts(any_networks):
+    prepared, plain = any_networks
     loss, parameters = loss_of(prepared, IMAGES), list(prepared.parameters())
     expected = gradients(plain, IMAGES)
-    assert_same(list(torch.autograd.grad(loss, parameters[-2:], retain_graph=True)), expected[-2:])
-    assert_same(list(torch.autograd.grad(loss, parameters, retain_graph=True)), expected)
-    assert_same(list(torch.autograd.grad(loss, parameters[:3], retain_graph=True)), expected[:3])
-    assert_same(list(torch.autograd.grad(loss, parameters)), expected)
+    for part, retain in ((slice(-2, None), True), (slice(None), True), (slice(3), True), (slice(None), False)):
+        assert_same(list(torch.autograd.grad(loss, parameters[part], retain_graph=retain)), expected[part])
 
 
 def test_two_forward_passes_before_a_backward_pass_and_a_module_used_twice(networks):
@@ -139,34 +147,27 @@ def test_two_forward_passes_before_a_backward_pass_and_a_module_used_twice(netwo
 def test_a_graph_freed_in_part_still_gives_the_other_part():
     """Two heads on one body: the first backward pass frees the body's nodes, and the second one needs only a head."""
 
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.first, self.second = Block(), nn.Conv2d(4, 1, 1), nn.Conv2d(4, 1, 1)
-
+    class Heads(nn.Sequential):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            x = F.silu(self.body(x))
-            return self.first(x), self.second(x)
+            x = F.silu(self[0](x))
+            return self[1](x), self[2](x)
 
     results = []
-    for prepare in (recompute_activations, lambda network: network):
-        torch.manual_seed(0)
-        network = prepare(Heads().double())
+    for network in both(Heads(Block(), nn.Conv2d(4, 1, 1), nn.Conv2d(4, 1, 1))):
         first, second = network(IMAGES[:, :1].expand(-1, 4, -1, -1))
         first.sum().backward()
-        results.append(list(torch.autograd.grad(second.square().sum(), network.second.parameters())))
+        results.append(list(torch.autograd.grad(second.square().sum(), network[2].parameters())))
     assert_same(*results)
 
 
 def test_second_derivatives(networks):
-    for network in networks:
-        network[1].norm1.eval(), network[2].norm1.eval()
     results = []
     for network in networks:
+        network[1].norm1.eval(), network[2].norm1.eval()
         x = IMAGES.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(loss_of(network, x), x, create_graph=True)
         results.append([gradient, *torch.autograd.grad(gradient.square().sum(), x)])
-    assert_same(results[0], results[1])
+    assert_same(*results)
 
 
 def backward(network: nn.Module, loss: Tensor) -> list[Tensor]:
@@ -176,24 +177,27 @@ def backward(network: nn.Module, loss: Tensor) -> list[Tensor]:
     return [parameter.grad for parameter in network.parameters()]
 
 
+class Head(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, norm = self
+        return norm(torch.cat([first(x), second(x)], dim=1)).sum()
+
+
 def test_the_parts_of_a_concatenation_that_is_written_over_are_not_kept():
     """As in DeepLabV3's head, whose first in-place norm takes the concatenated branches."""
-
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.branches = nn.ModuleList(nn.Conv2d(3, 8, 1) for _ in range(2))
-            self.norm = InPlaceABN(16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(torch.cat([branch(x) for branch in self.branches], dim=1)).sum()
-
-    prepared, plain = (kept_bytes(network, lambda n=network: n(IMAGES), [IMAGES]) for network in both(Head()))
+    head = Head(nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), InPlaceABN(16))
+    prepared, plain = (kept_bytes(network, lambda n=network: n(IMAGES), [IMAGES]) for network in both(head))
     assert prepared == plain
 
 
+class Inside(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self[0](x))
+        return self[3](checkpoint(nn.Sequential(self[1], self[2]), x, use_reentrant=self.use_reentrant).relu())
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_outside_save_their_bytes(networks, use_reentrant):
+def test_checkpoints_outside_save_their_bytes_and_may_be_inside(networks, use_reentrant):
     results, kept = [], []
     for network in networks:
 
@@ -205,64 +209,51 @@ def test_checkpoints_outside_save_their_bytes(networks, use_reentrant):
         kept.append(kept_bytes(network, loss, []))
     assert_same(*results)
     assert kept[0] == kept[1]
+    inside = Inside(*networks[1])
+    inside.use_reentrant = use_reentrant
+    assert_same(*(backward(network, loss_of(network, IMAGES)) for network in both(inside)))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_inside(networks, use_reentrant):
-    class Inside(nn.Module):
-        def __init__(self, network):
-            super().__init__()
-            self.network = network
-
-        def forward(self, x):
-            x = F.silu(self.network[0](x))
-            return self.network[3](checkpoint(self.network[1:3], x, use_reentrant=use_reentrant).relu())
-
-    prepared, plain = recompute_activations(Inside(networks[1])), Inside(small())
-    assert_same(backward(prepared, loss_of(prepared, IMAGES)), backward(plain, loss_of(plain, IMAGES)))
-
-
-def test_hooks_around_it_get_what_is_kept_once(networks):
-    packed, unpacked = [], []
-
-    def pack(tensor: Tensor) -> tuple[object, Tensor]:
-        packed.append(tensor)
-        return object(), tensor
+def test_hooks_around_it_are_asked_once_for_what_they_keep(any_networks):
+    """The hooks of `torch.utils.checkpoint`, for example, may refuse to unpack a tensor twice."""
+    unpacked = []
 
     def unpack(pair: tuple[object, Tensor]) -> Tensor:
         unpacked.append(pair[0])
         return pair[1]
 
-    prepared, plain = networks
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        found = gradients(prepared, IMAGES)
-    assert len(unpacked) == len(set(unpacked)) <= len(packed)
-    assert_same(found, gradients(plain, IMAGES))
+    prepared, plain = any_networks
+    expected = gradients(plain, IMAGES)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (object(), tensor), unpack):
+        assert_same(gradients(prepared, IMAGES), expected)
+    assert 0 < len(unpacked) == len(set(unpacked))
     with torch.autograd.graph.save_on_cpu():
-        assert_same(gradients(prepared, IMAGES), gradients(plain, IMAGES))
+        assert_same(gradients(prepared, IMAGES), expected)
+    loss = checkpoint(lambda images: loss_of(prepared, images), IMAGES, use_reentrant=False)
+    assert_same(list(torch.autograd.grad(loss, list(prepared.parameters()))), expected)
 
 
 def test_no_gradients_no_cost(networks):
-    prepared, plain = networks
     for mode in (torch.no_grad, torch.inference_mode):
         outputs, calls = [], []
-        for network in (prepared, plain):
+        for network in networks:
             with mode(), Operators() as operators:
                 outputs.append(network(IMAGES))
             calls.append(operators.calls)
         assert torch.equal(*outputs) and calls[0] == calls[1]
 
 
-def test_a_failing_forward_pass_closes_the_recording(networks):
+def test_a_failing_forward_pass_closes_the_recording(any_networks):
+    prepared, plain = any_networks
     with pytest.raises(RuntimeError):
-        networks[0](torch.zeros(1, 5, 3, 3, dtype=torch.float64))
+        prepared(torch.zeros(1, 5, 3, 3, dtype=torch.float64))
     assert current_hooks() is None
-    assert_same(gradients(networks[0], IMAGES), gradients(networks[1], IMAGES))
+    assert_same(gradients(prepared, IMAGES), gradients(plain, IMAGES))
 
 
-def test_memory_is_back_after_every_step(networks):
+def test_memory_is_back_after_every_step(any_networks):
     """Without waiting for the garbage collector."""
-    prepared = networks[0]
+    prepared = any_networks[0]
 
     def living() -> int:
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
@@ -291,20 +282,19 @@ def test_threads(networks):
 
 
 def test_copies_and_pickles(networks):
-    for other in (copy.deepcopy(networks[0]), pickle.loads(pickle.dumps(networks[0]))):
-        assert kept_bytes(other, lambda o=other: loss_of(o, IMAGES), [IMAGES]) < kept_bytes(
-            networks[1], lambda: loss_of(networks[1], IMAGES), [IMAGES]
-        )
-        assert_same(gradients(other, IMAGES), gradients(networks[1], IMAGES))
+    prepared, plain = networks
+    others = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
+    kept = [kept_bytes(other, lambda o=other: loss_of(o, IMAGES), [IMAGES]) for other in others]
+    assert max(kept[1:]) < kept[0]
+    for other in others[1:]:
+        assert_same(gradients(other, IMAGES), gradients(plain, IMAGES))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     """The casts that it makes are computed again as well."""
-    prepared, plain = recompute_activations(small().float()), small().float()
-    images = IMAGES.float()
-    results, kept = [], []
-    for network in (prepared, plain):
+    images, results, kept = IMAGES.float(), [], []
+    for network in (recompute_activations(small().float()), small().float()):
 
         def run(n=network) -> Tensor:
             with torch.autocast("cpu", dtype):
@@ -312,18 +302,20 @@ def test_autocast(dtype):
 
         results.append(list(torch.autograd.grad(run(), network.parameters())))
         kept.append(kept_bytes(network, run, [images]))
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, *results))
     assert kept[0] < 0.7 * kept[1]
 
 
-def test_compiled_it_does_nothing(networks):
+def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
     prepared, plain = networks
     compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
     with pytest.warns(UserWarning, match="does nothing inside torch.compile") as warned:
         found = [gradients(compiled, IMAGES) for _ in range(2)]
     assert len(warned) == 1
     assert_same(found[1], gradients(plain, IMAGES))
+    weights = {name: parameter.detach() for name, parameter in prepared.named_parameters()}
+    found = grad(lambda weights: functional_call(prepared, weights, (IMAGES,)).square().mean())(weights)
+    assert found.keys() == weights.keys()
 
 
 @pytest.mark.parametrize("after", [nn.ELU(inplace=True), nn.LeakyReLU(0.1)], ids=str)
@@ -339,26 +331,23 @@ def test_what_a_checkpointed_layer_computes_again_is_not_overwritten(activation,
     assert_same(list(torch.autograd.grad(loss, prepared.parameters())), expected)
 
 
-class NormInBothModes(nn.Module):
-    def __init__(self, norm: nn.Module):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Conv2d(3, 4, 1), norm, nn.Conv2d(4, 4, 1)
-
+class NormInBothModes(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        y = F.silu(self.norm.eval()(x)) + F.silu(x + self.norm.running_mean.view(1, -1, 1, 1))
-        self.norm.train()(3 * x)  # moves the running statistics, without a new version
-        return self.last(y)
+        first, norm, last = self
+        x = first(x)
+        y = F.silu(norm.eval()(x)) + F.silu(x + norm.running_mean.view(1, -1, 1, 1))
+        norm.train()(3 * x)  # moves the running statistics, without a new version
+        return last(y)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)], ids=str)
 def test_running_statistics_may_move_before_the_backward_pass(norm):
     results = []
-    for network in both(NormInBothModes(norm)):
+    for network in both(NormInBothModes(nn.Conv2d(3, 4, 1), norm, nn.Conv2d(4, 4, 1))):
         loss = loss_of(network, IMAGES)
         with torch.no_grad():
             network(2 * IMAGES)
-        results.append(list(torch.autograd.grad(loss, [network.first.weight, network.last.weight])))
+        results.append(list(torch.autograd.grad(loss, [network[0].weight, network[2].weight])))
     assert_same(*results)
 
 
@@ -384,28 +373,25 @@ def test_a_backward_function_that_writes_over_a_saved_tensor_is_found_out():
         output.sum().backward()
 
 
-class Watched(nn.Module):
+class Watched(nn.Sequential):
     """Marks a detached copy, and looks at a value that is then overwritten."""
 
-    def __init__(self, overwrites: bool):
-        super().__init__()
-        self.overwrites = overwrites
-        self.first, self.norm, self.last = nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1)
-
     def forward(self, x: Tensor) -> Tensor:
-        y = F.silu(self.norm(self.first(x)))
+        first, norm, last = self
+        y = F.silu(norm(first(x)))
         self.mean = y.abs().mean().item()
         if self.overwrites:
             y *= 0.5
-        output = self.last(y)
+        output = last(y)
         self.map = y.detach().requires_grad_()
         return output
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
 def test_what_nobody_differentiates_is_no_reason_for_an_error(overwrites):
-    prepared, plain = both(Watched(overwrites))
-    assert_same(gradients(prepared, IMAGES), gradients(plain, IMAGES))
+    watched = Watched(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))
+    watched.overwrites = overwrites
+    assert_same(*(gradients(network, IMAGES) for network in both(watched)))
 
 
 @pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
@@ -419,10 +405,3 @@ def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
             thread.submit(loss.backward).result()
         results.append([parameter.grad for parameter in network.parameters()])
     assert_same(*results)
-
-
-def test_inside_of_torch_func_it_does_nothing():
-    network = recompute_activations(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
-    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    found = grad(lambda p: functional_call(network, p, (torch.ones(1, 3),)).sum())(weights)
-    assert found.keys() == weights.keys()

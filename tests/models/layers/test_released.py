@@ -13,17 +13,16 @@ from models.layers import ABN, CheckpointedABN, InPlaceABN, from_released
 
 def network(cls=InPlaceABN, **options) -> nn.Module:
     torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Conv2d(c, 4, 1), cls(4, **options)) for c in (3, 4)]
-    return nn.Sequential(*stages)
+    return nn.Sequential(*(nn.Sequential(nn.Conv2d(c, 4, 1), cls(4, **options)) for c in (3, 4)))
 
 
-def released(build=network) -> dict[str, Tensor]:
-    """The state dict of a network of the released package."""
-    module = build()
-    for name, tensor in module.state_dict().items():
-        if not name.endswith("num_batches_tracked"):
-            tensor.uniform_(-1, 1)
+def without_counts(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in module.state_dict().items() if "num_batches_tracked" not in name}
+
+
+def released() -> dict[str, Tensor]:
+    """The state dict of a network of the released package."""
+    return {name: torch.empty_like(tensor).uniform_(-1, 1) for name, tensor in without_counts(network()).items()}
 
 
 def load(module: nn.Module, state: dict[str, Tensor], **options) -> list[str]:
@@ -35,11 +34,12 @@ def load(module: nn.Module, state: dict[str, Tensor], **options) -> list[str]:
 
 
 @pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN])
-def test_released_scales_become_ours(cls):
+def test_released_scales_become_ours(cls, tmp_path):
     state = released()
     before = {name: tensor.clone() for name, tensor in state.items()}
     converted, module = from_released(state, eps=0.25), network(cls)
-    assert load(module, converted) == []
+    torch.save(converted, tmp_path / "file.pt")  # which marks it too
+    assert load(module, torch.load(tmp_path / "file.pt")) == load(module, converted) == []
     assert list(converted) == list(state)
     for name, tensor in state.items():
         assert torch.equal(tensor, before[name])  # the argument is unchanged
@@ -49,6 +49,16 @@ def test_released_scales_become_ours(cls):
     assert torch.equal(from_released(state)["0.1.weight"], state["0.1.weight"].abs() + 1e-5)
     twice = from_released(converted, eps=0.25)
     assert all(torch.equal(twice[name], converted[name]) for name in state)
+
+
+@pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN])
+@pytest.mark.parametrize("strict", [True, False])
+def test_loading_a_released_state_dict_warns_once_per_load(cls, strict):
+    module, state = network(cls), released()
+    for _ in range(2):
+        (line,) = load(module, state, strict=strict)
+        assert "0.1" in line and "from_released(state_dict, eps=1e-5)" in line and "|weight| + eps" in line
+    assert torch.equal(module[0][1].weight, state["0.1.weight"])
 
 
 def test_norms_of_other_kinds_keep_their_weights():
@@ -71,21 +81,10 @@ def test_a_single_layer_and_what_it_computes():
     torch.testing.assert_close(layer(torch.full((1, 2), 3.0)), expected)
 
 
-@pytest.mark.parametrize("cls", [ABN, CheckpointedABN, InPlaceABN])
-@pytest.mark.parametrize("strict", [True, False])
-def test_loading_a_released_state_dict_warns_once_per_load(cls, strict):
-    module, state = network(cls), released()
-    for _ in range(2):
-        (line,) = load(module, state, strict=strict)
-        assert "0.1" in line and "from_released(state_dict, eps=1e-5)" in line and "|weight| + eps" in line
-    assert torch.equal(module[0][1].weight, state["0.1.weight"])
-
-
 @pytest.mark.parametrize("module", [InPlaceABN(4), network(), nn.ModuleDict({"module": network()})])
 def test_the_warning_points_at_the_caller(module):
-    state = {name: tensor for name, tensor in module.state_dict().items() if "num_batches_tracked" not in name}
     with pytest.warns(UserWarning, match="inplace_abn") as caught:
-        module.load_state_dict(state)
+        module.load_state_dict(without_counts(module))
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -102,12 +101,7 @@ def test_prefixes_and_parts_are_found():
     assert "(the module itself)" in line
 
 
-def test_the_mark_survives_a_file(tmp_path):
-    torch.save(from_released(released()), tmp_path / "file.pt")
-    assert load(network(), torch.load(tmp_path / "file.pt")) == []
-
-
-def test_state_dicts_of_standard_norms_do_not_warn():
+def test_state_dicts_of_standard_norms_and_layers_without_statistics_or_scale_do_not_warn():
     standard = network(nn.BatchNorm2d)
     assert load(network(), standard.state_dict()) == []
     assert load(network(), dict(standard.state_dict())) == []  # without metadata
@@ -116,12 +110,7 @@ def test_state_dicts_of_standard_norms_do_not_warn():
         converted = to_inplace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.LeakyReLU()))
         twin = copy.deepcopy(converted)
     assert load(twin, converted.state_dict(), assign=True) == []
-
-
-def test_layers_without_statistics_or_scale_do_not_warn():
     for options in ({"track_running_stats": False}, {"learn_scale": False}, {"affine": False}):
-        state = {k: v for k, v in network(**options).state_dict().items() if "num_batches_tracked" not in k}
-        assert load(network(**options), state) == []
+        assert load(network(**options), without_counts(network(**options))) == []
     parameters = {name: parameter.detach() for name, parameter in network().named_parameters()}
-    assert load(network(), parameters, strict=False) == []
-    assert load(network(), {}, strict=False) == []
+    assert load(network(), parameters, strict=False) == load(network(), {}, strict=False) == []

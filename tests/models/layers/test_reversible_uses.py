@@ -15,57 +15,47 @@ from tests.models.layers.test_reversible import (
     IMAGES,
     NORMS,
     Opaque,
+    Scaled,
     additive,
     affine,
     assert_same,
     assert_same_use,
     branch,
-    gradients,
     made,
     step,
     wrapped,
 )
 
 
-@pytest.fixture
-def traced_autograd():
+@pytest.fixture(params=[True])
+def traced_autograd(request):
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
+    with torch._dynamo.config.patch(trace_autograd_ops=request.param):
         yield
     torch._dynamo.reset()
 
 
-def assert_compiled_the_same(network: nn.Module, *blocks: nn.Module, steps: int = 1, **options) -> None:
+untraced_autograd = pytest.mark.parametrize("traced_autograd", [False], indirect=True)
+
+
+def assert_compiled_the_same(network: nn.Module, *blocks: nn.Module, steps: int = 1, fullgraph: bool = True) -> None:
     plain = copy.deepcopy(nn.Sequential(*blocks))
-    compiled = torch.compile(network, backend="aot_eager", **options)
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=fullgraph)
     for _ in range(steps):  # gradients and statistics go on
         assert_same(step(compiled, IMAGES), step(plain, IMAGES))
 
 
 def test_compiled_as_one_graph(traced_autograd):
-    blocks = made(additive(), affine(norm=nn.BatchNorm2d))
-    assert_compiled_the_same(ReversibleSequence(blocks), *blocks, steps=2, fullgraph=True)
-
-
-def test_compiled_tied_parameters(traced_autograd):
-    """PyTorch traces wrong gradients for an argument that is given twice, so such couplings are no node of a row."""
-    first, second = made(additive(), additive())
-    second.Fm[1].weight = first.Fm[1].weight
-    blocks = [first, second, AdditiveCoupling(first.Fm, first.Fm)]
-    assert_compiled_the_same(ReversibleSequence(blocks), *blocks, fullgraph=True)
-
-
-def test_compiled_wrappers_and_subclasses(traced_autograd):
-    blocks = made(
-        Scaled(branch()), additive(), affine(norm=nn.BatchNorm2d), additive(norm=nn.BatchNorm2d), Scaled(branch())
+    """PyTorch traces wrong gradients for an argument that is given twice, so tied couplings are no node of a row."""
+    first, affine_coupling, tied, *others = made(
+        *(additive(), affine(norm=nn.BatchNorm2d), additive()),
+        *(Scaled(branch()), affine(norm=nn.BatchNorm2d), additive(norm=nn.BatchNorm2d), Scaled(branch())),
     )
-    network = nn.Sequential(
-        ReversibleSequence(blocks[:2]),
-        InvertibleModuleWrapper(blocks[2]),
-        InvertibleModuleWrapper(blocks[3], keep_input=True),
-        InvertibleModuleWrapper(blocks[4]),
-    )
-    assert_compiled_the_same(network, *blocks, fullgraph=True)
+    tied.Fm[1].weight = first.Fm[1].weight
+    row = [first, affine_coupling, tied, AdditiveCoupling(first.Fm, first.Fm), others[0]]
+    wrappers = [InvertibleModuleWrapper(block, keep_input=i == 1) for i, block in enumerate(others[1:])]
+    network = nn.Sequential(ReversibleSequence(row), *wrappers)
+    assert_compiled_the_same(network, *row, *others[1:], steps=2)
 
 
 @pytest.mark.parametrize("keep_input, buffers", [(False, 1), (True, 2)])
@@ -81,47 +71,24 @@ def test_compiled_a_wrapper_keeps_its_output_alone(traced_autograd, keep_input, 
     assert sum(tensor.nbytes for tensor in saved if len(tensor) == 2) == buffers * x.nbytes
 
 
-def test_compiled_with_breaks():
+@untraced_autograd
+def test_compiled_with_breaks(traced_autograd):
     """PyTorch does not trace gradients in a gradient, unless it is told to."""
-    torch._dynamo.reset()
     blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)))
-    assert_compiled_the_same(ReversibleSequence(blocks), *blocks)
-    torch._dynamo.reset()
+    assert_compiled_the_same(ReversibleSequence(blocks), *blocks, fullgraph=False)
 
 
-def test_compiled_branches():
-    torch._dynamo.reset()
+@untraced_autograd
+def test_compiled_branches(traced_autograd):
     blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
     plain = copy.deepcopy(nn.Sequential(*blocks))
-    blocks[0].Fm, blocks[0].Gm = (torch.compile(part, backend="aot_eager") for part in (blocks[0].Fm, blocks[0].Gm))
+    blocks[0].Fm, blocks[0].Gm = (torch.compile(part, backend="aot_eager") for part in blocks[0].children())
     assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
-    torch._dynamo.reset()
 
 
 class DroppingABN(ABN):
     def forward(self, x):
         return nn.functional.dropout(super().forward(x), 0.3, self.training)
-
-
-class Scaled(AdditiveCoupling):
-    """A coupling with more than half-steps."""
-
-    def __init__(self, Fm):
-        super().__init__(Fm)
-        self.scale = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return self.scale * super().forward(x)
-
-    def inverse(self, y):
-        return super().inverse(y / self.scale)
-
-
-@pytest.mark.parametrize("form", [ReversibleSequence, wrapped])
-def test_subclasses_that_override_more(form):
-    blocks = made(Scaled(branch()), additive(), Scaled(branch()))
-    plain = copy.deepcopy(nn.Sequential(*blocks))
-    assert_same(step(form(blocks), IMAGES), step(plain, IMAGES))
 
 
 def test_compiled_dropout_keeps_its_activations(traced_autograd):
@@ -162,39 +129,32 @@ def test_modes_and_statistics_that_change_before_the_backward_pass(norm):
                 network(IMAGES.sin())
         y.square().sum().backward()
         assert all(module.training for module in network.modules())
-        return []
 
     assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
 
 
 def test_buffers_that_the_forward_pass_moves():
     """Spectral norm takes a step of its power iteration in every forward pass: the repetition starts where it did."""
-    blocks = made(
-        *(AdditiveCoupling(nn.Sequential(spectral_norm(nn.Conv2d(4, 4, 3, padding=1)), nn.Tanh())) for _ in range(3))
-    )
-    plain = copy.deepcopy(nn.Sequential(*blocks))
-    network = ReversibleSequence(blocks)
+    convolutions = [spectral_norm(nn.Conv2d(4, 4, 3, padding=1)) for _ in range(3)]
+    blocks = made(*(AdditiveCoupling(nn.Sequential(conv, nn.Tanh())) for conv in convolutions))
+    plain, network = copy.deepcopy(nn.Sequential(*blocks)), ReversibleSequence(blocks)
     for _ in range(2):
         assert_same(step(network, IMAGES), step(plain, IMAGES))
 
 
 class Rounded(nn.Module):
-    def forward(self, x):
-        return (10 * x.double().sin()).round().to(x.dtype)
+    forward = staticmethod(lambda x: (10 * x.double().sin()).round().to(x.dtype))
+
+
+class Float(nn.Module):
+    forward = staticmethod(lambda x: x.double() / 7)
 
 
 def test_integers_are_restored():
     blocks = [AdditiveCoupling(Rounded()), *made(AdditiveCoupling(nn.Sequential(Float(), *branch())))]
     x = torch.arange(3 * 8 * 20, dtype=torch.int32).reshape(3, 8, 5, 4) % 7
-    network, plain = ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks)
-    for net in (network, plain):
-        net(x).square().sum().backward()
-    assert_same(gradients(network), gradients(plain))
-
-
-class Float(nn.Module):
-    def forward(self, x):
-        return x.double() / 7
+    networks = ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks)
+    assert_same_use(lambda network, _: network(x).square().sum().backward(), *networks)
 
 
 class InPlace(nn.Module):
@@ -211,9 +171,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("where", ["forward", "inverse"])
 def test_functions_that_write_over_their_input_are_named(where):
-    network = nn.Sequential(
-        *made(InvertibleModuleWrapper(additive()), InvertibleModuleWrapper(InPlace(where)), additive())
-    )
+    network = nn.Sequential(*wrapped(made(additive(), InPlace(where))), *made(additive()))
     with pytest.raises(ValueError, match="InPlace.* wrote over its input"):
         network(IMAGES.clone().requires_grad_()).sum().backward()
 
@@ -230,14 +188,12 @@ class Failing(nn.Sequential):
 def kept_then_wrapped(network, x):
     y = network[0](x * 1)
     (network[1](y) + network[2](y)).square().sum().backward()
-    return []
 
 
 def unused(network, x):
     y = network[0](x * 1)
     network[1](y)
     network[2](y).square().sum().backward()
-    return []
 
 
 def failed_once(network, x):
@@ -248,7 +204,6 @@ def failed_once(network, x):
         network[1](y)
     failing.fails = False
     network[2](network[1](y)).square().sum().backward()
-    return []
 
 
 def first_in_part(network, x):
@@ -274,49 +229,35 @@ def test_a_kept_block_that_begins_with_a_wrapper():
     blocks = made(additive(), additive(), nn.Conv2d(8, 8, 1), additive())
     plain = nn.Sequential(*copy.deepcopy(blocks))
     inner = nn.Sequential(InvertibleModuleWrapper(blocks[1]), blocks[2])
-    network = nn.Sequential(
-        InvertibleModuleWrapper(blocks[0]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3]
-    )
+    network = nn.Sequential(*wrapped(blocks[:1]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3])
+    parts = [ReversibleSequence(blocks[:1]), nn.Sequential(ReversibleSequence([blocks[1]]), *blocks[2:])]
+    for outside in (network, ReversibleSequence(parts)):
+        outside.zero_grad(), plain.zero_grad()
+        assert_same(step(outside, IMAGES), step(plain, IMAGES))
+
+
+def test_blocks_without_inverse_inside_others():
+    flat = made(additive(), additive(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), additive())
+    plain = copy.deepcopy(nn.Sequential(*flat))
+    inner = ReversibleSequence(flat[1:3]), InvertibleModuleWrapper(flat[3], keep_input=True)
+    network = ReversibleSequence([flat[0], *inner, flat[4]])
+    assert not any(each.invertible for each in (network, *inner))
     assert_same(step(network, IMAGES), step(plain, IMAGES))
-    nested = ReversibleSequence(
-        [ReversibleSequence(blocks[:1]), nn.Sequential(ReversibleSequence([blocks[1]]), *blocks[2:])]
-    )
-    nested.zero_grad()
-    assert_same(step(nested, IMAGES), step(copy.deepcopy(plain), IMAGES) | {"output": plain(IMAGES).detach()})
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda: ReversibleSequence([additive(), nn.Conv2d(8, 8, 1)]),
-        lambda: InvertibleModuleWrapper(nn.Conv2d(8, 8, 1), keep_input=True),
-    ],
-)
-def test_blocks_without_inverse_inside_others(inner):
-    blocks = made(additive(), inner(), additive())
-    plain = copy.deepcopy(blocks)
-    flat = nn.Sequential(plain[0], *([*plain[1].blocks] if hasattr(plain[1], "blocks") else [plain[1]._fn]), plain[2])
-    network = ReversibleSequence(blocks)
-    assert not network.invertible and not blocks[1].invertible
-    assert_same(step(network, IMAGES), step(flat, IMAGES))
-
-
-class Hamiltonian(nn.Module):
+class Hamiltonian(nn.Sequential):
     """The gradient of a learned energy."""
-
-    def __init__(self):
-        super().__init__()
-        self.energy = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh())
 
     def forward(self, x):
         with torch.enable_grad():
             x = x if x.requires_grad else x.detach().requires_grad_()
-            (force,) = torch.autograd.grad(self.energy(x).square().sum(), x, create_graph=True)
+            (force,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
         return force
 
 
 def test_branches_that_differentiate_keep_their_activations_or_are_named():
-    blocks = made(AdditiveCoupling(Hamiltonian()), AdditiveCoupling(Hamiltonian()))
+    energies = [(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(2)]
+    blocks = made(*(AdditiveCoupling(Hamiltonian(*energy)) for energy in energies))
     plain = copy.deepcopy(nn.Sequential(*blocks))
     with pytest.raises(RuntimeError, match="asks for gradients in its forward pass.*disable=True"):
         step(ReversibleSequence(blocks), IMAGES)
@@ -332,22 +273,18 @@ def test_what_a_branch_leaves_behind_cannot_be_differentiated_after_it_ran_again
         network.left.backward()
 
 
+class Masked(Opaque):
+    def forward(self, x, mask):
+        return self[0](x), mask
+
+    def inverse(self, y, mask):
+        return self[0].inverse(y), mask
+
+
 def test_a_stream_without_gradient_does_not_end_the_chain():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.coupling = additive()
-
-        def forward(self, x, mask):
-            return self.coupling(x), mask
-
-        def inverse(self, y, mask):
-            return self.coupling.inverse(y), mask
-
-    blocks = made(*(Masked() for _ in range(5)))
     alive: list[weakref.ref] = []
     values = (IMAGES.clone().requires_grad_() * 1, torch.ones(3))
-    for block in blocks:
+    for block in made(*(Masked(additive()) for _ in range(5))):
         values = InvertibleModuleWrapper(block)(*values)
         alive.append(weakref.ref(values[0].untyped_storage()))
     assert sum(reference() is not None for reference in alive) == 1
@@ -357,7 +294,7 @@ def test_a_stream_without_gradient_does_not_end_the_chain():
 def test_drift_of_opaque_modules_is_measured():
     blocks = [additive(norm=nn.Identity) for _ in range(3)]
     x = IMAGES.float()
-    for chain in (blocks, [InvertibleModuleWrapper(b) for b in blocks], [Opaque(b) for b in blocks]):
+    for chain in (blocks, wrapped(blocks), map(Opaque, blocks)):
         assert 0 < drift(ReversibleSequence(chain).reversible_blocks, x) < 1e-5
     assert drift([nn.Conv2d(8, 8, 1)], x) == 0
 
@@ -365,9 +302,8 @@ def test_drift_of_opaque_modules_is_measured():
 def test_a_norm_in_two_branches():
     """A norm that is listed in two modules of one step keeps its own buffers."""
     norm = nn.BatchNorm2d(4)
-    network = ReversibleSequence(
-        made(AdditiveCoupling(nn.Sequential(norm, nn.Conv2d(4, 4, 1)), nn.Sequential(norm, nn.Tanh())))
-    )
+    branches = nn.Sequential(norm, nn.Conv2d(4, 4, 1)), nn.Sequential(norm, nn.Tanh())
+    network = ReversibleSequence(made(AdditiveCoupling(*branches)))
     buffers = {name: id(values) for name, values in norm.named_buffers()}
     step(network, IMAGES)
     assert {name: id(values) for name, values in norm.named_buffers()} == buffers

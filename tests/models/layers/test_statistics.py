@@ -9,22 +9,17 @@ from models.layers import InPlaceABN, renew_statistics
 
 
 @pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
-def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm):
-    """As from PyTorch's update_bn, but without the dropout that it leaves on."""
-    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4)).train()
-    minibatches = [torch.randn(2, 3, 8, 8) for _ in range(3)]
-    renew_statistics(network, minibatches)
+@pytest.mark.parametrize("labelled", [False, True])
+def test_renewed_statistics_are_the_average_of_the_given_minibatches(norm, labelled):
+    """As from PyTorch's update_bn, but without the dropout that it leaves on; other minibatches need a `forward`."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.9), norm(4), FrozenBatchNorm2d(4)).train()
+    frozen, minibatches = network[3].running_mean.clone(), [torch.randn(2, 3, 8, 8) for _ in range(3)]
+    if labelled:
+        renew_statistics(network, [(images, 0) for images in minibatches], forward=lambda batch: network(batch[0]))
+    else:
+        renew_statistics(network, minibatches)
     with torch.no_grad():
         outputs = [network[0](images).transpose(0, 1).flatten(1) for images in minibatches]
     torch.testing.assert_close(network[2].running_mean, sum(y.mean(dim=1) for y in outputs) / 3)
     torch.testing.assert_close(network[2].running_var, sum(y.var(dim=1) for y in outputs) / 3)
-    assert network[2].momentum == 0.1 and not network.training
-
-
-def test_a_loader_of_images_and_labels_needs_a_forward():
-    network = nn.Sequential(InPlaceABN(3), FrozenBatchNorm2d(3)).train()
-    frozen = network[1].running_mean.clone()
-    loader = [(torch.randn(2, 3, 8, 8), torch.zeros(2)) for _ in range(3)]
-    renew_statistics(network, loader, forward=lambda minibatch: network(minibatch[0]))
-    torch.testing.assert_close(network[0].running_mean, sum(images.mean((0, 2, 3)) for images, _ in loader) / 3)
-    assert torch.equal(network[1].running_mean, frozen)
+    assert network[2].momentum == 0.1 and not network.training and torch.equal(network[3].running_mean, frozen)
