@@ -10,6 +10,7 @@ from models.bodies import RevNet, densenet264, resnet34, resnet50, resnext101, w
 from models.heads import DeepLabV3
 from models.layers import ABN, InPlaceABN
 from models.segmentation import SegmentationNetwork
+from scripts.bench.measuring import saved_for_backward
 
 small_resnet = partial(resnet50, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), stem_channels=4)
 small_resnet_basic = partial(resnet34, structure=(1, 2, 1, 1), base_channels=(4, 4), stem_channels=4)
@@ -47,6 +48,18 @@ def small_segmentation(norm_act: NormAct = InPlaceABN, classes: int = 4) -> Segm
     body = small_resnext(norm_act, output_stride=8, structure=(1, 1, 1, 1))
     head = DeepLabV3(body.out_channels, hidden_channels=4, out_channels=6, dilations=(2, 3, 4), norm_act=norm_act)
     return SegmentationNetwork(body, head, classes)
+
+
+def parameters(*modules: nn.Module) -> int:
+    return sum(p.numel() for module in modules for p in module.parameters())
+
+
+def kept_maps(network: nn.Module, x: torch.Tensor) -> dict[int, int]:
+    """Bytes of each storage of (N, C, H, W) tensors, without parameters, that a forward pass keeps for the backward."""
+    _, saved = saved_for_backward(lambda: network(x))
+    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
+    storages = [tensor.untyped_storage() for tensor in saved if tensor.dim() == 4]
+    return {storage._cdata: storage.nbytes() for storage in storages if storage._cdata not in parameters}
 
 
 def trained(network: nn.Module, seed: int = 0) -> nn.Module:

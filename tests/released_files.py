@@ -28,9 +28,7 @@ class Released:
     def _tensor(self, name: str, shape: Sequence[int], low: float, high: float) -> Tensor:
         if name not in self.tensors:
             values = torch.empty(*shape, dtype=torch.float64, device=self.device)
-            if self.device != "meta":
-                values.uniform_(low, high, generator=self.generator)
-            self.tensors[name] = values
+            self.tensors[name] = values.uniform_(low, high, generator=self.generator)
         assert self.tensors[name].shape == tuple(shape), name
         return self.tensors[name]
 
@@ -44,7 +42,7 @@ class Released:
         """Scales of either sign, all larger than eps."""
         channels = x.shape[1]
         weight = self._tensor(f"{name}.weight", [channels], 0.5, 1.5)
-        if f"{name}.bias" not in self.tensors and self.device != "meta":
+        if f"{name}.bias" not in self.tensors:
             weight[::3] *= -1
         bias = self._tensor(f"{name}.bias", [channels], -0.5, 0.5)
         mean = self._tensor(f"{name}.running_mean", [channels], -0.5, 0.5)
@@ -52,7 +50,7 @@ class Released:
         scale = weight if self.plain else weight.abs() + EPS
         mean, std, scale, bias = (t.view(1, -1, 1, 1) for t in (mean, (var + EPS).sqrt(), scale, bias))
         y = (x - mean) / std * scale + bias
-        return torch.where(y < 0, 0.01 * y, y) if activated else y
+        return F.leaky_relu(y, 0.01) if activated else y
 
     def classified(self, x: Tensor, classes: int) -> Tensor:
         pooled = x.mean((2, 3))
@@ -81,41 +79,37 @@ class Released:
             return y + x
         return y + self.conv(f"{name}.proj_conv", z, channels[-1], 1, stride)
 
-    def post_block(self, name: str, x: Tensor, channels: Sequence[int], stride=1, dilation=1) -> Tensor:
+    def post_block(self, name: str, x: Tensor, channels: Sequence[int], stride=1) -> Tensor:
         kernels = (3, 3) if len(channels) == 2 else (1, 3, 1)
         y = x
         for number, (out, kernel) in enumerate(zip(channels, kernels, strict=True), start=1):
             here = stride if number == kernels.index(3) + 1 else 1
-            y = self.conv(f"{name}.convs.conv{number}", y, out, kernel, here, dilation if kernel == 3 else 1)
+            y = self.conv(f"{name}.convs.conv{number}", y, out, kernel, here)
             y = self.norm(f"{name}.convs.bn{number}", y, activated=number < len(channels))
         if stride != 1 or x.shape[1] != channels[-1]:
             x = self.norm(f"{name}.proj_bn", self.conv(f"{name}.proj_conv", x, channels[-1], 1, stride), False)
-        y = y + x
-        return torch.where(y < 0, 0.01 * y, y)
+        return F.leaky_relu(y + x, 0.01)
 
-    def dense_module(self, name: str, x: Tensor, layers: int, growth: int, dilation=1) -> Tensor:
+    def dense_module(self, name: str, x: Tensor, layers: int, growth: int) -> Tensor:
         for layer in range(layers):
             y = self.conv(f"{name}.convs1.{layer}.conv", self.norm(f"{name}.convs1.{layer}.bn", x), 4 * growth, 1)
             y = self.norm(f"{name}.convs3.{layer}.bn", y)
-            x = torch.cat([x, self.conv(f"{name}.convs3.{layer}.conv", y, growth, 3, 1, dilation)], 1)
+            x = torch.cat([x, self.conv(f"{name}.convs3.{layer}.conv", y, growth)], 1)
+        return x
+
+    def residual(self, block, x: Tensor, structure: Sequence[int], base: Sequence[int], **options) -> Tensor:
+        for stage, blocks in enumerate(structure):
+            for number in range(1, blocks + 1):
+                stride = 2 if number == 1 and stage else 1
+                x = block(f"mod{stage + 2}.block{number}", x, [c * 2**stage for c in base], stride, **options)
         return x
 
     def resnext(self, x, structure=(1, 2, 2, 1), base=(4, 4, 8), groups=2, channels=4, stem="3x3") -> Tensor:
-        x = self.stem(x, channels, stem)
-        for stage, blocks in enumerate(structure):
-            for block in range(1, blocks + 1):
-                stride = 2 if block == 1 and stage else 1
-                widths = [c * 2**stage for c in base]
-                x = self.identity_block(f"mod{stage + 2}.block{block}", x, widths, stride, groups=groups)
+        x = self.residual(self.identity_block, self.stem(x, channels, stem), structure, base, groups=groups)
         return self.norm("bn_out", x)
 
     def resnet(self, x, structure=(1, 2, 2, 1), base=(4, 4, 8), channels=4, stem="7x7") -> Tensor:
-        x = self.stem(x, channels, stem, last_norm=True)
-        for stage, blocks in enumerate(structure):
-            for block in range(1, blocks + 1):
-                stride = 2 if block == 1 and stage else 1
-                x = self.post_block(f"mod{stage + 2}.block{block}", x, [c * 2**stage for c in base], stride)
-        return x
+        return self.residual(self.post_block, self.stem(x, channels, stem, last_norm=True), structure, base)
 
     def densenet(self, x, structure=(2, 1, 3, 2), growth=4, channels=8, stem="3x3") -> Tensor:
         x = self.stem(x, channels, stem)
@@ -149,10 +143,8 @@ class Released:
         else:
             height, width = (min(window, side) for side in x.shape[2:])
             pooled = x.unfold(2, height, 1).unfold(3, width, 1).mean((-1, -2))
-            before = [(side - 1) // 2 for side in (width, height)]
-            pooled = F.pad(
-                pooled, (before[0], width - 1 - before[0], before[1], height - 1 - before[1]), mode="replicate"
-            )
+            padding = ((width - 1) // 2, width // 2, (height - 1) // 2, height // 2)
+            pooled = F.pad(pooled, padding, mode="replicate")
         pooled = self.norm("global_pooling_bn", self.conv("global_pooling_conv", pooled, hidden, 1))
         return self.norm("red_bn", reduced + self.conv("pool_red_conv", pooled, out, 1))
 

@@ -1,33 +1,19 @@
 """The layers' benchmark: what it counts, what it compares, how it judges. No test asserts a time."""
 
+import math
+
 import pytest
 import torch
 
 from scripts.bench import abn, abn_strategies
 from scripts.bench.abn_page import chart
-from scripts.bench.abn_strategies import (
-    BUDGET,
-    CHECKPOINTING_B,
-    CHECKPOINTING_C,
-    COMPILED,
-    COPY,
-    HOST,
-    INPLACE_1,
-    INPLACE_2,
-    INPLACE_COMPILED,
-    ONE_LAYER,
-    PACKAGE,
-    STANDARD,
-    SYNC,
-    Cell,
-    Work,
-)
+from scripts.bench.abn_strategies import COMPILED, COPY, INPLACE_2, PACKAGE, STANDARD, Cell, Work
 from scripts.bench.abn_targets import EAGER, PASS_IN_PART, SHOWN, targets
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS, Clock
 from scripts.bench.measuring import peak_bytes
 from tests.bench.records import measured
 
-OURS = (CHECKPOINTING_B, CHECKPOINTING_C, INPLACE_1, INPLACE_2)
+OURS = (abn_strategies.CHECKPOINTING_B, abn_strategies.CHECKPOINTING_C, abn_strategies.INPLACE_1, INPLACE_2)
 TINY = {"batch": 2, "channels": [8], "pixels": [4], "large": False, "rounds": 2, "sample_ms": 0.1}
 
 
@@ -60,9 +46,9 @@ def rows_of(result: dict, group: str, layout: str) -> dict[str, dict]:
 @pytest.mark.parametrize("layout", abn.LAYOUTS)
 def test_every_strategy_has_a_row_with_its_bytes(record, layout):
     rows = rows_of(record[0], "bn_act_conv", layout)
-    assert {STANDARD, *OURS, SYNC, COMPILED, BUDGET, COPY} <= rows.keys()
+    assert {STANDARD, *OURS, abn_strategies.SYNC, COMPILED, abn_strategies.BUDGET, COPY} <= rows.keys()
     buffers = {name: row["saved_buffers"] for name, row in rows.items()}
-    assert all(buffers[name] == 1 for name in (*OURS, SYNC, BUDGET)), buffers
+    assert all(buffers[name] == 1 for name in (*OURS, abn_strategies.SYNC, abn_strategies.BUDGET)), buffers
     assert buffers[STANDARD] == 2 and buffers[COMPILED] == 3  # the compiler of these tests keeps y as well
     for name, row in rows.items():
         assert len(row["times_ms"]) == TINY["rounds"] and row["median_ms"] > 0
@@ -72,14 +58,18 @@ def test_every_strategy_has_a_row_with_its_bytes(record, layout):
             assert row["peak_bytes"] > row["input_bytes"]
 
 
-def test_alone_the_same_strategies_and_the_backends(record):
+def test_alone_the_same_strategies_and_the_backends_and_all_in_the_page(record):
     rows = rows_of(record[0], "bn_act", "contiguous")
-    assert {STANDARD, *OURS, SYNC, COMPILED, EAGER, COPY} <= rows.keys() and BUDGET not in rows
+    assert {
+        STANDARD,
+        *OURS,
+        abn_strategies.SYNC,
+        COMPILED,
+        EAGER,
+        COPY,
+    } <= rows.keys() and abn_strategies.BUDGET not in rows
     assert rows[STANDARD]["ratio"] == 1
     assert rows[EAGER]["backend"] == rows[STANDARD]["backend"] == "eager" and rows[COMPILED]["backend"] == "aot_eager"
-
-
-def test_the_page_has_every_strategy_in_every_table(record):
     assert record[1].count(f"| {INPLACE_2} |") == 5  # in the summary and in four tables
     saved = "saved bytes, BN+ACT+CONV, in-place II | 0.5 | 0.5 plus O(C), exactly | 0.5 plus 2 C floats, 2 of 2"
     assert saved in record[1]
@@ -92,40 +82,32 @@ def test_the_network_is_measured_whole(monkeypatch):
     assert rows.keys() == {STANDARD, *OURS}
     assert rows[INPLACE_2]["saved_bytes"] < 0.65 * rows[STANDARD]["saved_bytes"]
     reasons = {entry["strategy"]: entry["reason"] for entry in result["left_out"]}
-    assert reasons == dict.fromkeys((COMPILED, BUDGET, INPLACE_COMPILED), "compiler=null")
+    assert reasons == dict.fromkeys((COMPILED, abn_strategies.BUDGET, abn_strategies.INPLACE_COMPILED), "compiler=null")
     assert not torch.distributed.is_initialized()
 
 
 def test_host_time_is_of_tiny_inputs_and_without_bytes():
-    result = measure(groups=list(HOST))
-    for group in HOST:
+    result = measure(groups=list(abn_strategies.HOST))
+    for group in abn_strategies.HOST:
         rows = rows_of(result, group, "contiguous")
-        assert rows.keys() == {STANDARD, ONE_LAYER, *OURS}
+        assert rows.keys() == {STANDARD, abn_strategies.ONE_LAYER, *OURS}
         assert all(row["input_bytes"] == 8192 and row["saved_bytes"] is None for row in rows.values())
-
-
-def test_inference_has_no_backward_pass():
+    # Inference has no backward pass.
     cell = Cell("host_eval", "TINY", (2, 8, 4, 4), "contiguous", "float32", "cpu")
     block = cell.block(torch.nn.BatchNorm2d)
     (output,) = Work(block, block, cell.tensor(cell.size).requires_grad_(), cell.tensor(cell.size)).step()
     assert not output.requires_grad and torch.equal(block[0].running_mean, torch.zeros(8))
 
 
-def test_cells_that_do_not_fit_the_minutes_are_named():
-    result = measure(minutes=1e-9)
-    assert result["rows"] == []
-    assert [entry["cell"] for entry in result["left_out"]] == ["bn_act CONV1 contiguous float32"]
-
-
-def test_a_cell_that_fails_does_not_lose_the_others(monkeypatch):
+def test_cells_that_fail_or_do_not_fit_the_minutes_are_named(monkeypatch):
     def failing(*_):
         raise MemoryError("no room")
 
     monkeypatch.setattr(abn, "interleaved", failing)
-    result = measure(compiler=None)
-    ((entry),) = result["left_out"]
-    assert (entry["strategy"], entry["reason"]) == ("all", "failed: MemoryError: no room")
-    assert not chart(result["rows"]).axes
+    for options, reason in (({"minutes": 1e-9}, "out of time: minutes=1e-09"), ({}, "failed: MemoryError: no room")):
+        result = measure(compiler=None, **options)
+        assert result["left_out"] == [{"cell": "bn_act CONV1 contiguous float32", "strategy": "all", "reason": reason}]
+        assert not chart(result["rows"]).axes
 
 
 def test_a_step_returns_all_gradients_and_an_owned_input_is_freed():
@@ -145,21 +127,16 @@ def test_a_step_returns_all_gradients_and_an_owned_input_is_freed():
 def synthetic(group: str, size: list[int], times_ms: dict[str, float], **cell: str) -> list[dict]:
     """Rows of one cell whose times double from round to round, with the bytes that the strategies should keep."""
     known = {"shape": "CONV1", "layout": "contiguous", "dtype": "float32", "device": "cpu", **cell}
-    input_bytes = 4 * size[0] * size[1] * size[2] * size[3]
-    return [
-        {
-            **known,
-            "group": group,
-            "size": size,
-            "strategy": name,
-            "input_bytes": input_bytes,
-            "saved_bytes": input_bytes * (2 if name in (STANDARD, COMPILED) else 1) + 8 * size[1],
-            "saved_vector_bytes": 8 * size[1],
-            "median_ms": 2 * ms,
-            "times_ms": [ms, 2 * ms, 4 * ms],
-        }
-        for name, ms in times_ms.items()
-    ]
+    input_bytes = 4 * math.prod(size)
+    rows = []
+    for name, ms in times_ms.items():
+        buffers = 2 if name in (STANDARD, COMPILED) else 1
+        memory = {"saved_bytes": buffers * input_bytes + 8 * size[1], "saved_vector_bytes": 8 * size[1]}
+        times = {"median_ms": 2 * ms, "times_ms": [ms, 2 * ms, 4 * ms]}
+        rows.append(
+            {**known, "group": group, "size": size, "strategy": name, "input_bytes": input_bytes, **memory, **times}
+        )
+    return rows
 
 
 def verdict_of(rows: list[dict], *words: str) -> tuple[str, str]:
@@ -194,10 +171,22 @@ def test_a_cell_without_a_measurement_limits_what_is_reached():
     assert [t.verdict for t in targets(rows, left_out) if t.verdict != NOT_MEASURED] == [PASS_IN_PART]
 
 
-@pytest.mark.parametrize("copy_ms, verdict", [(0.5, PASS), (0.6, MISS)])
-def test_the_package_is_not_charged_for_its_copy(copy_ms, verdict):
-    rows = synthetic("bn_act", SMALL, {STANDARD: 1.0, INPLACE_2: 1.0, PACKAGE: 4.5, COPY: copy_ms})
-    assert verdict_of(rows, "CPU", "released package | 0.25")[0] == verdict
+def test_targets_of_the_package_of_saved_bytes_and_of_networks():
+    """The package is not charged for its copy; half means exactly half; networks must be faster and smaller."""
+    for copy_ms, verdict in ((0.5, PASS), (0.6, MISS)):
+        rows = synthetic("bn_act", SMALL, {STANDARD: 1.0, INPLACE_2: 1.0, PACKAGE: 4.5, COPY: copy_ms})
+        assert verdict_of(rows, "CPU", "released package | 0.25")[0] == verdict
+
+    rows = synthetic("bn_act_conv", SMALL, dict.fromkeys((STANDARD, *OURS), 1.0))
+    assert verdict_of(rows, "saved bytes, BN+ACT+CONV") == (PASS, "0.5 plus 2 C floats, 1 of 1")
+    assert verdict_of(rows, "overhead")[0] == SHOWN
+    rows[-1]["saved_bytes"] += 1
+    assert verdict_of(rows, "saved bytes, BN+ACT+CONV")[0] == MISS
+
+    rows = synthetic("network", [8, 3, 128, 128], {STANDARD: 2.0, COMPILED: 1.0, abn_strategies.INPLACE_COMPILED: 0.85})
+    assert verdict_of(rows, "small whole network")[0] == PASS
+    rows[-1]["saved_bytes"] *= 1.1
+    assert verdict_of(rows, "small whole network")[0] == MISS
 
 
 def test_cuda_targets():
@@ -211,18 +200,3 @@ def test_cuda_targets():
         assert verdict_of([*alone, *block], "time saved")[0] == verdict
     fast = synthetic("bn_act", SMALL, {STANDARD: 0.04, INPLACE_2: 0.08, COPY: 0.01}, **cuda)
     assert verdict_of(fast, "CUDA", "at most 0.70")[0] == verdict_of(fast, "copy bandwidth")[0] == NOT_MEASURED
-
-
-def test_half_the_saved_bytes_means_exactly_half():
-    rows = synthetic("bn_act_conv", SMALL, dict.fromkeys((STANDARD, *OURS), 1.0))
-    assert verdict_of(rows, "saved bytes, BN+ACT+CONV") == (PASS, "0.5 plus 2 C floats, 1 of 1")
-    assert verdict_of(rows, "overhead")[0] == SHOWN
-    next(row for row in rows if row["strategy"] == INPLACE_2)["saved_bytes"] += 1
-    assert verdict_of(rows, "saved bytes, BN+ACT+CONV")[0] == MISS
-
-
-def test_the_network_must_be_faster_and_smaller():
-    rows = synthetic("network", [8, 3, 128, 128], {STANDARD: 2.0, COMPILED: 1.0, INPLACE_COMPILED: 0.85})
-    assert verdict_of(rows, "small whole network")[0] == PASS
-    next(row for row in rows if row["strategy"] == INPLACE_COMPILED)["saved_bytes"] *= 1.1
-    assert verdict_of(rows, "small whole network")[0] == MISS

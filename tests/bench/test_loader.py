@@ -5,18 +5,29 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
-from datasets import TrainingCrops, TrainingTransform, camvid, cityscapes, vistas
+from datasets import (
+    ClassificationCrops,
+    RandomResizedCrop,
+    TrainingCrops,
+    TrainingTransform,
+    camvid,
+    cityscapes,
+    vistas,
+)
+from datasets.imagenet import imagenet
 from datasets.reading import EVERYTHING, read
 from scripts.bench import loader_classification as classification
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS
 from scripts.bench.loader import JPEG, JPEG_BASE, PNG, SMALL, LoaderArguments, page, run, targets
 from scripts.bench.loader_classification import CIFAR, DECODE_OPENCV, DECODE_TORCHVISION, PHOTOGRAPHS, PILLOW
-from scripts.bench.loader_pictures import write_camvid, write_cityscapes, write_vistas
+from scripts.bench.loader_pictures import write_camvid, write_cityscapes, write_imagenet, write_vistas
 from scripts.bench.loader_pipelines import DECODES, OPENCV, OURS, RIVALS, V2, V2_ANTIALIASED, pipelines
 from scripts.bench.loader_processes import unique_mib, worker_mib
 from tests.bench.records import measured
 
+TENSORS = classification.V2
 TINY = ["small_size=[72,96]", "small_crop_size=48", "png_size=[96,128]", "jpeg_size=[120,160]", "base_size=100"]
 TINY += ["crop_size=72", "pictures=2", "rounds=3", "minibatches=1", "files=12", "starts=1"]
 TINY += ["photograph_size=[64,96]", "photograph_crop_size=48", "photographs=3", "minibatch=4"]
@@ -63,10 +74,9 @@ def test_all_pipelines_make_the_same_crops(pictures, kind, base_size):
 def test_where_crops_shrink_a_lot_ours_are_closest_to_the_rival_that_antialiases(pictures):
     crops = TrainingCrops(pictures[JPEG], TrainingTransform((24, 24), (0.3, 0.5), base_size=100), seed=0)
     chosen = pipelines(crops, palette=True)
+    names = (OURS, V2_ANTIALIASED, OPENCV, V2)
     for epoch in range(12):
-        ours, *others = (
-            chosen[name]((epoch, epoch % 2))[0].numpy().astype(int) for name in (OURS, V2_ANTIALIASED, OPENCV, V2)
-        )
+        ours, *others = (chosen[name]((epoch, epoch % 2))[0].numpy().astype(int) for name in names)
         antialiased, *aliased = (np.abs(other - ours).mean() for other in others)
         assert antialiased < 0.8 * min(aliased)
 
@@ -109,8 +119,8 @@ def test_a_tiny_run_measures_everything(record):
     assert {source: len(times) for source, times in result["index_ms"].items()} == {PNG: 3, JPEG: 3}
     assert len(result["cached_starts_s"]) == 1 and result["first_start_s"].keys() == result["cached_starts_s"][0].keys()
     times = result["classification"]["times_ms"]
-    assert times[PHOTOGRAPHS].keys() == {OURS, PILLOW, classification.V2, DECODE_OPENCV, DECODE_TORCHVISION}
-    assert times[CIFAR].keys() == {OURS, PILLOW, classification.V2}
+    assert times[PHOTOGRAPHS].keys() == {OURS, PILLOW, TENSORS, DECODE_OPENCV, DECODE_TORCHVISION}
+    assert times[CIFAR].keys() == {OURS, PILLOW, TENSORS}
     assert all(len(ms) == 3 and min(ms) > 0 for of_source in times.values() for ms in of_source.values())
     assert "96x64 pixels" in text and "minibatches of 4" in text
     assert {target.verdict for target in classification.targets(result)} == {NOT_MEASURED}
@@ -119,12 +129,8 @@ def test_a_tiny_run_measures_everything(record):
 
 def with_times(result: dict, times_ms: dict[str, list[float]]) -> dict:
     """The record with these times of the pipelines, for all targets' sources."""
-    rows = [
-        {"source": source, "pipeline": name, "median_ms": sorted(times)[1], "times_ms": times}
-        for source in (SMALL, PNG, JPEG)
-        for name, times in times_ms.items()
-    ]
-    return {**result, "rows": rows}
+    rows = [{"pipeline": name, "median_ms": sorted(times)[1], "times_ms": times} for name, times in times_ms.items()]
+    return {**result, "rows": [{"source": source, **row} for source in (SMALL, PNG, JPEG) for row in rows]}
 
 
 def test_targets_are_judged_by_the_fastest_others_at_their_own_sizes(record):
@@ -157,3 +163,42 @@ def test_the_page_compares_pipelines_by_the_ratios_within_a_round_alone(record):
     assert [target.measured for target in targets(result) if "rival" in target.about] == [f"3.00 ({V2})"] * 2
     row = next(line for line in page(result, None).splitlines() if line.startswith(f"| {V2} "))
     assert row.startswith(f"| {V2} | 30.0 | 33.3 | ") and row.endswith(" | 3.00 (3.00 – 3.00) |")
+
+
+def test_pipelines_of_classification_make_the_same_crops(tmp_path):
+    write_imagenet(tmp_path, 6, (90, 120))
+    photographs = imagenet(tmp_path, "train")
+    sizes = {photographs.image(number).shape[:2] for number in range(6)}
+    assert sizes == {(72, 96), (90, 120), (108, 144), (96, 72), (120, 90), (144, 108)}
+    chosen = classification.of_photographs(ClassificationCrops(photographs, RandomResizedCrop(64, colours=()), seed=3))
+    mirrored = 0
+    for epoch in range(4):
+        for number in range(6):
+            ours, *others = (chosen[name]((epoch, number)).numpy().astype(int) for name in (OURS, PILLOW, TENSORS))
+            assert all(other.shape == (3, 64, 64) and np.abs(other - ours).max() <= 2 for other in others)
+            mirrored += np.abs(ours - ours[..., ::-1]).max() > 10
+    assert mirrored  # so equal crops are equally mirrored
+    decoded = chosen[DECODE_OPENCV]((0, 1))[..., ::-1], chosen[DECODE_TORCHVISION]((0, 1)).permute(1, 2, 0).numpy()
+    assert all(np.array_equal(pixels, photographs.image(1)) for pixels in decoded)
+
+    noise = classification.drawn_cifar(images=12)
+    batches = {name: pipeline(1) for name, pipeline in classification.of_cifar(noise, minibatch=8).items()}
+    for name, batch in batches.items():
+        assert batch["image"].shape == (8, 3, 32, 32) and batch["image"].dtype == torch.uint8, name
+        assert batch["label"].tolist() == batches[OURS]["label"].tolist(), name
+
+
+def test_targets_of_classification_compare_within_rounds_at_the_required_sizes():
+    times = {
+        PHOTOGRAPHS: {OURS: [1.0, 2.0, 4.0], PILLOW: [1.5, 3.0, 6.0], TENSORS: [0.5, 1.9, 8.0]},
+        CIFAR: {OURS: [1.0, 1.0, 1.0], PILLOW: [9.0, 9.0, 9.0], TENSORS: [8.0, 8.0, 8.0]},
+    }
+    record = {"arguments": vars(LoaderArguments()), "classification": {"times_ms": times, "bytes_per_file": 2048}}
+    found = [(target.measured, target.verdict) for target in classification.targets(record)]
+    assert found[:2] == [(f"1.50 ({PILLOW})", PASS), (f"0.95 ({TENSORS})", MISS)]
+    assert found[2] == (f"8.00 – 9.00, 2 of 2; worst {TENSORS}", PASS)
+    row = next(line for line in classification.sections(record) if line.startswith(f"| {OURS} | 1.00"))
+    assert row == f"| {OURS} | 1.00 | 128,000 | 1 |"
+    for without in ({"arguments": {}}, {"arguments": vars(LoaderArguments())}):
+        assert {target.verdict for target in classification.targets(without)} == {NOT_MEASURED}
+        assert list(classification.sections(without)) == []

@@ -26,19 +26,14 @@ def here(name: str, arguments: networks.NetworksArguments) -> tuple[list[dict], 
     return networks_methods.measured(name, arguments.device, arguments.images, size, rounds, arguments.compiler)
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory) -> tuple[dict, str]:
+def test_every_method_is_measured_beside_the_plain_network(monkeypatch, tmp_path):
     """A whole run on two networks that work and one that does not, with a compiler that takes no time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(networks_methods, "WITH_COMPILER", (SMALL,))
-        patch.setattr(networks, "measured_alone", here)
-        options = ["rounds=2", "images=2", "image_size=64", "compiler=aot_eager"]
-        options.append(f"only=[{SMALL},{SEGMENTATION},{FAILS}]")
-        return measured("bench_networks", networks.run, tmp_path_factory.mktemp("benchmark"), *options)
-
-
-def test_every_method_is_measured_beside_the_plain_network(record):
-    rows = {(row["network"], row["method"]): row for row in record[0]["rows"]}
+    monkeypatch.setattr(networks_methods, "WITH_COMPILER", (SMALL,))
+    monkeypatch.setattr(networks, "measured_alone", here)
+    only = f"only=[{SMALL},{SEGMENTATION},{FAILS}]"
+    options = ["rounds=2", "images=2", "image_size=64", "compiler=aot_eager", only]
+    result, text = measured("bench_networks", networks.run, tmp_path, *options)
+    rows = {(row["network"], row["method"]): row for row in result["rows"]}
     assert list(rows) == [
         *((SMALL, method) for method in (PLAIN, RECOMPUTED, BLOCKS, COMPILED, BUDGET)),
         *((SEGMENTATION, method) for method in (PLAIN, RECOMPUTED, BLOCKS)),
@@ -48,17 +43,11 @@ def test_every_method_is_measured_beside_the_plain_network(record):
         if method in (RECOMPUTED, BLOCKS):
             assert row["deviation"] <= 1e-12 and row["same_outputs"]
             assert row["kept_bytes"] < 0.9 * rows[name, PLAIN]["kept_bytes"]
-    (entry,) = record[0]["left_out"]
+        if method == PLAIN:
+            assert f"| {name} | plain | {row['kept_bytes'] / 2**20:.1f} | 1 |" in text
+    (entry,) = result["left_out"]
     assert (entry["network"], entry["method"]) == (FAILS, "all methods")
-    assert f"- {FAILS}, all methods: failed: " in record[1]
-
-
-def test_the_page_shows_what_was_measured(record):
-    result, text = record
-    assert f"only=[{SMALL},{SEGMENTATION},{FAILS}]" in text and "![memory against time" in text
-    for name in (SMALL, SEGMENTATION):
-        plain = next(row for row in result["rows"] if row["network"] == name)
-        assert f"| {name} | plain | {plain['kept_bytes'] / 2**20:.1f} | 1 |" in text
+    assert f"- {FAILS}, all methods: failed: " in text and only in text and "![memory against time" in text
     assert "| recompute_activations | 2 |" in text and "| compiled | 1 |" in text
 
 
@@ -78,19 +67,15 @@ class BasicBlock(nn.Module):
 
 
 def test_checkpointed_blocks_keep_their_inputs_once():
-    class Dense(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(BasicBlock() for _ in range(3))
-
+    class Dense(nn.ModuleList):
         def forward(self, x):
             features = [x * 1]
-            for block in self.blocks:
+            for block in self:
                 features.append(block(list(features)))
             return features[-1]
 
     x = torch.randn(1000, requires_grad=True)
-    plain, network = Dense(), Dense()
+    plain, network = (Dense(BasicBlock() for _ in range(3)) for _ in range(2))
     assert len(blocks_of(network)) == 3
     assert kept_bytes(plain, lambda: plain(x), [x]) == 3 * 2 * x.nbytes
     forward = networks_methods.forward_of(network, BLOCKS)
@@ -131,27 +116,25 @@ def faked(monkeypatch, stop_at: str | None = None, fail_at: str | None = None) -
 
 def test_a_stopped_run_goes_on_with_the_missing_networks(monkeypatch, tmp_path):
     """And another choice of networks is added to the record, in the order of all networks."""
-    values = composed(
-        "bench_networks", f"out={tmp_path / 'record.json'}", "only=[resnet18,alexnet,vgg16_bn,densenet121]"
-    )
+    out = tmp_path / "record.json"
+    values = composed("bench_networks", f"out={out}", "only=[resnet18,alexnet,vgg16_bn,densenet121]")
     names = faked(monkeypatch, stop_at="densenet121", fail_at="vgg16_bn")
     with pytest.raises(KeyboardInterrupt):
         networks.run(values)
     assert names == ["alexnet", "vgg16_bn", "resnet18"]
-    stopped = json.loads((tmp_path / "record.json").read_text())
+    stopped = json.loads(out.read_text())
     assert {row["network"] for row in stopped["rows"]} == {"alexnet", "resnet18"}
     names = faked(monkeypatch)
     page = networks.run(values)
     assert names == ["vgg16_bn", "densenet121"]  # a failed one is tried again
-    result = json.loads((tmp_path / "record.json").read_text())
+    result = json.loads(out.read_text())
     assert len(result["rows"]) == 8 and len(result["left_out"]) == 4 and result["seconds"] >= stopped["seconds"]
     assert f"densenet121, {BLOCKS}: because" in page.read_text()
     names = faked(monkeypatch)
     networks.run(values)
-    assert names == [] and json.loads((tmp_path / "record.json").read_text())["rows"] == result["rows"]
-    networks.run(composed("bench_networks", f"out={tmp_path / 'record.json'}", "only=[resnet18,squeezenet1_1]"))
-    rows = json.loads((tmp_path / "record.json").read_text())["rows"]
-    order = list(dict.fromkeys(row["network"] for row in rows))
+    assert names == [] and json.loads(out.read_text())["rows"] == result["rows"]
+    networks.run(composed("bench_networks", f"out={out}", "only=[resnet18,squeezenet1_1]"))
+    order = list(dict.fromkeys(row["network"] for row in json.loads(out.read_text())["rows"]))
     assert names == ["squeezenet1_1"] and order == ["alexnet", "vgg16_bn", *names, "resnet18", "densenet121"]
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 

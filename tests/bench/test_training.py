@@ -1,6 +1,8 @@
 """The benchmark of training steps: what it runs, what it counts, how it judges. No test asserts a time."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from scripts.bench.training import TrainingArguments, spread, targets
 from scripts.bench.training_steps import Overhead, Training, composed
 from scripts.bench.training_switches import DEFAULT, GROUPS, PLAIN, Switch
 from tests.bench.records import measured
+from tests.state_dicts import same
 
 SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
 TINY = TrainingArguments(recipe=None, crop_size=48)
@@ -22,36 +25,20 @@ def tiny(*overrides: str) -> tuple[str, ...]:
     return (*TINY.overrides(crops=4), "norm.backend=eager", *overrides)
 
 
-class Here:
+def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
     """`Elsewhere` without a process: tests of it start the processes."""
-
-    def __init__(self, make: Callable[..., object], *arguments: object):
-        self.made = make(*arguments)
-
-    def __enter__(self) -> "Here":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing ends."""
-
-    def call(self, method: str, *arguments: object) -> object:
-        return getattr(self.made, method)(*arguments)
+    made = make(*arguments)
+    return nullcontext(SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given)))
 
 
-@pytest.fixture(scope="module")
-def record(tmp_path_factory) -> tuple[dict, str]:
+def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(monkeypatch, tmp_path):
     """A whole run on tiny crops: two switches that run here, one that needs CUDA, one that cannot work."""
     options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2"]
     options += ["parts=[overhead,switches]", "overhead_crops=2", "overhead_steps=2", "overhead_rounds=2"]
     some = [s for s in SWITCHES if s.name in ("trainer.accumulation_steps=2", "trainer.tf32=true")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "Elsewhere", Here)
-        patch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
-        return measured("bench_training", training.run, tmp_path_factory.mktemp("benchmark"), *options)
-
-
-def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(record):
-    result, text = record
+    monkeypatch.setattr(training, "Elsewhere", here)
+    monkeypatch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
+    result, text = measured("bench_training", training.run, tmp_path, *options)
     assert {name: len(times) for name, times in result["overhead_ms"].items()} == {"bare": 2, "real": 2}
     rows = {row["switch"]: row for row in result["rows"]}
     assert rows.keys() == {DEFAULT, "trainer.accumulation_steps=2"}
@@ -75,9 +62,9 @@ def test_both_loops_train_the_same():
     real.bare = lambda: 0.0
     real.rounds(0)  # the one that warms up
     bare.bare()
-    ends = [loops.learner.network.state_dict() for loops in (real, bare)]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    assert not any(torch.equal(before[name], ends[0][name]) for name in before if name.endswith("weight"))
+    after = real.learner.network.state_dict()
+    assert same(after, bare.learner.network.state_dict())
+    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
 
 
 def test_rounds_alternate_which_loop_comes_first_and_leave_the_first_round_out(monkeypatch):

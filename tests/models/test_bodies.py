@@ -9,37 +9,18 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from models.bodies import (
-    DenseNet,
-    ResNet,
-    densenet264,
-    resnet34,
-    resnet50,
-    resnet101,
-    resnext101,
-    resnext152,
-    wider_resnet38,
-    wider_resnet38_a2,
-)
+from models import bodies
+from models.blocks import IdentityResidualBlock
+from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101
 from models.layers import ABN, recompute_activations
-from scripts.bench.measuring import saved_for_backward
 from scripts.strategy_table import STRATEGIES
-from tests.bodies import (
-    SMALL_BODIES,
-    small_resnet,
-    small_resnet_basic,
-    small_wider,
-    small_wider_a2,
-    trained,
-)
+from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
+from tests.state_dicts import same
 
 CIFAR_RESNET_32 = partial(ResNet, structure=(5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
 CIFAR_DENSENET_100 = partial(DenseNet, structure=(16, 16, 16), growth=12, stem_channels=24, stem="cifar")
+BLOCK = partial(IdentityResidualBlock, 4, norm_act=ABN)
 every_body = pytest.mark.parametrize("name", SMALL_BODIES)
-
-
-def parameters(network: nn.Module) -> int:
-    return sum(p.numel() for p in network.parameters())
 
 
 @pytest.mark.parametrize(
@@ -47,13 +28,13 @@ def parameters(network: nn.Module) -> int:
     [
         (resnet34, 21_797_672, 21_284_672, 512, 32),
         (resnet50, 25_557_032, 23_508_032, 2048, 16),
-        (resnet101, 44_549_160, 42_500_160, 2048, 8),
+        (bodies.resnet101, 44_549_160, 42_500_160, 2048, 8),
         (densenet264, 33_403_880, 30_714_880, 2688, 8),
         (resnext101, 42_902_312, 40_853_312, 2048, 8),
         (partial(resnext101, stem="7x7"), 42_836_008, 40_787_008, 2048, 32),
-        (resnext152, 58_159_912, 56_110_912, 2048, 16),
-        (wider_resnet38, 109_167_912, 105_070_912, 4096, 32),
-        (wider_resnet38_a2, 109_167_912, 105_070_912, 4096, 8),
+        (bodies.resnext152, 58_159_912, 56_110_912, 2048, 16),
+        (bodies.wider_resnet38, 109_167_912, 105_070_912, 4096, 32),
+        (bodies.wider_resnet38_a2, 109_167_912, 105_070_912, 4096, 8),
     ],
 )
 def test_published_networks(build, with_classifier, without, out_channels, output_stride):
@@ -68,25 +49,33 @@ def test_published_networks(build, with_classifier, without, out_channels, outpu
     assert network.state_dict().keys() - body.state_dict().keys() == {"classifier.fc.weight", "classifier.fc.bias"}
 
 
-@pytest.mark.parametrize("build, with_10_classes", [(CIFAR_RESNET_32, 466_906), (CIFAR_DENSENET_100, 769_162)])
-def test_parameter_counts_of_published_cifar_networks(build, with_10_classes):
-    """ResNet-32 with projections (MemCNN), and DenseNet-BC of 100 layers and growth 12 (0.8 million in its paper)."""
+@pytest.mark.parametrize(
+    "build, classes, expected",
+    [
+        (CIFAR_RESNET_32, 10, 466_906),
+        (CIFAR_DENSENET_100, 10, 769_162),
+        (bodies.resnet32_cifar, 10, 464_154),
+        (bodies.resnet110_cifar, 100, 1_733_812),
+        (bodies.resnet164_cifar, 10, 1_703_258),
+        (bodies.revnet38_cifar, 100, 475_060),
+        (bodies.revnet110_cifar, 10, 1_729_194),
+        (bodies.revnet164_cifar, 100, 1_794_948),
+        (bodies.preact_resnet101, 1000, 44_541_480),
+        (bodies.revnet104, 1000, 45_428_072),
+    ],
+)
+def test_parameter_counts_of_other_published_networks(build, classes, expected):
+    """Of MemCNN, of DenseNet's paper (0.8 million) and of the RevNet release."""
     with torch.device("meta"):
-        assert parameters(build(classes=10)) == with_10_classes
+        assert parameters(build(classes=classes)) == expected
+
+
+# Stages, output stride asked for and reached, dilations.
+CIFAR = [(3, 32, 4, [1, 1, 1]), (3, 2, 2, [1, 1, 2]), (4, 32, 8, [1, 1, 1, 1]), (4, 4, 4, [1, 1, 1, 2])]
 
 
 @pytest.mark.parametrize("build", [ResNet, resnext101, DenseNet])
-@pytest.mark.parametrize(
-    "stages, asked, reached, dilations",
-    [
-        (3, 32, 4, [1, 1, 1]),
-        (3, 8, 4, [1, 1, 1]),
-        (3, 2, 2, [1, 1, 2]),
-        (4, 32, 8, [1, 1, 1, 1]),
-        (4, 4, 4, [1, 1, 1, 2]),
-        (4, 2, 2, [1, 1, 2, 4]),
-    ],
-)
+@pytest.mark.parametrize("stages, asked, reached, dilations", CIFAR)
 def test_the_cifar_stem_keeps_the_resolution(build, stages, asked, reached, dilations):
     with torch.device("meta"):
         body = build(structure=(1,) * stages, output_stride=asked, stem="cifar")
@@ -109,10 +98,10 @@ def test_dropout_is_in_the_last_two_stages_of_a2_alone():
     assert dropouts(small_wider_a2(dropout=(0.0,) * 6)) == {}
 
 
-@pytest.mark.parametrize(
-    "name, output_stride, factor",
-    [("resnext", 16, 2), ("resnext", 8, 4), ("resnext-cifar", 2, 2), ("wider-a2", 16, 2)],
-)
+DILATED = [("resnext", 16, 2), ("resnext", 8, 4), ("resnext-cifar", 2, 2), ("wider-a2", 16, 2)]
+
+
+@pytest.mark.parametrize("name, output_stride, factor", DILATED)
 @torch.no_grad()
 def test_features_of_a_dilated_body_contain_those_of_the_strided_one(name, output_stride, factor):
     """Turning strides of 1x1 convolutions into dilation gives the same features at `factor` times the resolution."""
@@ -126,21 +115,20 @@ def test_features_of_a_dilated_body_contain_those_of_the_strided_one(name, outpu
     torch.testing.assert_close(fine[:, :, ::factor, ::factor], coarse, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    "build, stages, strided",
-    [
-        (small_wider_a2, ["mod5"], "conv1"),
-        (small_resnet, ["mod4", "mod5"], "conv2"),
-        (small_resnet_basic, ["mod4", "mod5"], "conv1"),
-    ],
-    ids=["wider-a2", "resnet", "resnet-basic"],
-)
+STRIDED_3X3 = [
+    ("wider-a2", "mod5.block1.convs.conv1"),
+    ("resnet", "mod4.block1.convs.conv2 mod5.block1.convs.conv2"),
+    ("resnet-basic", "mod4.block1.convs.conv1 mod5.block1.convs.conv1"),
+]
+
+
+@pytest.mark.parametrize("name, convolutions", STRIDED_3X3)
 @torch.no_grad()
-def test_stages_that_start_with_a_strided_3x3_convolution_differ_by_it_alone(build, stages, strided):
+def test_stages_that_start_with_a_strided_3x3_convolution_differ_by_it_alone(name, convolutions):
     """The release dilates it where it is not strided; with and without the stride, only the centre tap is shared."""
     torch.manual_seed(0)
-    network = trained(build())
-    dilated = build(output_stride=8).double().eval()
+    network = trained(SMALL_BODIES[name]())
+    dilated = SMALL_BODIES[name](output_stride=8).double().eval()
     images = torch.randn(1, 3, 67, 45, dtype=torch.float64)
 
     def features():
@@ -149,8 +137,8 @@ def test_stages_that_start_with_a_strided_3x3_convolution_differ_by_it_alone(bui
 
     coarse, fine = features()
     assert (coarse - fine).abs().max() > 1e-3
-    for stage in stages:
-        weight = getattr(getattr(network, stage).block1.convs, strided).weight
+    for convolution in convolutions.split():
+        weight = network.get_submodule(convolution).weight
         centre = weight[:, :, 1, 1].clone()
         weight.zero_()[:, :, 1, 1] = centre
     torch.testing.assert_close(*features(), rtol=1e-11, atol=1e-11)
@@ -192,7 +180,7 @@ def test_every_parameter_gets_a_gradient_and_every_norm_the_same_one(name, norm)
         torch.testing.assert_close(buffer, reference, rtol=1e-8, atol=1e-8, msg=key)
 
 
-def kept_maps(name: str, norm: str) -> tuple[int, int]:
+def kept_values(name: str, norm: str) -> tuple[int, int]:
     """Bytes of all (N, C, H, W) tensors that a network keeps, and bytes of the inputs of its norms with activation."""
     network = SMALL_BODIES[name](STRATEGIES[norm][2])
     inputs = []
@@ -200,13 +188,10 @@ def kept_maps(name: str, norm: str) -> tuple[int, int]:
     for module in network.modules():
         if isinstance(module, ABN) and module.activation != "identity":
             module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].nbytes))
-    parameters = {p.untyped_storage()._cdata for p in network.parameters()}
-    _, saved = saved_for_backward(lambda: network(torch.randn(2, 3, 32, 32)))
-    maps = [t for t in saved if t.dim() == 4 and t.untyped_storage()._cdata not in parameters]
-    return sum(t.untyped_storage().nbytes() for t in maps), sum(inputs)
+    return sum(kept_maps(network, torch.randn(2, 3, 32, 32)).values()), sum(inputs)
 
 
-standard_maps = cache(partial(kept_maps, norm="std"))
+standard_values = cache(partial(kept_values, norm="std"))
 # Reversible units keep no inputs of norms, and average-pooling in their shortcuts keeps some.
 KEEP_INPUTS = [name for name in SMALL_BODIES if not name.startswith(("preact", "revnet"))]
 
@@ -214,8 +199,8 @@ KEEP_INPUTS = [name for name in SMALL_BODIES if not name.startswith(("preact", "
 @pytest.mark.parametrize("name, norm", with_norms(KEEP_INPUTS))
 def test_a_saving_norm_saves_exactly_the_inputs_of_the_norms_with_activation(name, norm):
     """Whatever else the body keeps: shortcuts, pooling indices, sums, concatenations, dropped channels."""
-    standard, inputs = standard_maps(name)
-    saving, _ = kept_maps(name, norm)
+    standard, inputs = standard_values(name)
+    saving, _ = kept_values(name, norm)
     assert standard - saving == inputs > 0.15 * standard
 
 
@@ -253,13 +238,12 @@ def test_a_step_under_fake_tensors_and_bfloat16_autocast(name):
 
 
 def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
-    with torch.random.fork_rng():
+    networks = []
+    for _ in range(2):
         torch.manual_seed(3)
-        first = resnext101(structure=(1, 1, 1, 1), classes=1000)
-        torch.manual_seed(3)
-        second = resnext101(structure=(1, 1, 1, 1), classes=1000)
-    for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b), name
+        networks.append(resnext101(structure=(1, 1, 1, 1), classes=1000))
+    first, second = networks
+    assert same(first.state_dict(), second.state_dict())
     gain = math.sqrt(2 / (1 + 0.01**2))
     grouped = first.mod5.block1.convs.conv2.weight  # (1024, 1024 / 64, 3, 3)
     assert grouped.std().item() == pytest.approx(gain * math.sqrt(2 / (9 * 16 + 9 * 1024)), rel=0.02)
@@ -284,11 +268,16 @@ def test_a_seed_fixes_the_weights_and_their_scale_is_xavier():
         (resnet34, dict(output_stride=1, stem="cifar"), "output_stride=1: expected 2, 4, 8, 16 or 32 after"),
         (resnext101, dict(structure=(1, 0, 1, 1)), "0 blocks.*at least 1"),
         (resnext101, dict(base_channels=(8, 8)), r"base_channels=\(8, 8\): expected three"),
-        (resnext101, dict(groups=48), "groups=48 does not divide"),
-        (wider_resnet38, dict(output_stride=8), "output_stride=8 .*expected 32.*wider_resnet38_a2"),
-        (wider_resnet38_a2, dict(output_stride=64), "output_stride=64: expected 8"),
-        (wider_resnet38_a2, dict(structure=(1, 1)), r"structure=\(1, 1\): expected six"),
-        (wider_resnet38_a2, dict(dropout=(0.3, 0.5)), r"dropout=\(0.3, 0.5\): expected six"),
+        (resnext101, dict(groups=48), "groups=48 does not divide the channels 128 and 128"),
+        (BLOCK, dict(channels=(4, 4), groups=2), "groups=2 with channels=.*three channel values"),
+        (BLOCK, dict(channels=(4,)), r"channels=\(4,\): expected two values"),
+        (SMALL_BODIES["revnet"], dict(channels=((8, 8), (16, 16))), "one entry per stage, and structure=.* has 3"),
+        (SMALL_BODIES["revnet"], dict(channels=[(8, 8)] * 2 + [(9, 9)]), r"channels=\(9, 9\) after 8 channels.*even"),
+        (SMALL_BODIES["revnet"], dict(channels=[(16, 16)] * 2 + [(8, 8)]), "4 channels less than the one before"),
+        (bodies.wider_resnet38, dict(output_stride=8), "output_stride=8 .*expected 32.*wider_resnet38_a2"),
+        (bodies.wider_resnet38_a2, dict(output_stride=64), "output_stride=64: expected 8"),
+        (bodies.wider_resnet38_a2, dict(structure=(1, 1)), r"structure=\(1, 1\): expected six"),
+        (bodies.wider_resnet38_a2, dict(dropout=(0.3, 0.5)), r"dropout=\(0.3, 0.5\): expected six"),
     ],
 )
 def test_wrong_options_name_the_value_and_the_expectation(build, options, message):

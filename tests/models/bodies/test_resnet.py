@@ -4,9 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+import torchvision
+from torch import nn
 from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from models import bodies
 from models.bodies import resnet34, resnet50
 from models.convert import to_inplace
 from models.layers import ABN, InPlaceABN
@@ -17,19 +20,21 @@ from tests.bodies import small_resnet, trained
 RELU = partial(ABN, activation="relu")
 
 
-@pytest.mark.parametrize(
-    "build, block, structure",
-    [
-        (resnet34, BasicBlock, (1, 2, 1, 1)),
-        (resnet50, Bottleneck, (1, 2, 1, 1)),
-        pytest.param(resnet50, Bottleneck, (3, 4, 6, 3), marks=pytest.mark.slow),
-    ],
-)
-def test_torchvision_s_weights_give_torchvision_s_function(build, block, structure):
+class Narrow(ResNet):
+    """With an eighth of the channels behind the stem."""
+
+    def _make_layer(self, block, planes, *args, **options):
+        return super()._make_layer(block, planes // 8, *args, **options)
+
+
+@pytest.mark.parametrize("block, build, channels", [(BasicBlock, resnet34, (8, 8)), (Bottleneck, resnet50, (8, 8, 32))])
+def test_torchvision_s_weights_give_torchvision_s_function(block, build, channels):
     """In eval and in training mode, with the statistics that the latter leaves and the first convolution's gradient."""
     torch.manual_seed(0)
-    theirs = trained(ResNet(block, structure, num_classes=7))
-    ours = build(RELU, classes=7, structure=structure).double().eval()
+    ours = build(RELU, classes=7, structure=(1, 2, 1, 1), base_channels=channels).double().eval()
+    theirs = Narrow(block, (1, 2, 1, 1))
+    theirs.fc = nn.Linear(ours.out_channels, 7)
+    trained(theirs)
     report = load_by_name(ours, from_torchvision(theirs.state_dict()), source="", name="", advice="")
     assert not report.skipped and not report.new
     images = torch.randn(3, 3, 33, 32, dtype=torch.float64)
@@ -41,9 +46,8 @@ def test_torchvision_s_weights_give_torchvision_s_function(build, block, structu
     logits, expected = ours.train()(images), theirs.train()(images)
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9 * expected.abs().max().item())
     torch.testing.assert_close(ours.state_dict(), from_torchvision(theirs.state_dict()), rtol=1e-9, atol=1e-9)
-    weights = (ours.mod1.conv1.weight, theirs.conv1.weight)
-    pairs = zip((logits, expected), weights, strict=True)
-    gradient, reference = (torch.autograd.grad(out.square().mean(), weight)[0] for out, weight in pairs)
+    (gradient,) = torch.autograd.grad(logits.square().mean(), ours.mod1.conv1.weight)
+    (reference,) = torch.autograd.grad(expected.square().mean(), theirs.conv1.weight)
     torch.testing.assert_close(gradient, reference, rtol=1e-7, atol=1e-7 * reference.abs().max().item())
 
 
@@ -56,3 +60,18 @@ def test_a_conversion_changes_the_activation_after_the_sum_too():
     images = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     assert converted.mod2.block1.activation == ("leaky_relu", 0.01)
     torch.testing.assert_close(converted(images), leaky(images), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet50", "resnet101"])
+def test_torchvision_s_names_and_shapes_become_ours(name):
+    with torch.device("meta"):
+        theirs, ours = getattr(torchvision.models, name)(weights=None), getattr(bodies, name)(classes=1000)
+    found = {name: tensor.shape for name, tensor in from_torchvision(theirs.state_dict()).items()}
+    assert found == {name: tensor.shape for name, tensor in ours.state_dict().items()}
+
+
+def test_other_networks_are_refused():
+    with torch.device("meta"):
+        dense = torchvision.models.densenet121(weights=None).state_dict()
+    with pytest.raises(ValueError, match="torchvision's ResNet-34, 50 or 101, found features.conv0.weight"):
+        from_torchvision(dense)
