@@ -18,7 +18,6 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
     assert f"{name}/last.pt" in output and f"│ {name} " in output and f"results: {name}" in output
     print_results(make_console(), Evaluated(scores, summary=f"in short {name}", images=1), "last.pt")
     assert f"in short {name}" in capsys.readouterr().out
-
     monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
     with progress_bar(make_console()) as progress:
         for _ in tracked(progress, [1], name):

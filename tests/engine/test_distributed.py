@@ -15,6 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from engine import build, checkpoint
 from engine.distributed import World, node_group
+from engine.metrics_logger import MetricsLogger
+from engine.run_directory import RunDirectory
 from engine.stopping import Preempted
 from engine.training_step import train_step
 from engine.waits import DataWait
@@ -22,6 +24,7 @@ from eval import evaluate
 from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
 from tests.runs import SHORT, composed, one_epoch, run_config
+from tests.state_dicts import same
 from train_seg import train
 
 SIZE = 3
@@ -40,7 +43,7 @@ def this_world() -> World:
 
 
 def steps(rank: int, norm: str, order: list[int], parts: int = 1, overrides: tuple[str, ...] = ()) -> dict:
-    """Three training steps in float64 on this rank: losses, last gradients, weights, running statistics.
+    """Two training steps in float64 on this rank: losses, last gradients, weights, running statistics.
 
     `order` permutes the crops of each minibatch; each rank splits its share into `parts` micro-batches.
     """
@@ -59,7 +62,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
-    for _ in range(3):
+    for _ in range(2):
         images = torch.randint(0, 256, (crops, 3, 48, 48), dtype=torch.uint8, generator=generator)
         labels = torch.randint(0, 6, (crops, 48, 48), dtype=torch.uint8, generator=generator)
         labels[labels == 5] = 255
@@ -72,20 +75,18 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     return {"losses": torch.tensor([losses, norms]), **gradients, **learner.network.state_dict()}
 
 
-@pytest.mark.parametrize("norm", ["inplace", "std"])
-def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm):
-    """The ranks have 2, 3 and 3 of the eight crops."""
-    order = list(range(8))
-    assert_equal_to_rounding(ranks.run(steps, norm, order), steps(0, norm, order))
+def compiled(norm: str, recompute: str):
+    return pytest.param(norm, ("trainer.compile=true", f"trainer.recompute={recompute}"), marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm, recompute", [("inplace", "none"), ("std", "blocks"), ("inplace", "selective")])
-def test_compiled_they_step_as_a_whole_minibatch_that_is_not(ranks, norm, recompute):
+COMPILED = [compiled("inplace", "none"), compiled("std", "blocks"), compiled("inplace", "selective")]
+
+
+@pytest.mark.parametrize("norm, overrides", [("inplace", ()), ("std", ()), *COMPILED])
+def test_shares_of_a_minibatch_step_as_the_whole_one(ranks, norm, overrides):
+    """The ranks have 2, 3 and 3 of the eight crops. Only they compile their networks."""
     order = list(range(8))
-    overrides = ("trainer.compile=true", f"trainer.recompute={recompute}")
-    compiled = ranks.run(steps, norm, order, 1, overrides, timeout=300)
-    assert_equal_to_rounding(compiled, steps(0, norm, order))
+    assert_equal_to_rounding(ranks.run(steps, norm, order, 1, overrides, timeout=300), steps(0, norm, order))
 
 
 def leaving(process_group: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -127,7 +128,6 @@ def test_gradients_leave_while_the_backward_pass_runs(ranks, compiled):
 )
 def test_parts_of_the_shares_step_as_those_of_the_whole_minibatch(ranks, norm, recompute):
     """Norms see one part at a time, so one process gets the crops in the order of the parts of several.
-
     In the backward pass of checkpointed blocks, norms exchange their statistics again, while gradients leave.
     """
     parts = 2
@@ -146,19 +146,15 @@ def assert_equal_to_rounding(results: list[dict], alone: dict) -> None:
 
 
 def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
-    """Seconds of a step that this rank waited for data and for other ranks, if something takes rank 0 ten seconds.
+    """Seconds that this rank waited for data and for other ranks in a step, by a clock in a file that all ranks read.
 
-    By a clock in a file that all ranks read: only rank 0 moves it, and only once the others have their gradients.
+    Only rank 0, which something takes ten seconds, moves it, and only once the others have their gradients.
     """
     world, clock = this_world(), dist.FileStore(str(shared), SIZE)
     config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * SIZE}")
     learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), world)
-
-    def has_its_gradients(_: torch.Tensor) -> None:
-        clock.add("ready", 1)
-
     first = next(learner.network.parameters())  # its gradient is the last
-    first.register_post_accumulate_grad_hook(has_its_gradients)
+    first.register_post_accumulate_grad_hook(lambda _: clock.add("ready", 1) and None)
 
     def takes_ten_seconds(*_) -> None:
         if rank == 0:
@@ -191,13 +187,10 @@ def test_a_straggler_shows_in_the_waits(ranks, tmp_path, slow_part, slow_data_s)
 
 def test_parts_have_the_norms_of_unsynchronised_processes(ranks):
     """As docs/training.md advises for fewer devices. Only running statistics differ: every part updates them."""
-    norm, order = "inplace", list(range(12))
-    alone = steps(0, norm, order, SIZE, ("norm.sync=false",))
-    of_the_first = ("running_mean", "running_var", "num_batches_tracked")
-    assert_equal_to_rounding(
-        ranks.run(steps, norm, order, 1, ("norm.sync=false",)),
-        {name: tensor for name, tensor in alone.items() if not name.endswith(of_the_first)},
-    )
+    order, options = list(range(12)), ("norm.sync=false",)
+    alone = steps(0, "inplace", order, SIZE, options)
+    expected = {name: tensor for name, tensor in alone.items() if "running_" not in name and "num_b" not in name}
+    assert_equal_to_rounding(ranks.run(steps, "inplace", order, 1, options), expected)
 
 
 def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
@@ -212,17 +205,15 @@ def renewed(rank: int, shares: int) -> dict[str, torch.Tensor]:
 def test_renewed_statistics_are_those_of_all_processes_minibatches(ranks):
     alone = renewed(0, 1)
     for result in ranks.run(renewed, SIZE):
-        for name, expected in alone.items():
-            torch.testing.assert_close(result[name], expected)
+        torch.testing.assert_close(result, alone)
 
 
 def run_in_rank(rank: int, overrides: tuple[str, ...]) -> dict:
-    return train(composed("train_seg", *overrides))
+    return train(composed("train_seg", *(override.format(rank=rank) for override in overrides)))
 
 
 def test_a_run_ends_with_the_scores_of_all_images(ranks, tmp_path):
     """Seven images, each evaluated on one rank, give the scores of one process with the same weights.
-
     Without synchronised norms, all ranks evaluate with rank 0's running statistics, as saved.
     """
     norm = ("norm.sync=false", "norm.momentum=0.9")
@@ -249,9 +240,8 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
     checkpoint_file = f"checkpoint={tmp_path / 'checkpoints' / 'last.pt'}"
     common = (checkpoint_file, "workers=0", "device=cpu", "overlay_images=5")
 
-    def folders(name: str) -> tuple[str, ...]:
-        parts = (("predictions", "png"), ("overlays", "overlays"), ("results", "results.json"))
-        return tuple(f"{key}={tmp_path / name / value}" for key, value in parts)
+    def folders(name: str) -> list[str]:
+        return [f"{key}={tmp_path / name / key}" for key in ("predictions", "overlays", "results")]
 
     alone = evaluate(composed("eval", *common, *folders("alone")))
     several = ranks.run(evaluated_in_rank, (*common, *folders("several")))
@@ -259,17 +249,13 @@ def test_evaluating_a_checkpoint_on_several_processes(ranks, tmp_path):
         assert results["confusion_matrix"] == alone["confusion_matrix"] and results["images"] == alone["images"] == 40
     files = {path.relative_to(tmp_path / "alone") for path in (tmp_path / "alone").glob("*/*.png")}
     assert len(files) == 40 + 5
-    for file in files:
-        assert (tmp_path / "several" / file).read_bytes() == (tmp_path / "alone" / file).read_bytes(), file
+    assert all((tmp_path / "several" / f).read_bytes() == (tmp_path / "alone" / f).read_bytes() for f in files)
     trained = evaluate(composed("eval", checkpoint_file, "workers=0", "device=cpu", "averaged=false"))
     assert trained["confusion_matrix"] != alone["confusion_matrix"]
     assert (tmp_path / "results_trained.json").is_file()
 
 
 def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: int) -> str:
-    """One rank gets SIGTERM during a step."""
-    from engine.metrics_logger import MetricsLogger
-
     original, counted = MetricsLogger.step, []
 
     def step(self, *args, **kwargs):
@@ -278,14 +264,10 @@ def asked_to_stop(rank: int, overrides: tuple[str, ...], asked: int, at_step: in
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, *args, **kwargs)
 
-    MetricsLogger.step = step
-    try:
-        train(composed("train_seg", *overrides))
-    except Preempted as stopped:
-        return str(stopped)
-    finally:
-        MetricsLogger.step = original
-    return "not stopped"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Preempted) as stopped:
+        patch.setattr(MetricsLogger, "step", step)
+        run_in_rank(rank, overrides)
+    return str(stopped.value)
 
 
 def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(ranks, tmp_path):
@@ -298,43 +280,31 @@ def test_all_processes_stop_after_the_same_step_and_resume_to_the_same_weights(r
     assert set(stopped) <= {"stopped after step 2 of 5", "stopped after step 3 of 5"} and len(set(stopped)) == 1
     ranks.run(run_in_rank, (f"run_dir={tmp_path / 'stopped'}", *options, "resume=auto"))
     whole, resumed = (checkpoint.load(tmp_path / name / "checkpoints" / "last.pt") for name in ("whole", "stopped"))
-    for part in ("network", "ema"):
-        assert all(torch.equal(resumed[part][name], tensor) for name, tensor in whole[part].items())
+    assert all(same(resumed[part], whole[part]) for part in ("network", "ema"))
     states = whole["random"]["cpu"]
     assert len(states) == len(stopped) and not torch.equal(states[0], states[1])
 
 
 def sees_no_checkpoint(rank: int, overrides: tuple[str, ...], blind: int) -> None:
-    from engine.run_directory import RunDirectory
-
-    original = RunDirectory.checkpoint_to_resume
-    if rank == blind:
-        RunDirectory.checkpoint_to_resume = lambda *_: None
-    try:
-        train(composed("train_seg", *overrides))
-    finally:
-        RunDirectory.checkpoint_to_resume = original
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == blind:
+            patch.setattr(RunDirectory, "checkpoint_to_resume", lambda *_: None)
+        run_in_rank(rank, overrides)
 
 
 def test_all_processes_start_from_the_same(ranks, tmp_path):
     """If one does not see the checkpoint, or got another value, none starts, and all say why."""
     options = (f"run_dir={tmp_path}", *SHORT, "data.crops_per_minibatch=8", "trainer.steps=2", "resume=auto")
-    ranks.run(run_in_rank, (*options,))
+    ranks.run(run_in_rank, options)
     before = (tmp_path / "checkpoints" / "last.pt").read_bytes()
     for error in ranks.run(sees_no_checkpoint, options, 1):
         assert isinstance(error, ValueError)
-        assert "process 0 has 200 training and 40 validation images, 2 steps to train, 2 of them done" in str(error)
-        assert (
-            f"process 1 has 200 training and 40 validation images, 2 steps to train, no checkpoint in {tmp_path}; "
-            in (str(error))
-        )
-    for error in ranks.run(with_another_rate, (f"run_dir={tmp_path / 'other'}", *options[1:])):
-        assert isinstance(error, ValueError) and "process 0 has optim.lr=1.0; process 1 has optim.lr=2.0" in str(error)
+        for process, checkpoints in enumerate(("2 of them done", f"no checkpoint in {tmp_path}; ")):
+            has = f"process {process} has 200 training and 40 validation images, 2 steps to train, {checkpoints}"
+            assert has in str(error)
+    for error in ranks.run(run_in_rank, (f"run_dir={tmp_path / 'other'}", *options[1:], "optim.lr={rank}.5")):
+        assert isinstance(error, ValueError) and "process 0 has optim.lr=0.5; process 1 has optim.lr=1.5" in str(error)
     assert (tmp_path / "checkpoints" / "last.pt").read_bytes() == before and not (tmp_path / "other").exists()
-
-
-def with_another_rate(rank: int, overrides: tuple[str, ...]) -> None:
-    train(composed("train_seg", *overrides, f"optim.lr={rank + 1}"))
 
 
 def members_of_my_node(rank: int, ranks_per_node: int) -> list[int]:
@@ -346,7 +316,6 @@ def members_of_my_node(rank: int, ranks_per_node: int) -> list[int]:
 
 @pytest.mark.parametrize("ranks_per_node, members", [(2, [[0, 1], [0, 1], [2]]), (3, [[], [], []])])
 def test_norms_can_be_synchronised_within_a_machine(ranks, ranks_per_node, members):
-    """On one machine all ranks are its own, which needs no group."""
     assert ranks.run(members_of_my_node, ranks_per_node) == members
 
 

@@ -1,43 +1,25 @@
 """Traces of a step on fake tensors against the same step on real ones."""
 
 import gc
-import itertools
-import json
 import weakref
 
 import pytest
 import torch
 
-from engine import build
+from engine.build.memory import fake_step
 from engine.distributed import World
-from engine.learner import Learner
 from engine.made_tensors import MadeTensors
 from engine.memory_trace import traced
-from engine.training_step import Loss, accumulate_gradients
-from scripts.bench.measuring import saved_for_backward
+from engine.training_step import accumulate_gradients
+from scripts.bench.measuring import peak_bytes, saved_for_backward
 from tests import runs
 
-CROPS, SIZE = 3, 64
-
-
-def made(config, crops: int = CROPS, size: int = SIZE) -> tuple[Learner, Loss, dict]:
-    torch.manual_seed(0)
-    network = build.segmentation_network(config, classes=5)
-    forward = build.forward(config, torch.nn.Identity(), torch.device("cpu")).through(network)
-    optimizer = build.optimizer(config.optim, network, config.head_modules)
-    scheduler = build.lr_schedule(config.lr_schedule, optimizer, build.schedule_of(config, images=100))
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    learner = Learner(network, forward, optimizer, scheduler, scaler, config.trainer.accumulation_steps)
-    minibatch = {
-        "image": torch.zeros(crops, 3, size, size, dtype=torch.uint8),
-        "label": torch.zeros(crops, size, size, dtype=torch.uint8),
-    }
-    return learner, build.loss(config.loss, 255), minibatch
+CROPS, SIZE = 3, 128
 
 
 def counted(config) -> tuple[int, int]:
     """Bytes saved for the backward pass, and the peak beyond what exists before, of a real step."""
-    learner, loss, minibatch = made(config)
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
     learner.network.train()
     _, saved = saved_for_backward(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]))
     held = {p.untyped_storage()._cdata for p in (*learner.network.parameters(), *minibatch.values())}
@@ -67,12 +49,12 @@ NORMS = ("std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace")
 def test_a_trace_is_what_a_real_step_takes(body, norm):
     config = runs.run_config(f"norm={norm}", f"body={body}", "norm.backend=eager")
     config.body.structure = [1] * len(config.body.structure)
-    trace = traced(lambda: made(config))
+    trace = traced(lambda: fake_step(config, CROPS, SIZE))
     saved, peak = counted(config)
     assert sum(trace.saved.values()) == saved
     changing = ("gradients", "activations", "temporary")
     assert sum(trace.at_peak[kind] for kind in changing) == peak
-    learner, _, minibatch = made(config)
+    learner, _, minibatch = fake_step(config, CROPS, SIZE)
     assert trace.saved.keys() <= {name for name, _ in learner.network.named_modules()}
     parameters = sum(p.nbytes for p in learner.network.parameters())
     assert trace.at_peak["weights"] == parameters + sum(b.nbytes for b in learner.network.buffers())
@@ -84,9 +66,9 @@ def test_nothing_of_a_trace_stays():
     networks = []
 
     def make():
-        learner, *rest = made(runs.run_config("body=resnext_tiny", "norm.backend=eager"))
-        networks.append(weakref.ref(learner.network))
-        return learner, *rest
+        step = fake_step(runs.run_config("body=resnext_tiny", "norm.backend=eager"), CROPS, SIZE)
+        networks.append(weakref.ref(step[0].network))
+        return step
 
     traced(make)
     gc.collect()
@@ -96,32 +78,22 @@ def test_nothing_of_a_trace_stays():
 @pytest.mark.parametrize("norm", ["std", "inplace"])
 def test_offloaded_every_saved_tensor_moves(norm):
     config, moved = runs.run_config(f"norm={norm}", "body=resnext_tiny", "norm.backend=eager"), []
-    learner, loss, minibatch = made(config)
+    learner, loss, minibatch = fake_step(config, CROPS, SIZE)
     learner.network.train()
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: moved.append(saved.nbytes), lambda _: None):
         loss(learner.forward(minibatch["image"]), minibatch["label"])
-    kept, offloaded = traced(lambda: made(config)), traced(lambda: made(config), offloaded=True)
+    kept, offloaded = (traced(lambda: fake_step(config, CROPS, SIZE), offloaded=moves) for moves in (False, True))
     assert kept.moved == 0 and offloaded.moved == sum(moved) > sum(kept.saved.values())
     assert offloaded.peak < kept.peak and offloaded.at_peak["activations"] < 0.5 * kept.at_peak["activations"]
 
 
-def allocated_peak(step, folder) -> int:
-    """The most that PyTorch's CPU allocator gave out during a step, inside operators too."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    profile.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    changes = sorted((e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]")
-    return max(itertools.accumulate(change for _, change in changes))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
-def test_memory_inside_operators_is_under_a_tenth(norm, tmp_path):
+def test_memory_inside_operators_is_under_a_tenth(norm):
     """Of batch normalisation's backward pass, for one."""
     config = runs.run_config(f"norm={norm}", "body=resnext_tiny", "norm.backend=eager")
-    trace = traced(lambda: made(config, crops=4, size=512))
-    learner, loss, minibatch = made(config, crops=4, size=512)
+    trace = traced(lambda: fake_step(config, 4, 512))
+    learner, loss, minibatch = fake_step(config, 4, 512)
     learner.network.train()
 
     def step() -> None:
@@ -133,4 +105,4 @@ def test_memory_inside_operators_is_under_a_tenth(norm, tmp_path):
     step()
     learner.optimizer.zero_grad()
     planned = sum(trace.at_peak[kind] for kind in ("gradients", "activations", "temporary"))
-    assert 0.9 < planned / allocated_peak(step, tmp_path) <= 1
+    assert 0.9 < planned / peak_bytes(step, "cpu") <= 1

@@ -1,7 +1,6 @@
 """results.json: JSON without NaN, either complete or unchanged."""
 
 import json
-import resource
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from datasets import synthetic
 from engine.confusion_picture import confusion_picture
 from engine.evaluated import Evaluated
 from engine.results import write_results
+from tests.engine.test_checkpoint import files_of_at_most
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
 
@@ -29,33 +29,23 @@ def write(path: Path | None) -> dict:
     return write_results(path, evaluated, dataset, checkpoint=Path("last.pt"), config={})
 
 
-def test_json_has_null_for_what_is_not_a_number(tmp_path):
-    write(tmp_path / "results.json")
-    assert "NaN" not in (tmp_path / "results.json").read_text()
-    assert json.loads((tmp_path / "results.json").read_text())["miou"] is None
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results_confusion.png"]
-
-
-def test_the_file_holds_what_is_returned(tmp_path):
-    """Scores and details, data, checkpoint, configuration, hardware, versions and commit."""
+def test_the_file_holds_what_is_returned_with_null_for_what_is_not_a_number(tmp_path):
     results, written = write(None), write(tmp_path / "results.json")
-    assert results.keys() == written.keys() == json.loads((tmp_path / "results.json").read_text()).keys()
+    text = (tmp_path / "results.json").read_text()
+    assert "NaN" not in text and json.loads(text)["miou"] is None
+    assert results.keys() == written.keys() == json.loads(text).keys()
     assert results.keys() == {
         *("dataset", "split", "images", "checkpoint", "config", "environment"),
         *("miou", "iou", "pixel_accuracy", "confusion_matrix", "views"),
     }
     assert results["environment"].keys() == {"hardware", "versions", "commit"}
     assert (results["dataset"], results["split"], results["checkpoint"]) == ("synthetic", "val", "last.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results_confusion.png"]
 
 
 def test_a_full_disk_keeps_the_results_that_were_there(tmp_path):
     file = tmp_path / "results.json"
     file.write_text("old results")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # much like a full disk
-    try:
-        with pytest.raises(OSError):
-            write(file)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(100), pytest.raises(OSError):
+        write(file)
     assert file.read_text() == "old results"

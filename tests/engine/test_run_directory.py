@@ -2,7 +2,6 @@
 
 import errno
 import itertools
-import multiprocessing
 import os
 import re
 import shutil
@@ -11,16 +10,17 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from engine import checkpoint
 from engine import config as cfg
-from engine.checkpoint_migrations import SEGMENTATION_ONLY
 from engine.run_directory import RunDirectory
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import run_config, with_key
+from tests.state_dicts import same
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,7 @@ def resumed(run: RunDirectory, config: SegmentationRun) -> int | None:
     state = run.checkpoint_to_resume(config, total_steps=9)
     if state is None:
         return None
-    expected = weights_of(state["step"])
-    assert state["network"].keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in state["network"].items())
+    assert same(state["network"], weights_of(state["step"]))
     return state["step"]
 
 
@@ -93,10 +91,6 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
-def no_links(*_):
-    raise OSError(errno.EPERM, "Operation not permitted")
-
-
 @pytest.mark.injects(
     "SIGKILL", "before each line of a save, ours and PyTorch's, in five states of the folder", into="files"
 )
@@ -118,7 +112,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
     # The configuration is not tested here, and reading it a hundred times is slow.
     monkeypatch.setattr("engine.run_directory.of_checkpoint", lambda *_: config)
     if not links:
-        monkeypatch.setattr(os, "link", no_links)
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     start = run_in(tmp_path / "start", config, *{"nothing": (), "last": (2,)}.get(held, (1, 2)))
     if held.startswith("damaged"):
         damage(start.last)
@@ -152,44 +146,52 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_sa
     assert f"The run continues from {run.previous}, of step 2" in run.notice
     run.save(state_of(3, config))  # the good one is kept, not the damaged one
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [3, 2]
-    run.save(state_of(4, config))
-    assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [4, 3]
+    damage(run.last), damage(run.previous)  # now the run neither continues nor starts anew
+    with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
+        resumed(run, config)
+    assert "another run_dir to start a new run" in str(error.value) and "best.pt to" not in str(error.value)
+    checkpoint.save(run.best, state_of(1, config))
+    with pytest.raises(ValueError, match="copy .*best.pt to .*last.pt to continue from its step"):
+        resumed(run, config)
 
 
-def test_a_numerical_error_advises_the_checkpoint_that_is_good(tmp_path, config):
-    run = run_in(tmp_path, config, 1, 2)
+def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
+    run = run_in(tmp_path)
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def says(error: BaseException, message: str) -> None:
+        with pytest.raises(type(error), match=message), run.in_use(config):
+            raise error
+
+    says(KeyboardInterrupt(), "there is no checkpoint yet")
+    says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
+    says(FileNotFoundError("gone"), "^gone$")
+    run_in(tmp_path, config, 1, 2)
+    says(KeyboardInterrupt(), f"continues from {run.last}, of step 2")
+    says(full, f"bytes are free there; the last good checkpoint is kept: {run.last}, of step 2. Make room")
     for good, step in ((run.last, 2), (run.previous, 1)):
-        with pytest.raises(FloatingPointError) as error, run.in_use(config):
-            raise FloatingPointError("the loss is nan")
-        assert f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts" in (
-            str(error.value)
-        )
+        kept = f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts"
+        says(FloatingPointError("the loss is nan"), f"^the loss is nan. .*{kept}")
         damage(run.last)
-
-
-def locks(run_dir: Path, connection) -> None:
-    """In a process of its own: hold the folder until told to let go, or killed."""
-    held = RunDirectory(str(run_dir))
-    held.lock()
-    connection.send("locked")
-    connection.recv()
 
 
 def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
     """Others wait for it to end, or give up. A killed process leaves no lock."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    other = context.Process(target=locks, args=(tmp_path, theirs), daemon=True)
-    other.start()
-    assert ours.recv() == "locked"
+    run, other = run_in(tmp_path), os.fork()
+    if other == 0:
+        try:
+            run.lock()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        finally:
+            os._exit(0)
+    assert os.WIFSTOPPED(os.waitpid(other, os.WUNTRACED)[1])
     monkeypatch.setattr("engine.run_directory.SECONDS_FOR_ANOTHER", 0.3)
     with pytest.raises(ValueError, match="another process is training there; end it, or give another run_dir"):
-        run_in(tmp_path).lock()
+        run.lock()
     monkeypatch.setattr("engine.run_directory.SECONDS_FOR_ANOTHER", 300)
-    threading.Timer(0.5, other.kill).start()
-    run_in(tmp_path).lock()
-    other.join(60)
-    assert other.exitcode == -signal.SIGKILL
+    threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
+    run.lock()
+    assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
 
 
 def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
@@ -200,15 +202,11 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
         with pytest.raises(OSError, match=f"run_dir={path} cannot be used: .*{reason}. Give another run_dir"):
             with run.in_use(config):
                 run.lock()
-
-
-def test_an_interrupt_says_what_there_is_to_continue_from(tmp_path, config):
-    run = run_in(tmp_path)
-    with pytest.raises(KeyboardInterrupt, match="there is no checkpoint yet"), run.in_use(config):
-        raise KeyboardInterrupt
-    run.save(state_of(3, config))
-    with pytest.raises(KeyboardInterrupt, match=f"continues from {run.last}, of step 3"), run.in_use(config):
-        raise KeyboardInterrupt
+    run, removed = run_in(tmp_path / "run"), str(tmp_path / "run" / "events")  # in mid-run
+    named = f"run_dir={run.path} cannot be used: {removed}: No such file"
+    for name, message in ((removed, named), (removed.encode(), named), (7, "^.Errno 2. No such file")):
+        with pytest.raises(OSError, match=message), run.in_use(config):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
 
 
 # Keys that say where and how to compute, not what.
@@ -221,12 +219,11 @@ FREE_ON_RESUME = {
 }
 
 
-def test_exactly_the_free_keys_may_change(tmp_path):
-    """Among all keys of a run, in every group."""
+def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
     config = run_config(f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform")
-    run, keys = RunDirectory(str(tmp_path)), cfg.flat(cfg.plain(config))
+    run, keys = run_in(tmp_path, config, 1), cfg.flat(cfg.plain(config))
     assert FREE_ON_RESUME <= keys.keys()
-    run.save(state_of(1, config))
+    monkeypatch.setattr("engine.run_directory.of_checkpoint", lambda *_: config)  # reading it for each key is slow
     for key, value in keys.items():
         now = with_key(config, key, f"not {value}")
         if key in FREE_ON_RESUME:
@@ -237,33 +234,12 @@ def test_exactly_the_free_keys_may_change(tmp_path):
                 run.checkpoint_to_resume(now, total_steps=9)
 
 
-def test_a_run_of_another_task_is_not_continued(tmp_path, config):
-    run = run_in(tmp_path)
-    run.save({**state_of(1, config), "task": "shapes"})
-    with pytest.raises(ValueError, match=f"^run_dir={tmp_path} is for the task shapes: expected segmentation$"):
-        run.checkpoint_to_resume(config, total_steps=9)
-
-
-def test_a_full_disk_is_named_with_the_checkpoint_that_is_kept(tmp_path, config):
-    run = run_in(tmp_path)
-    for kept in ("there is no earlier checkpoint", f"the last good checkpoint is kept: {run.last}, of step 1"):
-        with pytest.raises(OSError) as error, run.in_use(config):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        message = str(error.value)
-        assert message.startswith(f"run_dir={tmp_path} cannot be written to: No space left on device. ")
-        assert f"bytes are free there; {kept}. Make room" in message
-        run.save(state_of(1, config))
-    with pytest.raises(FileNotFoundError, match="^gone$"), run.in_use(config):
-        raise FileNotFoundError("gone")
-
-
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkeypatch):
     """The file holds the values of the call, and the next save, or `saved`, waits."""
     may_write, write = threading.Event(), checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: may_write.wait(300) and write(*args, **kwargs))
     run, state = run_in(tmp_path), state_of(1, config)
     weights = next(iter(state["network"].values()))
-    before = weights.clone()
     run.start_saving(state)
     run.saved(wait=False)
     weights += 1
@@ -272,15 +248,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, config, monkey
     run.start_saving(state_of(2, config))
     run.saved()
     assert resumed(run, config) == 2
-    assert torch.equal(next(iter(checkpoint.load(run.previous)["network"].values())), before)
-
-
-def fails(*_, **__) -> None:
-    raise OSError("no room")
+    run.last.unlink()
+    assert resumed(run, config) == 1  # with the values from before
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_soon(tmp_path, config, monkeypatch):
-    monkeypatch.setattr(checkpoint, "save", fails)
+    monkeypatch.setattr(checkpoint, "save", Mock(side_effect=OSError("no room")))
     run = run_in(tmp_path)
     for notices in (run.saved, lambda: run.start_saving(state_of(2, config))):
         run.start_saving(state_of(1, config))
@@ -308,49 +281,40 @@ def test_a_folder_in_the_place_of_a_checkpoint_is_refused_before_and_in_a_run(tm
     assert resumed(run, config) == (1 if name == "last" else 2)
 
 
-@pytest.mark.parametrize("last", ["missing", "empty", "broken link"])
-def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, last):
+@pytest.mark.parametrize("lost", ["missing", "empty", "broken link"])
+def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, lost):
     run = run_in(tmp_path, config, 1, 2)
     run.last.unlink()
-    {"empty": run.last.touch, "broken link": lambda: run.last.symlink_to("gone")}.get(last, lambda: None)()
+    {"empty": run.last.touch, "broken link": lambda: run.last.symlink_to("gone")}.get(lost, lambda: None)()
     assert resumed(run, config) == 1 and str(run.last) in run.notice
     with pytest.raises(ValueError, match="already holds a run: give resume=auto"):
-        run.checkpoint_to_resume(replace(config, resume=None), total_steps=9)
-
-
-def test_without_a_good_checkpoint_a_run_neither_continues_nor_starts_anew(tmp_path, config):
-    run = run_in(tmp_path, config, 1, 2)
-    damage(run.last), damage(run.previous)
-    with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
-        resumed(run, config)
-    assert "another run_dir to start a new run" in str(error.value) and "best.pt to" not in str(error.value)
-    checkpoint.save(run.best, state_of(1, config))
-    with pytest.raises(ValueError, match="copy .*best.pt to .*last.pt to continue from its step"):
-        resumed(run, config)
+        resumed(run, replace(config, resume=None))
 
 
 def test_a_partial_file_alone_is_a_run_that_did_not_start(tmp_path, config):
     run = run_in(tmp_path)
     run.last.parent.mkdir()
-    for name in ("last.pt.partial", "best.pt.partial", "previous.pt.partial"):
-        (run.last.parent / name).write_bytes(b"PK half a checkpoint")
+    for name in ("last", "best", "previous"):
+        (run.last.parent / f"{name}.pt.partial").write_bytes(b"PK half a checkpoint")
     assert resumed(run, config) is None
     run.save(state_of(1, config))
     assert [path.name for path in run.last.parent.iterdir()] == ["last.pt"] and resumed(run, config) == 1
 
 
-@pytest.mark.parametrize("younger", [("init",), ("init", "sampler")])
-def test_a_checkpoint_that_is_older_than_a_key_continues(tmp_path, config, younger):
-    run, state = run_in(tmp_path), state_of(1, config)
-    for key in younger:
-        del state["config"][key]
-    run.save(state)
-    if "sampler" in younger:  # from before tasks
-        torch.save({**state, "format": SEGMENTATION_ONLY}, run.last)
+def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refused(tmp_path, config):
+    run, older = run_in(tmp_path), cfg.plain(config)
+    del older["init"]  # older than the key, whose default it gets
+    run.save({**state_of(1, config), "config": older})
     assert resumed(run, config) == 1
-    other = replace(config, init=replace(config.init, weights="other.pt"))
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
-        run.checkpoint_to_resume(other, total_steps=9)
+        resumed(run, with_key(config, "init.weights", "other.pt"))
+    for change, message in (
+        ({"task": "shapes"}, "is for the task shapes: expected segmentation$"),
+        ({"step": 10}, ".*its checkpoint is of step 10, beyond the run's end at 9"),
+    ):
+        run.save({**state_of(1, config), **change})
+        with pytest.raises(ValueError, match=f"^run_dir={tmp_path} {message}"):
+            run.checkpoint_to_resume(config, total_steps=9)
 
 
 @pytest.mark.parametrize("left", ["checkpoints/best.pt", "results.json", "metrics.jsonl"])
@@ -364,33 +328,21 @@ def test_a_run_whose_last_checkpoints_are_gone_is_not_overwritten(left, config, 
         assert resumed(run, config) is None  # it died before its first checkpoint
         return
     copied = f"copy {run.best} to {run.last}" if run.best.exists() else "Restore one of the two, or give another"
-    with pytest.raises(
-        ValueError, match=f"it holds {Path(left).name}, but .*last.pt and .*previous.pt are gone.*{copied}"
-    ):
+    gone = f"it holds {Path(left).name}, but .*last.pt and .*previous.pt are gone.*{copied}"
+    with pytest.raises(ValueError, match=gone):
         resumed(run, config)
-
-
-def test_a_checkpoint_beyond_the_end_is_refused(config, tmp_path):
-    with pytest.raises(ValueError, match="its checkpoint is of step 10, beyond the run's end at 9"):
-        resumed(run_in(tmp_path, config, 10), config)
 
 
 def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_path):
     run = run_in(tmp_path)
+
+    def step(*hashes: str) -> int:
+        return run.checkpoint_to_resume(config, 9, {"training": [*hashes]})["step"]
+
     run.save({**state_of(3, config), "data": {"training": ["names", "sizes"]}})
-    assert run.checkpoint_to_resume(config, 9, {"training": ["names", "sizes"]})["step"] == 3 and run.notice is None
+    assert step("names", "sizes") == 3 and run.notice is None
     with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
-        run.checkpoint_to_resume(config, 9, {"training": ["other names", "sizes"]})
-    assert run.checkpoint_to_resume(config, 9, {"training": ["names", "other sizes"]})["step"] == 3
-    assert "training files have other sizes" in run.notice
+        step("other names", "sizes")
+    assert step("names", "other sizes") == 3 and "training files have other sizes" in run.notice
     run.save(state_of(4, config))  # as earlier versions did
-    assert run.checkpoint_to_resume(config, 9, {"training": ["names", "sizes"]})["step"] == 4
-
-
-@pytest.mark.parametrize("name", [str, os.fsencode, lambda _: 7], ids=["text", "bytes", "a file descriptor"])
-def test_a_folder_removed_in_mid_run_is_named_whatever_the_error_holds(name, config, tmp_path):
-    run = run_in(tmp_path / "run")
-    error = FileNotFoundError(errno.ENOENT, "No such file or directory", name(str(run.path / "tensorboard" / "events")))
-    expected = "No such file" if name(".") == 7 else f"run_dir={run.path} cannot be used: .*events: No such file"
-    with pytest.raises(OSError, match=expected), run.in_use(config):
-        raise error
+    assert step("names", "sizes") == 4

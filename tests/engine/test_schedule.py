@@ -11,9 +11,6 @@ def test_durations_in_steps():
     assert in_run(360, 500) == in_run(1000, 500) == 500
     assert in_run(2, 500) == 370  # the shorter one
     assert in_run(None, None) is None
-
-
-def test_schedule_counts_steps_done():
     schedule = Schedule(total_steps=10, steps_per_epoch=4, evaluate_every=5, checkpoint_every=4, log_every=3)
     done = range(1, 11)
     assert [s for s in done if schedule.evaluates(s)] == [5]  # the final evaluation is separate

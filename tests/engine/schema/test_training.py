@@ -36,6 +36,9 @@ def test_no_change_is_advised_that_the_run_has_already_or_cannot_have():
         (("norm=inplace",), ["trainer.recompute=blocks", "trainer.precision=bfloat16"]),
         (("norm=std", "trainer.recompute=sqrt"), ["norm=inplace", "trainer.precision=bfloat16"]),
         (("norm=inplace_1", "trainer.precision=bfloat16"), ["trainer.recompute=blocks"]),
+        (("norm=inplace", "body=resnet32_cifar", "trainer.recompute=sqrt"), ["trainer.precision=bfloat16"]),
+        (("norm=inplace", "body=revnet_tiny"), ["trainer.precision=bfloat16"]),  # reversible
+        (("norm=inplace", "body=revnet_tiny", "trainer.recompute=activations"), ["trainer.precision=bfloat16"]),
         (("norm=package",), ["norm=inplace", "trainer.recompute=blocks"]),  # computes in float32 only
     ):
         advice = run_config("data.crop_size=96", *overrides).memory_advice(processes=1)

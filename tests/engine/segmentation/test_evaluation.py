@@ -1,6 +1,7 @@
 """An evaluation: it never waits for the device, images of equal size share a minibatch, scores stay the same."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,6 @@ def forward_for(dataset: SegmentationDataset) -> Forward:
 
 @pytest.fixture
 def streets(tmp_path) -> SegmentationDataset:
-    """Four images with instances."""
     return cityscapes(trees.cityscapes(tmp_path), "train")
 
 
@@ -84,18 +84,6 @@ def test_the_host_waits_for_no_image(streets, views, batch_size):
     assert counts[0] == counts[1]
 
 
-class _FailsOnWaits:
-    """From the first to the last prediction, PyTorch raises an error where the host waits for the device."""
-
-    def __init__(self, minibatches: int, consumer: Callable[[dict, Tensor], None]):
-        self.minibatches, self.consumer, self.seen = minibatches, consumer, 0
-
-    def __call__(self, minibatch: dict, predictions: Tensor) -> None:
-        self.consumer(minibatch, predictions)
-        self.seen += 1
-        torch.cuda.set_sync_debug_mode("error" if self.seen < self.minibatches else "default")
-
-
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 @pytest.mark.parametrize("views", [WHOLE_IMAGE, SEVERAL_VIEWS], ids=["whole", "views"])
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -104,18 +92,22 @@ def test_a_gpu_waits_for_no_image(streets, views, deterministic, device):
     forward = forward_for(streets)
     expected = evaluated(streets, forward, 4, PictureCollector(streets, 2), views)
     forward.network.to(device)
-    forward = Forward(
-        forward.network, forward.mean.to(device), forward.std.to(device), forward.memory_format, forward.autocast
-    )
-    shown = PictureCollector(streets, 4)
-    watched = _FailsOnWaits(4, shown)
+    forward = replace(forward, mean=forward.mean.to(device), std=forward.std.to(device))
+    shown, seen = PictureCollector(streets, 4), []
+
+    def watched(minibatch: dict, predictions: Tensor) -> None:
+        """From the first to the last prediction, PyTorch raises an error where the host waits for the device."""
+        shown(minibatch, predictions)
+        seen.append(minibatch["name"])
+        torch.cuda.set_sync_debug_mode("error" if len(seen) < 4 else "default")
+
     torch.use_deterministic_algorithms(deterministic, warn_only=True)  # interpolation has no deterministic version
     try:
         result = evaluated(streets, forward, 4, watched, views, device=device)
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.use_deterministic_algorithms(False)
-    assert watched.seen == 4 and len(shown.pictures()) == 4
+    assert len(seen) == 4 and len(shown.pictures()) == 4
     assert result.scores["miou"] == pytest.approx(expected.scores["miou"], abs=0.02)  # a few pixels may round otherwise
     rows = [torch.tensor(each.details["confusion_matrix"]).sum(dim=1) for each in (result, expected)]
     assert torch.equal(*rows)
@@ -139,9 +131,7 @@ def test_images_of_equal_size_are_predicted_at_once(tmp_path, views, batch_size,
     dataset = mixed_sizes(tmp_path)
     forward = forward_for(dataset)
     forward.network.double()
-    forward = Forward(
-        forward.network, forward.mean.double(), forward.std.double(), forward.memory_format, forward.autocast
-    )
+    forward = replace(forward, mean=forward.mean.double(), std=forward.std.double())
     calls: list[int] = []
     forward.network.register_forward_pre_hook(lambda _, arguments: calls.append(len(arguments[0])))
     alone, together = [], []
@@ -165,24 +155,18 @@ def test_instances_are_counted_per_image_in_a_minibatch_too(streets):
     assert together.scores == alone.scores and alone.scores["official"]["mean_iiou"] > 0
 
 
-def test_images_with_and_without_a_label_are_apart():
-    image = {"image": torch.zeros(1, 3, 2, 2), "name": ["a"]}
-    minibatches = list(equal_sizes([image, image, {**image, "label": torch.zeros(1, 2, 2)}], batch_size=3))
-    assert [(len(minibatch["image"]), minibatch["name"]) for minibatch in minibatches] == [(2, ["a", "a"]), (1, ["a"])]
-
-
-def test_a_batch_is_joined_before_another_image_is_read():
+def test_a_batch_of_equal_sizes_is_joined_before_another_image_is_read():
+    """Images with and without a label are apart."""
     read = []
 
     def images():
-        for number in range(4):
+        for number in range(5):
             read.append(number)
-            yield {"image": torch.zeros(1, 3, 2, 2), "name": [str(number)]}
+            label = {"label": torch.zeros(1, 2, 2)} if number == 4 else {}
+            yield {"image": torch.zeros(1, 3, 2, 2), "name": [str(number)], **label}
 
-    assert [(minibatch["name"], len(read)) for minibatch in equal_sizes(images(), 2)] == [
-        (["0", "1"], 2),
-        (["2", "3"], 4),
-    ]
+    found = [(minibatch["name"], len(minibatch["image"]), len(read)) for minibatch in equal_sizes(images(), 2)]
+    assert found == [(["0", "1"], 2, 2), (["2", "3"], 2, 4), (["4"], 1, 5)]
 
 
 def test_the_crops_are_within_the_image():

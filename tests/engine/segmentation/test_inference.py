@@ -119,40 +119,38 @@ def test_whole_images_are_seen_at_the_base_size_and_predicted_at_their_own():
     assert (network.seen[0] * 255 - resized).abs().max() <= 1
     assert predictions.shape == (1, 36, 60) and predictions.dtype == torch.uint8
     assert torch.equal(predictions, network.seen.argmax(dim=1).repeat_interleave(3, 1).repeat_interleave(3, 2).byte())
-
     own = predict(forward, images)
     assert torch.equal(own, images.float().argmax(dim=1).to(torch.uint8))
 
 
+def dilated_network() -> SegmentationNetwork:
+    torch.manual_seed(0)
+    return without_head(ResNeXt(ABN, output_stride=8, structure=(1, 1, 1, 1), groups=1, base_channels=(4, 4, 8)))
+
+
 @pytest.mark.parametrize(
-    "size, base_size, overlap",
-    [((128, 160), None, 0.0), ((131, 157), None, 0.25), ((150, 60), None, 0.5), ((64, 99), 160, 0.5)],
+    "make, stride, reach, size, base_size, window, overlap",
+    [
+        (small_network, STRIDE, REACH, (128, 160), None, 64, 0.0),
+        (small_network, STRIDE, REACH, (131, 157), None, 64, 0.25),
+        (small_network, STRIDE, REACH, (150, 60), None, 64, 0.5),
+        (small_network, STRIDE, REACH, (64, 99), 160, 64, 0.5),
+        (dilated_network, 8, 67, (401, 387), None, 256, 0.4),
+    ],
 )
-def test_windows_equal_the_whole_image_away_from_their_borders(size, base_size, overlap):
-    """Whatever the size: windows start at whole cells, and are interpolated together."""
-    network, images = small_network(), pictures(*size, count=2)
+def test_windows_equal_the_whole_image_away_from_their_borders(make, stride, reach, size, base_size, window, overlap):
+    """Whatever the size: windows start at whole cells of the network, and are interpolated together."""
+    network, images = make(), pictures(*size, count=2)
     whole = predicted(network, images, base_size)
-    windows = predicted(network, images, base_size, window=64, overlap=overlap)
+    windows = predicted(network, images, base_size, window=window, overlap=overlap)
     assert windows.shape == whole.shape and windows.dtype == whole.dtype == torch.uint8
     seen = scaled(size, 1 if base_size is None else base_size / max(size))
-    rows, columns = (far_from_windows(side, STRIDE, 64, overlap, REACH + STRIDE) for side in seen)
+    rows, columns = (far_from_windows(side, stride, window, overlap, reach + stride) for side in seen)
     far = rows[:, None] & columns
     far = F.interpolate(far[None, None].float(), size, mode="nearest-exact")[0, 0] > 0
     assert torch.equal(windows[:, far], whole[:, far])
-    assert far.float().mean() > 0.05 and len(whole.unique()) == 5
+    assert far.float().mean() > 0.02 and len(whole[:, far].unique()) > 2
     assert (windows != whole).any()  # the borders do show
-
-
-def test_windows_of_a_dilated_body_equal_the_whole_image_away_from_their_borders():
-    """Its cells lie where the whole image's do, though 401 x 387 pixels are no whole number of them."""
-    torch.manual_seed(0)
-    network = without_head(ResNeXt(ABN, output_stride=8, structure=(1, 1, 1, 1), groups=1, base_channels=(4, 4, 8)))
-    images = pictures(401, 387)
-    whole, windows = predicted(network, images), predicted(network, images, window=256, overlap=0.4)
-    rows, columns = (far_from_windows(side, 8, 256, 0.4, reach=67 + 8) for side in (401, 387))
-    far = rows[:, None] & columns
-    assert far.float().mean() > 0.02 and len(whole[0][far].unique()) > 2
-    assert torch.equal(windows[0][far], whole[0][far]) and (windows != whole).any()
 
 
 @pytest.mark.parametrize("base_size, window", [(None, None), (64, 64), (None, 96)])
@@ -170,16 +168,12 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
     assert torch.equal(predictions, expected)
 
 
-def test_weights_are_a_linear_cross_fade():
-    (first, before), (second, after) = windows_along(cells=13, window=8, overlap=0.375)
-    assert (first, second) == (0, 5)
-    torch.testing.assert_close(before, torch.tensor([1, 1, 1, 1, 1, 0.75, 0.5, 0.25]))
-    torch.testing.assert_close(after, before.flip(0))
-
-
 @given(cells=st.integers(1, 200), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
 @settings(deadline=None)
 def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, overlap):
+    (first, before), (second, after) = windows_along(cells=13, window=8, overlap=0.375)  # a linear cross-fade
+    assert (first, second) == (0, 5) and torch.equal(after, before.flip(0))
+    torch.testing.assert_close(before, torch.tensor([1, 1, 1, 1, 1, 0.75, 0.5, 0.25]))
     windows = windows_along(cells, window, overlap)
     total = torch.zeros(cells)
     for start, weights in windows:
@@ -260,16 +254,6 @@ def test_a_region_of_a_resized_image_is_that_of_the_whole(data):
     whole = F.interpolate(images.float(), size, mode="bilinear", antialias=antialias)
     expected = whole[..., rows.start : rows.stop, columns.start : columns.stop]
     torch.testing.assert_close(region.float(), expected, rtol=0, atol=2e-3)  # of 255
-
-
-def test_bfloat16_is_averaged_in_float32():
-    network, images = small_network(), pictures(128, 160)
-    options = dict(window=64, scales=(0.7, 1.0, 1.2), flip=True)
-    seen = []
-    network.cls.register_forward_hook(lambda module, arguments, logits: seen.append(logits.dtype))
-    half = predicted(network, images, precision="bfloat16", **options)
-    assert set(seen) == {torch.bfloat16}
-    assert (half == predicted(network, images, **options)).float().mean() > 0.97
 
 
 class LargestTensor(TorchDispatchMode):
