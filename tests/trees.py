@@ -20,6 +20,10 @@ def write_palette(path: Path, indices: np.ndarray, colours: list) -> None:
     image.save(path)
 
 
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 def pair(index: int, ids: list[int], size: tuple[int, int] = (24, 40)) -> tuple[np.ndarray, np.ndarray]:
     """An image of noise, uint8 (H, W, 3), and a label with pixels of every id, uint8 (H, W)."""
     rng = np.random.default_rng(index)

@@ -21,11 +21,6 @@ def camvid_folders(tmp_path) -> Path:
 
 
 @pytest.fixture
-def camvid_annot(tmp_path) -> Path:
-    return trees.camvid_annot(tmp_path / "camvid_annot")
-
-
-@pytest.fixture
 def cityscapes_root(tmp_path) -> Path:
     return trees.cityscapes(tmp_path / "cityscapes")
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import datasets
-from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, index_classes, inspect, time_limit, verify
+from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, imagenet, index_classes, inspect, verify
 from datasets.time_limit import reading_limit
 from tests import trees
+from tests.datasets import classification_trees
 
 
 def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
@@ -26,15 +27,11 @@ def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
 @pytest.mark.parametrize("kind", trees.SEGMENTATION)
 def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
     root, seen = trees.SEGMENTATION[kind](tmp_path / "data"), []
-
-    def progress(*counts: int) -> None:
-        seen.append(counts)
-
     for split in ("train", "val", "test"):
         dataset = getattr(datasets, kind)(root, split, strict=False)
         workers = 2 if (kind, split) == ("camvid", "train") else 0
-        inspection = inspect(dataset, workers, progress)
-        verify(dataset, workers, progress)
+        inspection = inspect(dataset, workers, lambda *counts: seen.append(counts))
+        verify(dataset, workers, lambda *counts: seen.append(counts))
         assert seen == 2 * [(done, len(dataset)) for done in range(1, len(dataset) + 1)]
         seen.clear()
         assert inspection.problems == ()
@@ -57,40 +54,26 @@ def test_counts_are_exact_beyond_the_numbers_that_float32_holds(camvid_folders):
     assert inspection.pixels[[3, 7]].tolist() == [4000 * 5500 - 3, 3] and inspection.pixels.sum() == 4000 * 5500
 
 
-def in_the_middle(change):
-    """Replaces the middle half of a file's bytes."""
-
-    def damage(data: bytes) -> bytes:
-        quarter = len(data) // 4
-        return data[:quarter] + change(data[quarter:-quarter]) + data[-quarter:]
-
-    return damage
-
-
-# What `verify` says about it, or None if only decoding finds it.
+# (first quarter, middle, last quarter) -> a damaged file; and what `verify` says, None if only decoding finds it.
 DAMAGE = {
-    "truncated": (lambda data: data[: len(data) // 2], "the (PNG|JPEG) file is truncated"),
-    "shorter": (lambda data: data[:-20], "the (PNG|JPEG) file is truncated"),
-    "empty": (lambda data: b"", "the file is empty"),
-    "replaced": (lambda data: b"<html>not found</html>", "is neither PNG nor JPEG"),
-    "zeroed": (in_the_middle(lambda middle: bytes(len(middle))), None),
-    "cut": (in_the_middle(lambda middle: b""), None),
-    "repeated": (in_the_middle(lambda middle: 2 * middle), None),
-    "reversed": (in_the_middle(lambda middle: middle[::-1]), None),
-    "one bit flipped": (in_the_middle(lambda middle: bytes([middle[0] ^ 1]) + middle[1:]), None),
+    "truncated": (lambda head, middle, tail: head, "the (PNG|JPEG) file is truncated"),
+    "shorter": (lambda head, middle, tail: head + middle + tail[:-20], "the (PNG|JPEG) file is truncated"),
+    "empty": (lambda head, middle, tail: b"", "the file is empty"),
+    "replaced": (lambda head, middle, tail: b"<html>not found</html>", "is neither PNG nor JPEG"),
+    "zeroed": (lambda head, middle, tail: head + bytes(len(middle)) + tail, None),
+    "cut": (lambda head, middle, tail: head + tail, None),
+    "repeated": (lambda head, middle, tail: head + 2 * middle + tail, None),
+    "reversed": (lambda head, middle, tail: head + middle[::-1] + tail, None),
+    "one bit flipped": (lambda head, middle, tail: head + bytes([middle[0] ^ 1]) + middle[1:] + tail, None),
 }
-BOCHUM = "train/bochum/bochum_000000_000019"
+BOCHUM, BERLIN = "train/bochum/bochum_000000_000019", "test/berlin/berlin_000001_000019"
 FILES = {
     "jpeg image": ("vistas", "training/images/street-000000000000001.jpg", "unreadable image"),
     "png image": ("cityscapes", f"leftImg8bit/{BOCHUM}_leftImg8bit.png", "unreadable image"),
     "label": ("cityscapes", f"gtFine/{BOCHUM}_gtFine_labelIds.png", "unreadable label"),
     "instances": ("cityscapes", f"gtFine/{BOCHUM}_gtFine_instanceIds.png", "unreadable instances"),
     "palette label": ("vistas", "training/labels/street-000000000000001.png", "unreadable label"),
-    "unlabelled image": (
-        "cityscapes",
-        "leftImg8bit/test/berlin/berlin_000001_000019_leftImg8bit.png",
-        "unreadable image",
-    ),
+    "unlabelled image": ("cityscapes", f"leftImg8bit/{BERLIN}_leftImg8bit.png", "unreadable image"),
 }
 
 
@@ -100,33 +83,45 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     root = trees.SEGMENTATION[kind](tmp_path / "data")
     path, split = root / name, "test" if "test" in name else "train"
     data, intact = path.read_bytes(), inspect(getattr(datasets, kind)(root, split), workers=0)
+    quarter = len(data) // 4
     for damage, (change, complaint) in DAMAGE.items():
         if (file, damage) == ("jpeg image", "one bit flipped"):  # it has no checksums
             continue
-        path.write_bytes(change(data))
+        path.write_bytes(change(data[:quarter], data[quarter:-quarter], data[-quarter:]))
         dataset = getattr(datasets, kind)(root, split, strict=False)
         inspection = inspect(dataset, workers=0)
-        found = [(entry.kind, entry.message.startswith(f"{path}: ")) for entry in inspection.problems]
-        assert found == [(problem, True)], damage
+        (found,) = inspection.problems
+        assert found.kind == problem and found.message.startswith(f"{path}: "), damage
+        assert "Restore the file from the dataset's archive" in found.message
         lost = intact.pixels.sum() + intact.ignored - inspection.pixels.sum() - inspection.ignored
         assert (lost > 0) == ("label" in file.split())
         if complaint:
             message = refusal(dataset)
             assert message.startswith(f"{kind}, split '{split}': 1 problem(s) in {len(dataset)} images:\n  {path}: ")
             assert re.search(complaint, message) and message == refusal(dataset)  # failure is not remembered
-            with pytest.raises(ValueError, match=complaint) as error:
-                [dataset.scored(number) for number in range(len(dataset))]
-            assert str(error.value) in message  # reading says the same
+            reads = [dataset.scored, dataset.undecoded, dataset.size]
+            for read in reads[:1] if file in ("instances", "unlabelled image") else reads:
+                with pytest.raises(ValueError, match=f"{complaint}.* Restore the file from the dataset's") as error:
+                    [read(number) for number in range(len(dataset))]
+                assert str(error.value) in message
     assert capfd.readouterr() == ("", "")  # what decoders print would break the progress bar
 
 
-def test_finds_sizes_ids_and_files_without_counterparts_in_one_pass(camvid_folders):
+def test_finds_sizes_ids_and_files_without_counterparts_in_one_pass(camvid_folders, cityscapes_root):
     labels, images = camvid_folders / "train" / "labels", camvid_folders / "train" / "images"
     trees.write(labels / "0001TP_000000.png", np.zeros((12, 20), np.uint8))
-    trees.write(labels / "0001TP_000001.png", np.full((24, 40), 77, np.uint8))
-    message = refusal(camvid(camvid_folders, "train"), workers=2)
-    assert "2 problem(s) in 6 images" in message
-    assert "0001TP_000000.png: the label is 20x12" in message and "0001TP_000001.png: contains the ids 77" in message
+    label = np.zeros((24, 40), np.uint8)
+    label[3, 4], label[5, 6], label[7, 8] = 12, 200, 254  # inside, 254 marks illegal values
+    trees.write(labels / "0001TP_000001.png", label)
+    dataset = camvid(camvid_folders, "train")
+    message = refusal(dataset, workers=2)
+    differ = f"{labels}/0001TP_000000.png: the label is 20x12 pixels and its image {images}/0001TP_000000.jpg is 40x24"
+    assert f"{differ}; expected the same size. Restore" in message
+    unknown = f"{labels}/0001TP_000001.png: contains the ids 12, 200, 254, which .*expected only 0-11.*Check that"
+    assert "2 problem(s) in 6 images" in message and re.search(unknown, message)
+    for read in (dataset.__getitem__, dataset.undecoded):
+        with pytest.raises(ValueError, match=f"^{differ}; expected the same size. Restore"):
+            read(0)
     (labels / "0001TP_000002.png").unlink()
     (images / "0001TP_000003.jpg").unlink()
     problems = inspect(camvid(camvid_folders, "train", strict=False), workers=0).problems
@@ -136,17 +131,13 @@ def test_finds_sizes_ids_and_files_without_counterparts_in_one_pass(camvid_folde
         ("sizes differ", str(labels / "0001TP_000000.png")),
         ("unknown ids", str(labels / "0001TP_000001.png")),
     ]
-
-
-def test_instances_of_another_size_are_found(cityscapes_root):
-    """They are read only in evaluations, hours after the start."""
-    dataset = cityscapes(cityscapes_root, "val")
-    trees.write(dataset.files[0].instances, np.zeros((12, 20), np.uint16))
-    message = f"{dataset.files[0].instances}: the label is 20x12 pixels and its image {dataset.files[0].image} is 40x24"
-    assert message in refusal(dataset)
+    dataset = cityscapes(cityscapes_root, "val")  # its instances are read only in evaluations, hours after the start
+    image, instances = dataset.files[0].image, dataset.files[0].instances
+    trees.write(instances, np.zeros((12, 20), np.uint16))
+    differ = f"{instances}: the label is 20x12 pixels and its image {image} is 40x24"
     (problem,) = inspect(dataset, workers=0).problems
-    assert problem.kind == "sizes differ" and problem.message.startswith(message)
-    with pytest.raises(ValueError, match=f"^{dataset.files[0].instances}: the label is 20x12"):
+    assert differ in refusal(dataset) and problem.kind == "sizes differ" and problem.message.startswith(differ)
+    with pytest.raises(ValueError, match=f"^{differ}"):
         dataset.scored(0)
 
 
@@ -182,29 +173,30 @@ def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders, count
     assert f"{count} problem(s) in 6 images" in message and message.endswith("\n  … and 1 more") == (count == 6)
 
 
-def checked_files(dataset) -> int:
-    """How many images a call of verify checks."""
+def checked_files(dataset, workers: int = 0) -> int:
+    """How many images a call of `verify` or `verify_images` checks."""
     seen = []
-    verify(dataset, workers=0, progress=lambda done, total: seen.append(done))
+    check = verify if isinstance(dataset, SegmentationDataset) else datasets.verify_images
+    check(dataset, workers, lambda *counts: seen.append(counts))
+    assert seen == [(done, len(dataset)) for done in range(1, len(seen) + 1)]
     return len(seen)
 
 
-def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path):
-    assert checked_files(camvid(camvid_folders, "train")) == 6
-    assert checked_files(camvid(camvid_folders, "train")) == 0
-    assert checked_files(camvid(camvid_folders, "val")) == 2
+def test_success_is_remembered_until_a_file_changes(camvid_folders, tmp_path, monkeypatch):
+    assert [checked_files(camvid(camvid_folders, split)) for split in ("train", "train", "val")] == [6, 0, 2]
     moved = tmp_path / "elsewhere"
     shutil.move(camvid_folders, moved)
     assert checked_files(camvid(moved, "train")) == 0
     label = moved / "train" / "labels" / "0001TP_000000.png"
     os.utime(label, ns=(0, label.stat().st_mtime_ns + 1))
     assert checked_files(camvid(moved, "train")) == 6
-
-
-def test_goes_on_without_a_cache_folder(camvid_folders, tmp_path, monkeypatch):
+    root = classification_trees.imagenet(tmp_path / "imagenet")
+    assert [checked_files(imagenet(root, split)) for split in ("train", "train", "val")] == [6, 0, 3]
+    os.utime(next((root / "train").glob("*/*")))
+    assert checked_files(imagenet(root, "train"), workers=2) == 6
     (tmp_path / "occupied").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))
-    assert checked_files(camvid(camvid_folders, "train")) == checked_files(camvid(camvid_folders, "train")) == 6
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "occupied"))  # goes on without a cache folder
+    assert checked_files(camvid(moved, "val")) == checked_files(camvid(moved, "val")) == 2
 
 
 @pytest.mark.parametrize("workers, reads_here", [(0, 6), (2, 0)])
@@ -220,22 +212,18 @@ def test_no_other_thread_decodes(camvid_folders, monkeypatch, workers, reads_her
 def hurried(done: int, total: int) -> None:
     """Progress that limits the read after the third image to a tenth of a second, however slow the others were."""
     if done == 3:
-        time_limit._limit.seconds = 0.1
+        datasets.time_limit._limit.seconds = 0.1
 
 
-@pytest.mark.parametrize("check, workers", [(verify, 0), (inspect, 2)])
-def test_an_image_that_blocks_its_reader_is_named(camvid_folders, check, workers):
-    image = sorted((camvid_folders / "train" / "images").iterdir())[3]
-    image.unlink()
-    os.mkfifo(image)
-    with pytest.raises(TimeoutError, match=f"^{image}: too late$"), reading_limit(600, "too late"):
-        check(camvid(camvid_folders, "train"), workers, progress=hurried)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_label_that_blocks_the_class_index_is_no_fault_of_its_folder(camvid_folders, tmp_path, workers):
-    label = sorted((camvid_folders / "train" / "labels").iterdir())[3]
-    label.unlink()
-    os.mkfifo(label)
-    with pytest.raises(TimeoutError, match="^too late$"), reading_limit(600, "too late"):
-        index_classes(camvid(camvid_folders, "train"), tmp_path / "index", workers=workers, progress=hurried)
+@pytest.mark.parametrize(
+    "check, workers, kind",
+    [(verify, 0, "images"), (inspect, 2, "images"), (index_classes, 0, "labels"), (index_classes, 2, "labels")],
+)
+def test_a_file_that_blocks_its_reader_is_named(camvid_folders, check, workers, kind):
+    """The class index must not take it for a fault of its own folder."""
+    file = sorted((camvid_folders / "train" / kind).iterdir())[3]
+    file.unlink()
+    os.mkfifo(file)
+    message = "^too late$" if check is index_classes else f"^{file}: too late$"
+    with pytest.raises(TimeoutError, match=message), reading_limit(600, "too late"):
+        check(camvid(camvid_folders, "train"), workers=workers, progress=hurried)

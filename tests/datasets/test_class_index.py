@@ -69,7 +69,8 @@ def test_large_images_fit_their_positions():
     assert counts.tolist() == [label.size - 1, 1] and places[-1].tolist() == [3999, 5631]
 
 
-def test_the_index_of_a_split(camvid_folders, cache):
+def test_the_index_of_a_split(camvid_folders, cache, tmp_path):
+    """It is the same for any number of processes."""
     dataset, files = camvid(camvid_folders, "train"), sorted(camvid_folders.rglob("*"))
     index = index_classes(dataset, positions=4, workers=0)
     assert sorted(camvid_folders.rglob("*")) == files and list(cache.rglob("index.npz"))
@@ -80,6 +81,9 @@ def test_the_index_of_a_split(camvid_folders, cache):
             assert index.counts[image, class_id] == (label == class_id).sum()
             assert len(of(index, label, image, class_id)) == min(4, index.counts[image, class_id])
     assert index.images_with(3).tolist() == [i for i in range(6) if (dataset.read_label(i) == 3).any()]
+    state = torch.get_rng_state()
+    assert equal(index, index_classes(dataset, tmp_path / "index", positions=4, workers=2))
+    assert torch.equal(torch.get_rng_state(), state)  # the random numbers of a run
 
 
 def test_it_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, monkeypatch):
@@ -95,14 +99,6 @@ def test_it_is_read_back_and_made_anew_when_the_data_changes(camvid_folders, mon
     os.utime(label, ns=(1, 1))
     again = index_classes(camvid(camvid_folders, "train"), workers=0)
     assert np.array_equal(again.counts[0], first.counts[1])
-
-
-def test_the_same_for_any_number_of_processes_and_beside_the_random_numbers_of_a_run(camvid_folders, tmp_path):
-    dataset = camvid(camvid_folders, "train")
-    state = torch.get_rng_state()
-    alone, two = (index_classes(dataset, tmp_path / str(workers), workers=workers) for workers in (0, 2))
-    assert equal(alone, two)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_an_interrupted_pass_goes_on_where_it_was(camvid_folders, tmp_path, monkeypatch):
@@ -172,32 +168,24 @@ def test_without_locks_or_with_a_damaged_file_the_results_are_the_same(camvid_fo
     assert equal(index_classes(dataset, tmp_path / "b", workers=0), expected)
 
 
-def test_what_cannot_be_indexed_says_why(camvid_folders, cityscapes_root, tmp_path):
+def test_what_cannot_be_indexed_says_why_or_is_skipped(camvid_folders, cityscapes_root, tmp_path):
+    """Images with unreadable labels have no pixel of any class. Such an index is stored under another name."""
+    dataset = camvid(camvid_folders, "train")
+    good = index_classes(dataset, tmp_path, workers=0)
     (tmp_path / "file").write_text("")
     for options, key in (({}, "folder"), ({"folder_key": "cache.index"}, "cache.index")):
         with pytest.raises(ValueError, match=f"cannot be written to {tmp_path}/file/.*; give {key}=DIR"):
-            index_classes(camvid(camvid_folders, "train"), tmp_path / "file", workers=0, **options)
+            index_classes(dataset, tmp_path / "file", workers=0, **options)
     with pytest.raises(ValueError, match="no labels in split 'test'"):
         index_classes(cityscapes(cityscapes_root, "test"), tmp_path, workers=0)
-    bad = camvid_folders / "train" / "labels" / "0001TP_000003.png"
-    bad.write_bytes(bad.read_bytes()[:40])
-    for workers in (0, 2):
-        with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
-            index_classes(camvid(camvid_folders, "train"), tmp_path, workers=workers)
-
-
-def test_unreadable_labels_can_be_skipped(camvid_folders, tmp_path):
-    """Their images have no pixel of any class, the others keep theirs. Such an index is stored under another name."""
-    dataset = camvid(camvid_folders, "train")
-    good = index_classes(dataset, tmp_path, workers=0)
     bad = dataset.files[1].label
     bad.write_bytes(bad.read_bytes()[:40])
-    index = index_classes(dataset, tmp_path, workers=2, skip_unreadable=True)
-    assert not index.counts[1].any() and good.counts[1].any()
-    others = [image for image in range(len(dataset)) if image != 1]
-    assert np.array_equal(index.counts[others], good.counts[others])
-    for image in others:
+    skipped = index_classes(dataset, tmp_path, workers=2, skip_unreadable=True)
+    for workers in (0, 2):
+        with pytest.raises(ValueError, match=f"{bad.name}: the PNG file is truncated"):
+            index_classes(dataset, tmp_path, workers=workers)
+    assert good.counts[1].any() and not skipped.counts[1].any()
+    for image in (0, 2, 3, 4, 5):
+        assert np.array_equal(skipped.counts[image], good.counts[image])
         for class_id in np.flatnonzero(good.counts[image]):
-            assert np.array_equal(index.pixels(image, class_id), good.pixels(image, class_id))
-    with pytest.raises(ValueError, match="truncated"):
-        index_classes(dataset, tmp_path, workers=0)
+            assert np.array_equal(skipped.pixels(image, class_id), good.pixels(image, class_id))

@@ -1,4 +1,5 @@
 import shutil
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -9,7 +10,7 @@ from datasets.coco_stuff import coco_stuff_classes
 from tests import trees
 
 
-def test_classes_are_those_of_the_official_list():
+def test_classes_are_those_of_the_official_list_and_have_distinct_colours():
     """Ids and names at both ends and around every place where a slip would shift them."""
     table = coco_stuff_classes(other_class=True)
     by_id = dict(zip(table.official_ids, table.names, strict=True))
@@ -23,10 +24,7 @@ def test_classes_are_those_of_the_official_list():
     assert official.items() <= by_id.items()
     assert list(by_id.values())[:-1] == sorted(set(table.names) - {"other"})  # the official order is alphabetical
     assert coco_stuff_classes().names == table.names[:-1]
-
-
-def test_colours_are_distinct_and_always_the_same():
-    palette = np.array(coco_stuff_classes(other_class=True).palette, int)
+    palette = np.array(table.palette, int)
     assert palette.shape == (92, 3) and palette.min() >= 0 and palette.max() == 255
     distance = np.abs(palette[:, None] - palette[None]).max(axis=2) + 255 * np.eye(92, dtype=int)
     assert distance.min() > 8 and palette.max(axis=1).min() > 100  # also from black, the colour of ignored pixels
@@ -43,8 +41,8 @@ def test_both_label_archives_give_the_same_labels(tmp_path, other_class):
         assert len(ours) == len(theirs) == count
         for a, b, entry in zip(ours, theirs, ours.files, strict=True):
             assert a.name == b.name and np.array_equal(a.label, b.label)
-            ids = cv2.imread(str(tmp_path / "stuffthingmaps/stuffthingmaps" / f"{split}2017" / entry.label.name), -1)
-            ids = ids.astype(int) + 1
+            stored = tmp_path / "stuffthingmaps/stuffthingmaps" / f"{split}2017" / entry.label.name
+            ids = cv2.imread(str(stored), -1).astype(int) + 1
             expected = np.where((ids >= 92) & (ids <= 182), ids - 92, 255)
             if other_class:
                 expected[(ids > 0) & (ids < 92)] = 91
@@ -93,19 +91,16 @@ def test_lists_are_the_challenge_or_everything(coco_root):
 
 def test_a_list_that_does_not_fit_is_an_error(coco_root):
     file = coco_root / "annotations" / "deprecated-challenge2017" / "train-ids.txt"
-    file.write_text("9\n77\n78\n")
-    with pytest.raises(ValueError, match=r"train-ids.txt: 2 of its 3 images, such as 000000000077.jpg, are missing"):
-        coco_stuff(coco_root, "train")
-    file.write_text("9\nabc\n")
-    with pytest.raises(ValueError, match="train-ids.txt: contains 'abc'; expected one image id"):
-        coco_stuff(coco_root, "train")
-    for empty in ("", "\n \n"):
-        file.write_text(empty)
-        with pytest.raises(ValueError, match="train-ids.txt: the list is empty; expected one image id"):
-            coco_stuff(coco_root, "train")
-    for undecodable in ("9\n30\n".encode("utf-16"), b"9\n\xe9\n"):
-        file.write_bytes(undecodable)
-        with pytest.raises(ValueError, match="train-ids.txt: cannot be read .*; expected text in UTF-8"):
+    for content, message in (
+        (b"9\n77\n78\n", "2 of its 3 images, such as 000000000077.jpg, are missing"),
+        (b"9\nabc\n", "contains 'abc'; expected one image id"),
+        (b"", "the list is empty; expected one image id"),
+        (b"\n \n", "the list is empty; expected one image id"),
+        ("9\n30\n".encode("utf-16"), "cannot be read .*; expected text in UTF-8"),
+        (b"9\n\xe9\n", "cannot be read .*; expected text in UTF-8"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=f"train-ids.txt: {message}"):
             coco_stuff(coco_root, "train")
     file.write_text("9\n30\n", encoding="utf-8-sig")
     assert len(coco_stuff(coco_root, "train")) == 2
@@ -123,19 +118,21 @@ def test_test_images_are_predicted_in_coco_ids(coco_root):
     assert dataset.prediction_palette is None
 
 
+def unpacked(folder: Path, images: str, labels: str) -> Path:
+    """The dataset with stuffthingmaps, in folders that people choose; they may share the folders of the images."""
+    root = trees.coco_stuff(folder, pixel_maps=False)
+    (root / "stuffthingmaps").rename(folder.with_name("aside"))
+    if images != ".":
+        for split in ("train2017", "val2017", "test2017"):
+            shutil.move(root / split, root / images / split)
+    shutil.copytree(folder.with_name("aside"), root / labels, dirs_exist_ok=True)
+    return root
+
+
 @pytest.mark.parametrize("parent", ["stuffthingmaps_trainval2017", "annotations", "images", "."])
 def test_stuffthingmaps_are_found_where_people_unpack_them(tmp_path, parent):
-    """With `images` and `.`, they share the folders of the images."""
-    root = trees.coco_stuff(tmp_path / "coco", pixel_maps=False)
-    expected = [sample.label for sample in coco_stuff(root, "val")]
-    if parent != ".":
-        for split in ("train2017", "val2017", "test2017"):
-            shutil.move(root / split, root / "images" / split)
-    for split in ("train2017", "val2017"):
-        (root / parent / split).mkdir(parents=True, exist_ok=True)
-        for path in (root / "stuffthingmaps" / split).iterdir():
-            path.rename(root / parent / split / path.name)
-    shutil.rmtree(root / "stuffthingmaps")
+    expected = [sample.label for sample in coco_stuff(trees.coco_stuff(tmp_path / "all", pixel_maps=False), "val")]
+    root = unpacked(tmp_path / "coco", "." if parent == "." else "images", parent)
     found = [sample.label for sample in coco_stuff(root, "val")]
     assert len(found) == 2 and all(map(np.array_equal, found, expected))
 
@@ -143,19 +140,12 @@ def test_stuffthingmaps_are_found_where_people_unpack_them(tmp_path, parent):
 @pytest.mark.parametrize("images, labels", [(".", "stuffthingmaps"), ("images", "annotations")])
 def test_without_the_lists_the_fix_is_to_use_all_images(tmp_path, images, labels):
     """The layouts of its authors' README, which has no lists, with every file that is needed without them."""
-    root = trees.coco_stuff(tmp_path / "coco", pixel_maps=False)
-    shutil.rmtree(root / "annotations")
-    (root / "stuffthingmaps").rename(root / labels)
-    for split in ("train2017", "val2017"):
-        (root / images).mkdir(exist_ok=True)
-        shutil.move(root / split, root / images / split)
+    root = unpacked(tmp_path / "coco", images, labels)
+    shutil.rmtree(root / "annotations" / "deprecated-challenge2017")
     with pytest.raises(ValueError) as error:
         coco_stuff(root, "train")
-    fix = str(error.value).partition("\nFix: ")[2]
-    assert fix.startswith(
-        "give lists=full to use all images of the folder, or unpack stuff_annotations_trainval2017.zip"
-    )
-    assert "train2017.zip," not in fix
+    fix, other = str(error.value).partition("\nFix: ")[2], "or unpack stuff_annotations_trainval2017.zip"
+    assert fix.startswith(f"give lists=full to use all images of the folder, {other}") and "train2017.zip," not in fix
     with pytest.raises(ValueError, match="Fix: give data.lists=full to use"):
         coco_stuff(root, "train", lists_key="data.lists")
     assert len(coco_stuff(root, "train", lists="full")) == 4

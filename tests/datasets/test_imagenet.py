@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from datasets import imagenet, time_limit, verify_images
-from datasets.time_limit import reading_limit
+from datasets import imagenet, verify_images
 from tests.datasets import classification_trees as trees
 from tests.datasets.classification_trees import WNIDS, encoded, photograph, write
 
@@ -42,6 +41,10 @@ def test_classes_are_the_sorted_folders(root):
     assert (train.name, train.split, train.palette) == ("imagenet", "train", None)
     image = train.image(3)
     assert image.shape == (47, 46, 3) and image.dtype == np.uint8
+    # One array, not a million Python objects that every worker would copy by counting references.
+    assert train.files.names.dtype.kind == "S" and train.labels.dtype == np.int64
+    shutil.rmtree(root / "train")
+    assert imagenet(root, "val").classes == WNIDS  # one split alone can be evaluated
 
 
 def test_other_trees_with_other_suffixes_in_any_case(tmp_path):
@@ -65,11 +68,9 @@ def test_a_flat_split_is_refused_with_the_way_to_sort_it(root, beside):
         path.rename(root / "val" / path.name)
         if beside == "without":
             path.parent.rmdir()
-    with pytest.raises(
-        ValueError, match=f"holds 3 images {beside} class folders, such as ILSVRC2012_val_00000001.JPEG"
-    ):
-        imagenet(root, "val")
-    with pytest.raises(ValueError, match=r"Fix: move each image into .* val/WNID/NAME.JPEG[^$]*LOC_val_solution.csv"):
+    problem = f"holds 3 images {beside} class folders, such as ILSVRC2012_val_00000001.JPEG"
+    fix = "Fix: move each image into .* val/WNID/NAME.JPEG[^$]*LOC_val_solution.csv"
+    with pytest.raises(ValueError, match=f"{problem}[^$]*{fix}"):
         imagenet(root, "val")
 
 
@@ -79,11 +80,6 @@ def test_splits_with_different_classes_are_refused_by_name(root):
     for split, pattern in (("train", message), ("val", "1 only in val .* and 1 only in train")):
         with pytest.raises(ValueError, match=pattern):
             imagenet(root, split)
-
-
-def test_one_split_alone_can_be_evaluated(root):
-    shutil.rmtree(root / "train")
-    assert imagenet(root, "val").classes == WNIDS
 
 
 @pytest.mark.parametrize(
@@ -105,8 +101,7 @@ def adobe_cmyk(black: int) -> bytes:
     """A CMYK JPEG; Pillow writes what Adobe's programs do: inverted values and their marker."""
     pixels = np.asarray(Image.fromarray(photograph(3, (40, 48))).convert("CMYK")).copy()
     pixels[..., 3] = black
-    file = BytesIO()
-    Image.fromarray(pixels, "CMYK").save(file, "JPEG", quality=95)
+    Image.fromarray(pixels, "CMYK").save(file := BytesIO(), "JPEG", quality=95)
     return file.getvalue()
 
 
@@ -121,17 +116,12 @@ def as_ycck(data: bytes) -> bytes:
     return data[:start] + b"\x02" + data[start + 1 :]
 
 
-TURNED = Image.Exif()
-TURNED[0x0112] = 6  # by 90 degrees
+TRANSPARENCY = np.full((40, 48), 99, np.uint8)
 ODD = {
     "a PNG": (encoded(photograph(1, (40, 48)), "PNG"), 0),
-    "a PNG with transparency": (
-        encoded(np.dstack([photograph(1, (40, 48)), np.full((40, 48), 99, np.uint8)]), "PNG"),
-        0,
-    ),
+    "a PNG with transparency": (encoded(np.dstack([photograph(1, (40, 48)), TRANSPARENCY]), "PNG"), 0),
     "a grey JPEG": (encoded(photograph(1, (40, 48))[..., 0]), 0),
     "a progressive JPEG": (encoded(photograph(1, (40, 48)), progressive=True), 0),
-    "a JPEG that viewers turn": (encoded(photograph(1, (40, 48)), exif=TURNED.tobytes()), 0),
     "CMYK": (adobe_cmyk(black=60), 2),
     "CMYK without Adobe's marker": (without_adobe_marker(adobe_cmyk(black=60)), 2),
     "YCCK": (as_ycck(adobe_cmyk(black=60)), 2),
@@ -139,10 +129,7 @@ ODD = {
 
 
 def test_files_named_jpeg_that_are_something_else_decode_as_by_pillow(root):
-    """ImageNet has a PNG and 22 CMYK files named .JPEG. OpenCV rounds CMYK differently, by at most 2 levels.
-
-    EXIF orientation is ignored: labels match the pixels as stored.
-    """
+    """ImageNet has a PNG and 22 CMYK files named .JPEG. OpenCV rounds CMYK differently, by at most 2 levels."""
     dataset = imagenet(root, "train")
     for kind, (data, most) in ODD.items():
         write(root / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG", data)
@@ -158,11 +145,17 @@ def test_the_list_is_kept_while_no_class_folder_changes(root, cache, monkeypatch
     settle(root)
     first = imagenet(root, "train")
     assert len(lists(cache)) == 1
-    monkeypatch.setattr("datasets.file_list._files", None)  # listing again would fail
-    again = imagenet(root, "train")
+    with monkeypatch.context() as patch:
+        patch.setattr("datasets.file_list._files", None)  # listing again would fail
+        again = imagenet(root, "train")
     assert names(again) == names(first) and np.array_equal(again.labels, first.labels)
     assert again.names_and_sizes() == first.names_and_sizes()
     assert again.files.fingerprint([1]) == first.files.fingerprint([1]) != first.files.fingerprint([2])
+    (kept,) = lists(cache)
+    data = kept.read_bytes()
+    for damaged in (data[: len(data) // 2], b"", data[:100] + b"\0\0\0\0" + data[104:]):
+        kept.write_bytes(damaged)
+        assert names(imagenet(root, "train")) == names(first)  # a damaged list is made again
 
 
 CHANGES = {
@@ -186,86 +179,30 @@ def test_a_changed_class_folder_is_listed_again(root, change):
     assert after.names_and_sizes()[0] != before.names_and_sizes()[0]
 
 
-def test_a_damaged_list_is_made_again(root, cache):
-    settle(root)
-    expected = names(imagenet(root, "train"))
-    (kept,) = lists(cache)
-    data = kept.read_bytes()
-    for damaged in (data[: len(data) // 2], b"", data[:100] + b"\0\0\0\0" + data[104:]):
-        kept.write_bytes(damaged)
-        assert names(imagenet(root, "train")) == expected
-
-
 def test_two_trees_with_equal_folders_have_lists_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.file_list._state", lambda folder: (0, 0))  # a file system without times
     for name in ("one", "two"):
         write(tmp_path / name / "train" / "cats" / f"{name}.jpg", encoded(photograph(0, (30, 30))))
         os.utime(tmp_path / name / "train" / "cats", (time.time() - 86400,) * 2)
-    assert [names(imagenet(tmp_path / name, "train")) for name in ("one", "two")] == [
-        ["cats/one.jpg"],
-        ["cats/two.jpg"],
-    ]
-
-
-def test_names_and_sizes_do_not_depend_on_the_place(root, tmp_path):
-    before = imagenet(root, "train").names_and_sizes()
-    root.rename(tmp_path / "moved")
-    assert imagenet(tmp_path / "moved", "train").names_and_sizes() == before
-    file = tmp_path / "moved" / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG"
-    file.write_bytes(file.read_bytes() + b"0")
-    after = imagenet(tmp_path / "moved", "train").names_and_sizes()
-    assert after[0] == before[0] and after[1] != before[1]
-
-
-def checked(dataset, workers: int = 0) -> list[tuple[int, int]]:
-    seen = []
-    verify_images(dataset, workers, progress=lambda done, total: seen.append((done, total)))
-    return seen
-
-
-def test_success_of_the_check_is_remembered_until_a_file_changes(root):
-    assert checked(imagenet(root, "train")) == [(done, 6) for done in range(1, 7)]
-    assert checked(imagenet(root, "train")) == [] and len(checked(imagenet(root, "val"))) == 3
-    os.utime(root / "train" / WNIDS[0] / f"{WNIDS[0]}_0.JPEG")
-    assert len(checked(imagenet(root, "train"), workers=2)) == 6
+        assert names(imagenet(tmp_path / name, "train")) == [f"cats/{name}.jpg"]
 
 
 @pytest.mark.parametrize(
     "damage, complaint",
     [
-        (lambda data: b"", "the file is empty"),
-        (lambda data: data[:-20], "the JPEG file is truncated"),
-        (lambda data: data[:2] + data[-2:], "cannot be decoded as an image"),
-        (lambda data: b"GIF89a" + data, "is neither PNG nor JPEG"),
+        (lambda path: path.write_bytes(b""), "the file is empty"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-20]), "the JPEG file is truncated"),
+        (lambda path: path.write_bytes(b"\xff\xd8\xff\xd9"), "cannot be decoded as an image"),
+        (lambda path: path.write_bytes(b"GIF89a"), "is neither PNG nor JPEG"),
+        (lambda path: [path.unlink(), path.symlink_to("nowhere")], "cannot be read"),
     ],
 )
 def test_damaged_files_are_found_before_and_while_training(root, damage, complaint):
     path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
-    path.write_bytes(damage(path.read_bytes()))
+    damage(path)
     for _ in range(2):  # failure is not remembered
         with pytest.raises(ValueError, match=r"imagenet, split 'train': 1 problem\(s\) in 6 images") as error:
             verify_images(imagenet(root, "train"), workers=0)
         assert f"{path}: {complaint}" in str(error.value) and "Restore the file" in str(error.value)
     with pytest.raises(ValueError, match=f"^{path}: {complaint}"):
         imagenet(root, "train").image(2)
-
-
-def test_an_image_that_blocks_its_reader_is_named(root):
-    path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
-    path.unlink()
-    os.mkfifo(path)
-
-    def hurried(done: int, total: int) -> None:
-        if done == 2:  # the next read blocks; the others are not limited
-            time_limit._limit.seconds = 0.1
-
-    with pytest.raises(TimeoutError, match=f"^{path}: too late$"), reading_limit(600, "too late"):
-        verify_images(imagenet(root, "train"), workers=0, progress=hurried)
-
-
-def test_a_link_to_nowhere_is_a_missing_file(root):
-    path = root / "train" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG"
-    path.unlink()
-    path.symlink_to("nowhere")
-    with pytest.raises(ValueError, match=f"{path}: cannot be read"):
-        verify_images(imagenet(root, "train"), workers=0)

@@ -1,7 +1,6 @@
 """The items of a DataLoader: crops that depend on seed, epoch and image alone, and whole images for evaluation."""
 
 import itertools
-import os
 import sys
 from collections import Counter
 
@@ -10,29 +9,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from datasets import (
-    CentreCrop,
-    ClassificationCrops,
-    ClassUniformMinibatches,
-    Draw,
-    EvaluatedImages,
-    PaddedCrop,
-    RandomResizedCrop,
-    ResizedRandomCrop,
-    SegmentationDataset,
-    ShuffledMinibatches,
-    TenCrops,
-    TrainingCrops,
-    TrainingTransform,
-    WholeImages,
-    camvid,
-    cifar10,
-    cityscapes,
-    collated,
-    imagenet,
-    index_classes,
-)
+from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, cityscapes, imagenet
 from datasets.classification import mean_image
+from datasets.classification_items import ClassificationCrops, EvaluatedImages, collated
+from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
+from datasets.loading import Draw, TrainingCrops, WholeImages
+from datasets.samplers import ShuffledMinibatches
 from datasets.workers import Loader
 from tests import trees
 from tests.datasets import classification_trees
@@ -95,9 +77,13 @@ def test_a_crop_depends_on_seed_epoch_and_image(dataset):
 
 
 def test_an_image_that_is_drawn_again_is_cropped_anew(camvid_folders):
-    """Without pixel and place, a draw is its epoch and image."""
+    """Without pixel and place, a draw is its epoch and image. Crops are uint8 and channels come first."""
     crops = crops_of(camvid(camvid_folders, "train"))
-    assert same(crops[2, 3], crops[Draw(epoch=2, image=3)])
+    item = crops[2, 3]
+    assert same(item, crops[Draw(epoch=2, image=3)]) and item["name"] == "0001TP_000003"
+    assert item["image"].shape == (3, 16, 20) and item["label"].shape == (16, 20)
+    for tensor in (item["image"], item["label"]):
+        assert tensor.dtype == torch.uint8 and tensor.is_contiguous()
     first, second, again = (crops[Draw(epoch=0, image=3, place=place, class_id=1, pixel=(5, 5))] for place in (0, 7, 0))
     assert same(first, again) and not same(first, second)
 
@@ -119,18 +105,10 @@ def test_unreadable_images_are_replaced_by_the_next_ones_only_if_asked(dataset):
         crops_of(dataset, skip_unreadable=True)[0, 2]
 
 
-@pytest.mark.parametrize(
-    "read",
-    [DATASETS["segmentation"], DATASETS["files"], lambda folder: camvid(trees.camvid_annot(folder), "train")],
-    ids=["JPEG and PNG", "JPEG", "PNG"],
-)
-def test_a_crop_opens_its_files_once(read, tmp_path):
-    dataset = read(tmp_path / "data")
-    opened: list[str] = []
-    watching = True
-    sys.addaudithook(
-        lambda event, arguments: opened.append(str(arguments[0])) if watching and event == "open" else None
-    )
+@pytest.mark.parametrize("dataset", ["segmentation", "files"], indirect=True)
+def test_a_crop_opens_its_files_once(dataset, tmp_path):
+    opened, watching = [], True
+    sys.addaudithook(lambda event, arguments: watching and event == "open" and opened.append(str(arguments[0])))
     crops_of(dataset)[0, 2]
     watching = False
     files = {str(dataset.path(2))}
@@ -146,20 +124,11 @@ def test_a_crop_decodes_what_it_needs_of_the_image_and_gives_what_the_whole_give
     crops = TrainingCrops(dataset, transform, seed=3)
     for epoch in range(20):
         for index in range(6):
-            whole = dataset[index]
-            rng = np.random.default_rng([3, epoch, index])
+            whole, rng = dataset[index], np.random.default_rng([3, epoch, index])
             image, label = transform(whole.image, whole.label, rng, pixel=(5, 9))
             crop = crops[Draw(epoch, index, pixel=(5, 9))]
             assert np.array_equal(crop["image"].permute(1, 2, 0).numpy(), image)
             assert np.array_equal(crop["label"].numpy(), label)
-
-
-def test_training_crops_are_uint8_and_channels_first(camvid_folders):
-    item = crops_of(camvid(camvid_folders, "train"))[0, 1]
-    assert item["image"].shape == (3, 16, 20) and item["image"].dtype == torch.uint8
-    assert item["label"].shape == (16, 20) and item["label"].dtype == torch.uint8
-    assert item["image"].is_contiguous() and item["label"].is_contiguous()
-    assert item["name"] == "0001TP_000001"
 
 
 def test_whole_images_are_the_samples(camvid_folders, cityscapes_root):
@@ -170,28 +139,6 @@ def test_whole_images_are_the_samples(camvid_folders, cityscapes_root):
     assert item["name"] == "0001TP_000001" and "instances" not in item
     unlabelled = list(DataLoader(WholeImages(cityscapes(cityscapes_root, "test")), batch_size=1))
     assert len(unlabelled) == 2 and all("label" not in item for item in unlabelled)
-
-
-@pytest.fixture
-def sparse(tmp_path):
-    """10 images of class 0, each with one pixel of a class of its own, most of them on a border or in a corner."""
-    root = tmp_path / "sparse"
-    borders = [(0, 0), (0, 39), (23, 0), (23, 39), (0, 17), (23, 17), (11, 0), (11, 39), (11, 17), (1, 1)]
-    for image, pixel in enumerate(borders):
-        label = np.zeros((24, 40), np.uint8)
-        label[pixel] = image + 1
-        trees.write(root / "train" / "images" / f"{image}.jpg", np.zeros((24, 40, 3), np.uint8))
-        trees.write(root / "train" / "labels" / f"{image}.png", label)
-    return root
-
-
-def test_class_uniform_crops_show_their_class(sparse):
-    dataset = camvid(sparse, "train")
-    sampler = ClassUniformMinibatches(index_classes(dataset, workers=0), crops_per_minibatch=5, seed=0, steps=20)
-    crops = TrainingCrops(dataset, TrainingTransform((10, 12), scale=(1.0, 2.0)), seed=0)
-    for draws, minibatch in zip(sampler, DataLoader(crops, batch_sampler=sampler), strict=True):
-        for draw, name, label in zip(draws, minibatch["name"], minibatch["label"], strict=True):
-            assert name == str(draw.image) and (label == draw.class_id).any()
 
 
 @pytest.mark.parametrize("dataset", ["files", "memory"], indirect=True)
@@ -292,9 +239,3 @@ def test_a_minibatch_does_not_share_memory_with_the_dataset(memory):
         before = memory.pixels.copy()
         batch["image"].zero_(), batch["label"].fill_(7)
         assert np.array_equal(memory.pixels, before) and memory.label(0) == 0
-
-
-def test_workers_share_the_memory_of_a_large_list(files):
-    """Names are one array, not a million Python objects that every worker would copy by counting references."""
-    assert files.files.names.dtype.kind == "S" and files.labels.dtype == np.int64
-    assert os.fsencode(files.image_name(3)) == files.files.names[3]

@@ -1,8 +1,8 @@
 """Windows of image files: exactly the pixels of the whole image, without decoding the rows below."""
 
+import itertools
 import zlib
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import cv2
@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from datasets.reading import decode_image, decode_instance_classes, decode_label, decode_uint16, read_size
+from tests.datasets.classification_trees import encoded
 
 HEIGHT, WIDTH = 75, 53
 # The first row, the last, all rows, and windows that end at any row of a JPEG's blocks of 8 or 16 rows.
@@ -29,9 +30,7 @@ def labels(ids: int = 66) -> np.ndarray:
 
 
 def saved(path: Path, image: Image.Image, **options) -> Path:
-    buffer = BytesIO()
-    image.save(buffer, "JPEG" if path.suffix == ".jpg" else "PNG", **options)
-    path.write_bytes(buffer.getvalue())
+    image.save(path, "JPEG" if path.suffix == ".jpg" else "PNG", **options)
     return path
 
 
@@ -41,6 +40,8 @@ def palette(ids: int) -> Image.Image:
     return image
 
 
+TURNED = Image.Exif()
+TURNED[0x0112] = 6  # by 90 degrees; labels match the pixels as stored
 IMAGES = {
     "png": ("x.png", "RGB", {}),
     "png with alpha": ("x.png", "RGBA", {}),
@@ -53,19 +54,9 @@ IMAGES = {
     "jpeg with a comment": ("x.jpg", "RGB", {"comment": b"\xff\xd8\xff\xc0" * 9}),
     "progressive jpeg": ("x.jpg", "RGB", {"progressive": True}),
     "gray jpeg": ("x.jpg", "L", {}),
+    "jpeg that viewers turn": ("x.jpg", "RGB", {"exif": TURNED}),
     "cmyk jpeg": ("x.jpg", "CMYK", {}),
 }
-
-
-@pytest.mark.parametrize("kind", IMAGES)
-def test_a_window_of_an_image_is_that_of_the_whole(kind, tmp_path, capfd):
-    name, mode, options = IMAGES[kind]
-    path = saved(tmp_path / name, Image.fromarray(photograph()).convert(mode), **options)
-    whole = decode_image(path)
-    assert whole.shape == (HEIGHT, WIDTH, 3)
-    for window in WINDOWS:
-        assert np.array_equal(decode_image(path, window), whole[window]), window
-    assert capfd.readouterr().err == ""  # where libraries complain about rows below the window
 
 
 LABELS = {
@@ -77,22 +68,28 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("kind", LABELS)
-def test_a_window_of_a_label_is_that_of_the_whole(kind, tmp_path, capfd):
-    image, options = LABELS[kind]
-    path = saved(tmp_path / "x.png", image, **options)
-    whole = decode_label(path)
-    assert np.array_equal(whole, np.asarray(image))
-    for window in WINDOWS:
-        assert np.array_equal(decode_label(path, window), whole[window]), window
-    assert capfd.readouterr().err == ""
+def image_of(kind: str, folder: Path) -> Path:
+    name, mode, options = IMAGES[kind]
+    return saved(folder / name, Image.fromarray(photograph()).convert(mode), **options)
 
 
-def test_a_window_of_instances_is_that_of_the_whole(tmp_path):
-    path = tmp_path / "x.png"
-    cv2.imwrite(str(path), labels().astype(np.uint16) * 256 + 17)
+@pytest.mark.parametrize("kind", [*IMAGES, *LABELS, "instances"])
+def test_a_window_is_that_of_the_whole(kind, tmp_path, capfd):
+    if kind in IMAGES:
+        path, decode = image_of(kind, tmp_path), decode_image
+        expected = decode(path)
+        assert expected.shape == (HEIGHT, WIDTH, 3) and read_size(path) == (WIDTH, HEIGHT)
+    elif kind in LABELS:
+        image, options = LABELS[kind]
+        path, decode = saved(tmp_path / "x.png", image, **options), decode_label
+        expected = np.asarray(image)
+        assert np.array_equal(decode(path), expected)
+    else:
+        path, decode, expected = tmp_path / "x.png", decode_instance_classes, labels()
+        cv2.imwrite(str(path), expected.astype(np.uint16) * 256 + 17)
     for window in WINDOWS:
-        assert np.array_equal(decode_instance_classes(path, window), labels()[window])
+        assert np.array_equal(decode(path, window), expected[window]), window
+    assert capfd.readouterr().err == ""  # where libraries complain about rows below the window
 
 
 @pytest.mark.parametrize("suffix", [".png", ".jpg"])
@@ -144,8 +141,7 @@ def test_files_that_are_no_image_are_named(content, complaint, about_size, tmp_p
 @pytest.mark.parametrize("decode", [decode_label, decode_uint16, decode_instance_classes])
 def test_a_jpeg_is_no_label(decode, tmp_path):
     """Nearly all its values would be valid ids, but the wrong ones."""
-    path = saved(tmp_path / "x.jpg", Image.fromarray(labels()))
-    path = path.rename(tmp_path / "x.png")
+    path = saved(tmp_path / "x.jpg", Image.fromarray(labels())).rename(tmp_path / "x.png")
     for window in [()] if decode is decode_uint16 else [(), (WINDOWS[0],)]:
         with pytest.raises(ValueError, match=f"{path}: is a JPEG, .*; expected a PNG"):
             decode(path, *window)
@@ -153,21 +149,18 @@ def test_a_jpeg_is_no_label(decode, tmp_path):
 
 def test_labels_of_other_bits_and_channels_are_refused(tmp_path):
     """Decoders stretch the 0 … 15 of 4 bits to 0 … 255, and some of these are other classes."""
-    path, window = tmp_path / "x.png", (WINDOWS[0],)
-    for pixels, found in (
-        (np.zeros((HEIGHT, WIDTH, 3), np.uint8), r"3 channel\(s\) of uint8"),
-        (np.zeros((HEIGHT, WIDTH), np.uint16), r"1 channel\(s\) of uint16"),
-    ):
-        cv2.imwrite(str(path), pixels)
-        for arguments in ((), window):
-            with pytest.raises(ValueError, match=f"{path}: has {found}; expected a label with one 8-bit class id"):
-                decode_label(path, *arguments)
+    path = tmp_path / "x.png"
     header = chunk(b"IHDR", b"\0\0\0\x28" + b"\0\0\0\x18" + bytes([4, 0, 0, 0, 0]))  # 40x24, 4 bits, grayscale
     rows = chunk(b"IDAT", zlib.compress((b"\0" + bytes(20)) * 24))
-    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + rows + chunk(b"IEND", b""))
-    for arguments in ((), ((slice(0, 4), slice(0, 4)),)):
-        with pytest.raises(ValueError, match=f"{path}: has 4 bits per pixel; expected .* 8-bit"):
-            decode_label(path, *arguments)
+    for data, found in (
+        (encoded(np.zeros((24, 40, 3), np.uint8), "PNG"), r"3 channel\(s\) of uint8"),
+        (encoded(np.zeros((24, 40), np.uint16), "PNG"), r"1 channel\(s\) of uint16"),
+        (b"\x89PNG\r\n\x1a\n" + header + rows + chunk(b"IEND", b""), "4 bits per pixel"),
+    ):
+        path.write_bytes(data)
+        for window in ((), ((slice(0, 4), slice(0, 4)),)):
+            with pytest.raises(ValueError, match=f"{path}: has {found}; expected a label with one 8-bit class id"):
+                decode_label(path, *window)
 
 
 def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
@@ -180,8 +173,7 @@ def test_more_pixels_than_a_photograph_has_are_damage_to_its_header(tmp_path):
         read_size(path)
     label = saved(tmp_path / "x.png", palette(66))
     data = label.read_bytes()
-    header = b"IHDR" + b"\0\1\0\0" + b"\0\1\0\0" + data[24:29]
-    label.write_bytes(data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + data[33:])
+    label.write_bytes(data[:8] + chunk(b"IHDR", b"\0\1\0\0" + b"\0\1\0\0" + data[24:29]) + data[33:])
     with pytest.raises(ValueError, match=f"{label}: "):
         decode_label(label)
 
@@ -209,29 +201,27 @@ def with_thumbnail(data: bytes) -> bytes:
     return data[:2] + b"\xff\xe1" + (len(thumbnail) + 2).to_bytes(2, "big") + thumbnail + data[2:]
 
 
-BEHIND = {
-    "zeros": bytes(9000),
-    "film": b"\0\0\0\x18ftypmp42" + np.random.default_rng(2).bytes(9000),
-    "second image": cv2.imencode(".jpg", photograph())[1].tobytes() + bytes(9000),
-}
+BEHIND = (
+    bytes(9000),
+    b"\0\0\0\x18ftypmp42" + np.random.default_rng(2).bytes(9000),  # a film
+    cv2.imencode(".jpg", photograph())[1].tobytes() + bytes(9000),
+)
 
 
-@pytest.mark.parametrize("behind", BEHIND)
 @pytest.mark.parametrize("kind", ["png", "jpeg 4:2:0", "jpeg with restarts", "progressive jpeg", "gray jpeg"])
-def test_only_bytes_up_to_the_end_mark_count(kind, behind, tmp_path, capfd):
+def test_only_bytes_up_to_the_end_mark_count(kind, tmp_path, capfd):
     """Panoramas and motion photos have bytes behind it. A thumbnail's end mark is not the image's."""
-    name, mode, options = IMAGES[kind]
-    path = saved(tmp_path / name, Image.fromarray(photograph()).convert(mode), **options)
+    path = image_of(kind, tmp_path)
     whole = decode_image(path)
-    data = path.read_bytes() if name == "x.png" else with_thumbnail(path.read_bytes())
+    data = path.read_bytes() if kind == "png" else with_thumbnail(path.read_bytes())
     for cut in [*range(4, len(data), 5), len(data) - 2, len(data) - 1]:
         path.write_bytes(data[:cut])
         for read in (read_size, decode_image):
             with pytest.raises(ValueError, match=f"{path}: (.* truncated|has no readable|cannot be decoded)"):
                 read(path)
     capfd.readouterr()
-    for more in (0, 1, 5000, len(BEHIND[behind])):
-        path.write_bytes(data + BEHIND[behind][:more])
+    for behind, more in itertools.product(BEHIND, (0, 1, 5000, None)):
+        path.write_bytes(data + behind[:more])
         assert read_size(path) == (WIDTH, HEIGHT)
         assert np.array_equal(decode_image(path), whole)
         assert np.array_equal(decode_image(path, WINDOWS[40]), whole[WINDOWS[40]])
@@ -291,12 +281,3 @@ def test_checksums_of_a_whole_label_are_verified(damage, tmp_path):
     for window in [(), (WINDOWS[0],)]:
         with pytest.raises(ValueError, match=f"{path}: damaged pixels or header"):
             decode_label(path, *window)
-
-
-def test_the_size_is_that_of_the_stored_pixels(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # a quarter turn
-    path = saved(tmp_path / "x.jpg", Image.fromarray(photograph()), exif=exif)
-    assert read_size(path) == (WIDTH, HEIGHT)
-    window = slice(3, 30), slice(7, 9)
-    assert np.array_equal(decode_image(path, window), decode_image(path)[window])

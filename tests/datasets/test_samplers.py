@@ -3,13 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import (
-    ClassIndex,
-    ClassUniformMinibatches,
-    ShuffledMinibatches,
-    evaluation_shard,
-    minibatches_per_epoch,
-)
+from datasets import ClassIndex, ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
 
 
 def index_of(counts: np.ndarray, positions: int = 3) -> ClassIndex:
@@ -65,16 +59,20 @@ def test_the_order_and_the_first_images_crop_have_different_random_streams():
     assert order != np.random.default_rng([0, 0, 0]).permutation(1000).tolist()
 
 
-def test_too_few_images_names_both_numbers_and_the_fix():
-    too_many = "=16 is more than the 10 images.*set {} to at most 10"
-    with pytest.raises(ValueError, match="^crops_per_minibatch" + too_many.format("crops_per_minibatch")):
-        ShuffledMinibatches(images=10, crops_per_minibatch=16, seed=0, steps=1)
-    with pytest.raises(ValueError, match="^crops_per_minibatch=0 must be at least 1"):
-        ShuffledMinibatches(images=10, crops_per_minibatch=0, seed=0, steps=1)
-    with pytest.raises(ValueError, match="^crops.each" + too_many.format("crops.each")):
-        minibatches_per_epoch(10, 16, key="crops.each")
-    with pytest.raises(ValueError, match="^crops.each=0 must be at least 1"):
-        minibatches_per_epoch(10, 0, key="crops.each")
+def test_impossible_settings_are_named():
+    too_many = "{0}=16 is more than the 10 images.*set {0} to at most 10"
+    nothing = index_of(np.zeros((5, 3), int))
+    absent = "class-uniform sampling: none of the 3 classes has a labelled pixel.*choose uniform sampling"
+    for call, message in (
+        (lambda: ShuffledMinibatches(10, 16, 0, 1), too_many.format("crops_per_minibatch")),
+        (lambda: ShuffledMinibatches(10, 0, 0, 1), "crops_per_minibatch=0 must be at least 1"),
+        (lambda: ShuffledMinibatches(30, 8, 0, 1, world_size=9), "crops_per_minibatch=8 cannot be divided over 9 proc"),
+        (lambda: minibatches_per_epoch(10, 16, "crops.each"), too_many.format("crops.each")),
+        (lambda: minibatches_per_epoch(10, 0, "crops.each"), "crops.each=0 must be at least 1"),
+        (lambda: ClassUniformMinibatches(nothing, 1, 0, 1), absent),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -87,8 +85,6 @@ def test_the_ranks_share_each_minibatch_of_one_process(world_size):
         assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
         sizes = {len(share) for part in shares for share in part}
         assert min(sizes) == 8 // world_size and max(sizes) - min(sizes) <= 1
-    with pytest.raises(ValueError, match="^crops_per_minibatch=8 cannot be divided over 9 processes"):
-        ShuffledMinibatches(images=30, crops_per_minibatch=8, seed=0, steps=1, world_size=9)
 
 
 def test_evaluation_shards_hold_every_image_once():
@@ -149,14 +145,6 @@ def test_images_and_pixels_of_a_class_are_as_likely_as_each_other():
     assert np.unique([draw.image for draw in draws], return_counts=True)[1].tolist() == [300] * 5
     pixels = counted([draw.pixel[1] - 100 for draw in draws], 3)
     assert min(pixels) > 430 and max(pixels) < 570  # 500 each
-
-
-def test_where_the_draws_by_image_lie_is_random():
     sampler = ClassUniformMinibatches(index_of(np.ones((100, 3), int)), 1, seed=0, steps=1, fraction=0.5)
-    first = [sampler.keys(epoch)[0].pixel is None for epoch in range(100)]
+    first = [sampler.keys(epoch)[0].pixel is None for epoch in range(100)]  # draws by image lie anywhere
     assert 25 < sum(first) < 75
-
-
-def test_no_class_at_all_is_an_error():
-    with pytest.raises(ValueError, match="none of the 3 classes has a labelled pixel.*choose uniform sampling"):
-        ClassUniformMinibatches(index_of(np.zeros((5, 3), int)), 1, seed=0, steps=1)

@@ -1,10 +1,8 @@
-import hashlib
 import importlib
 import json
 import math
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -12,17 +10,13 @@ import pytest
 
 from datasets import synthetic
 from datasets.streets import draw_street
+from tests import trees
 
 SMALL = (6, 3)
 PRESENT = {
     *("road", "sidewalk", "building", "fence", "pole", "traffic light", "traffic sign"),
     *("vegetation", "terrain", "sky", "person", "car"),
 }
-
-
-def contents(root: Path) -> dict[str, str]:
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_written_in_the_official_layout_and_read_as_such(tmp_path):
@@ -33,15 +27,11 @@ def test_written_in_the_official_layout_and_read_as_such(tmp_path):
     city = tmp_path / "streets/leftImg8bit/train/drawnburg"
     assert (city / "drawnburg_000000_000000_leftImg8bit.png").is_file()
     sample = dataset[0]
-    assert sample.image.shape == (128, 256, 3) and sample.label.shape == (128, 256)
-    assert len(dataset.classes) == 19
-    pictures = [value for key, value in contents(tmp_path / "streets").items() if "leftImg8bit" in key]
+    assert sample.image.shape == (128, 256, 3) and sample.label.shape == (128, 256) and len(dataset.classes) == 19
+    pictures = [value for key, value in trees.contents(tmp_path / "streets").items() if "leftImg8bit" in key]
     assert len(set(pictures)) == len(pictures) == 9  # the splits do not share any
-
-
-def test_another_seed_draws_other_streets(tmp_path):
-    a, b = (synthetic(tmp_path / str(seed), "train", images=(1, 1), seed=seed)[0] for seed in (0, 1))
-    assert not np.array_equal(a.image, b.image)
+    other = synthetic(tmp_path / "other seed", "train", images=(1, 1), seed=1)[0]
+    assert not np.array_equal(sample.image, other.image)
 
 
 def test_written_once_into_the_cache(cache):
@@ -61,9 +51,8 @@ def test_two_processes_may_start_at_once(tmp_path):
     root = tmp_path / "streets"
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         assert list(pool.map(write, [str(root)] * 2)) == [6, 6]
-    alone = tmp_path / "alone"
-    write(str(alone))
-    assert contents(root) == contents(alone)
+    write(str(tmp_path / "alone"))
+    assert trees.contents(root) == trees.contents(tmp_path / "alone")
     assert {entry.name for entry in tmp_path.iterdir()} == {"streets", "alone"}  # no partial output remains
 
 
@@ -93,28 +82,24 @@ def test_classes_are_present_and_large_enough_to_learn():
     assert images_with[images_with > 0].min() >= 8
 
 
-def test_a_folder_with_something_else_is_refused(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match=f"^{tmp_path}/mine exists.*Choose another folder, or give none"):
-        synthetic(tmp_path / "mine", "train", images=SMALL)
-    assert [entry.name for entry in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-
-
-def test_other_settings_than_written_are_refused(tmp_path):
+def test_what_it_does_not_write_is_refused_by_name(tmp_path):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("")
     synthetic(tmp_path / "streets", "train", images=(1, 1))
-    message = f"^{tmp_path}/streets holds .* written with .*'train': 1.*expected .*'train': 6.*Choose another folder"
-    with pytest.raises(ValueError, match=message):
-        synthetic(tmp_path / "streets", "train", images=SMALL)
+    other = f"{tmp_path}/streets holds .* written with .*'train': 1.*expected .*'train': 6.*Choose another folder"
+    for root, split, message in (
+        (mine, "train", f"^{mine} exists.*Choose another folder, or give none"),
+        (tmp_path / "streets", "train", f"^{other}"),
+        (tmp_path, "val", f"Give {tmp_path}/streets, which holds it, "),
+        (tmp_path / "streets" / "leftImg8bit", "val", f"Give {tmp_path}/streets, which holds it, "),
+        (None, "test", "split 'test'.*train, val"),
+        (mine / "thesis.txt" / "below", "train", f"cannot be written to {mine}/thesis.txt/below .*Give another folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            synthetic(root, split, images=SMALL)
+    assert [entry.name for entry in mine.iterdir()] == ["thesis.txt"]
     assert json.loads((tmp_path / "streets" / "synthetic-streets.json").read_text())["train"] == 1
-
-
-def test_an_unknown_split_and_an_unwritable_place_are_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="split 'test'.*train, val"):
-        synthetic(None, "test", images=SMALL)
-    with pytest.raises(ValueError, match=f"cannot be written to {tmp_path}/file/below .*Give another folder"):
-        synthetic(tmp_path / "file" / "below", "train", images=SMALL)
 
 
 AREAS = {  # in units where a shape reaches from about -1 to 1

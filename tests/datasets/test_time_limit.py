@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,18 +27,16 @@ def seconds_left() -> float:
     return signal.getitimer(signal.ITIMER_REAL)[0]
 
 
-def test_a_read_that_takes_too_long_is_named(fifo):
+def test_a_read_that_takes_too_long_is_named_and_no_reader_takes_it_for_a_damaged_file(fifo):
+    """OSError would be one, and TimeoutError is an OSError."""
     with pytest.raises(TimeoutError, match=f"^{fifo}: too late$"), reading_limit(0.1, "too late"), limited(fifo):
         open(fifo)
-
-
-def test_no_reader_takes_it_for_a_damaged_file(fifo):
-    """OSError would be one, and TimeoutError is an OSError."""
     with pytest.raises(TimeoutError, match="^too late$"), reading_limit(0.1, "too late"), limited():
         decode_photograph(fifo)
 
 
-def test_only_reads_are_limited():
+def test_only_reads_are_limited_and_in_the_main_thread_alone():
+    """Python handles signals there."""
     with limited():
         assert seconds_left() == 0  # without a `reading_limit`
     with reading_limit(600, "too late"):
@@ -47,34 +45,24 @@ def test_only_reads_are_limited():
             assert 0 < seconds_left() <= 600
         assert seconds_left() == 0
 
+    def read() -> float:
+        with reading_limit(600, "too late"), limited():
+            return seconds_left()
 
-def test_the_outer_of_two_reads_is_limited(fifo):
+    with reading_limit(600, "too late"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(read).result() == 0
+
+
+def test_the_outer_of_two_reads_is_limited_and_an_outer_limit_holds_again_after_an_inner(fifo):
     with pytest.raises(TimeoutError, match="^too late$"), reading_limit(0.1, "too late"), limited():
         with limited(fifo):
             pass
         open(fifo)
-
-
-def test_limits_of_another_context_hold_again_after_it(fifo):
     with pytest.raises(TimeoutError, match="^outer$"), reading_limit(0.1, "outer"):
         with reading_limit(60, "inner"), limited():
             pass
         with limited():
             open(fifo)
-
-
-def test_threads_read_without_a_limit():
-    """Python handles signals in the main thread alone."""
-    seen = []
-
-    def read() -> None:
-        with reading_limit(600, "too late"), limited():
-            seen.append(seconds_left())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    thread.join()
-    assert seen == [0]
 
 
 DEAD = """

@@ -22,7 +22,7 @@ def test_both_folder_styles_hold_the_same_labels(tmp_path):
         assert [label.shape for label in ours] == list(trees.VISTAS_SIZES[:count])
 
 
-def test_labels_are_palette_indices_and_classes_come_from_the_config_file(vistas_root):
+def test_labels_and_predictions_are_palette_indices_and_classes_come_from_the_config_file(vistas_root):
     dataset = vistas(vistas_root, "train")
     config = json.loads((vistas_root / "config.json").read_text())["labels"]
     assert dataset.classes == tuple(label["readable"] for label in config[:65])
@@ -32,6 +32,11 @@ def test_labels_are_palette_indices_and_classes_come_from_the_config_file(vistas
     assert np.array_equal(dataset[0].label, np.where(raw == 65, 255, raw))
     trees.write(dataset.files[0].label, raw)  # grayscale labels are indices too
     assert np.array_equal(dataset[0].label, np.where(raw == 65, 255, raw))
+    dataset = vistas(vistas_root, "test")
+    assert dataset.encode_prediction(np.array([[0, 64, 255]], np.uint8)).tolist() == [[0, 64, 65]]
+    palette = dataset.prediction_palette
+    assert palette.shape == (256, 3) and palette.dtype == np.uint8
+    assert palette[:65].tolist() == [list(colour) for colour in dataset.palette] and not palette[65:].any()
 
 
 def test_labels_that_are_not_evaluated_need_not_be_the_last(vistas_root):
@@ -72,27 +77,22 @@ def test_bits_tell_labels_from_instances(vistas_root):
         vistas(vistas_root, "train")[0]
 
 
-def only_v2_config(root):
-    (root / "config.json").rename(root / "config_v2.0.json")
-    (root / "config_v2.0.json").write_text(json.dumps(trees.vistas_config(124, version=2.0)))
-
-
-def v2_in_words(root):
-    (root / "config.json").write_text(json.dumps(trees.vistas_config(120, version="v2.0")))
-
-
-def v2_under_another_name(root):
-    (root / "config.json").write_text(json.dumps(trees.vistas_config(124)))
-
-
-def only_v2_labels(root):
-    (root / "training" / "v2.0").mkdir()
-    (root / "training" / "labels").rename(root / "training" / "v2.0" / "labels")
-
-
-@pytest.mark.parametrize("change", [only_v2_config, v2_in_words, v2_under_another_name, only_v2_labels])
-def test_v2_is_refused_by_name(vistas_root, change):
-    change(vistas_root)
+@pytest.mark.parametrize(
+    "name, config",
+    [
+        ("config_v2.0.json", trees.vistas_config(124, version=2.0)),
+        ("config.json", trees.vistas_config(120, version="v2.0")),  # in words
+        ("config.json", trees.vistas_config(124)),  # under another name
+        ("config.json", None),  # labels of v2.0 alone
+    ],
+)
+def test_v2_is_refused_by_name(vistas_root, name, config):
+    if config is None:
+        (vistas_root / "training" / "v2.0").mkdir()
+        (vistas_root / "training" / "labels").rename(vistas_root / "training" / "v2.0" / "labels")
+    else:
+        (vistas_root / "config.json").unlink()
+        (vistas_root / name).write_text(json.dumps(config))
     with pytest.raises(ValueError, match="Mapillary Vistas v2.0.*; expected"):
         vistas(vistas_root, "train")
 
@@ -130,11 +130,3 @@ def test_a_missing_config_file_and_ids_outside_it_are_named(vistas_root):
     (vistas_root / "config.json").unlink()
     with pytest.raises(ValueError, match="neither .*config.json nor config_v1.2.json"):
         vistas(vistas_root, "test")
-
-
-def test_predictions_have_the_palette(vistas_root):
-    dataset = vistas(vistas_root, "test")
-    assert dataset.encode_prediction(np.array([[0, 64, 255]], np.uint8)).tolist() == [[0, 64, 65]]
-    palette = dataset.prediction_palette
-    assert palette.shape == (256, 3) and palette.dtype == np.uint8
-    assert palette[:65].tolist() == [list(colour) for colour in dataset.palette] and not palette[65:].any()
