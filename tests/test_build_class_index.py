@@ -31,14 +31,3 @@ def test_a_file_that_blocks_its_reader_ends_the_command(tmp_path, command, make)
     keys = ("data=cityscapes", f"data.root={tmp_path / 'data'}", "data.timeout_seconds=1", "workers=1")
     with pytest.raises(TimeoutError, match="no data came for data.timeout_seconds=1 seconds"):
         make(composed(command, *keys))
-
-
-def test_wrong_keys_are_named():
-    for override, message in (
-        ("positions=0", "positions=0: expected a number above 0"),
-        ("workers=-1", "workers=-1: expected 0 or more"),
-        ("data.train_split=test", "data.train_split=test"),
-        ("+sampler.folder=x", "sampler.folder is not a configuration key"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            index(composed("build_class_index", override))

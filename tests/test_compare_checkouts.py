@@ -64,6 +64,14 @@ def edit(file: Path, change) -> None:
 
 
 def test_equal_results_are_equal_wherever_they_are(folders):
+    """Of other machines, times and logs, too."""
+    for name, edited in (
+        ("results.json", lambda text: text.replace('"old"', '"new", "hardware": "another"')),
+        ("metrics.jsonl", lambda text: text.replace("90.1", "3.0").replace("700", "800")),
+        ("log.txt", lambda text: text.replace("12", "13")),
+    ):
+        (folders[1] / "run" / name).write_text(edited((folders[1] / "run" / name).read_text()))
+    edit(folders[1] / "run" / "results.json", lambda results: results.update(miou=results.pop("miou")))  # another order
     assert different(folders) == {}
     counts = {column: count for column, (count, _) in compare_folders(*folders).items()}
     assert counts["weights"] == 2 and counts["averages"] == counts["momenta"] == 1 and counts["files"] == 6
@@ -96,59 +104,39 @@ def test_one_differing_bit_is_named(folders):
     assert line.startswith("run/checkpoints/last.pt random.cpu.1: missing → ")
 
 
-def test_scores_are_compared_and_the_machine_is_not(folders):
-    file = folders[1] / "run" / "results.json"
-    edit(file, lambda results: results["environment"].update(commit="new", hardware="another"))
-    edit(file, lambda results: results.update(miou=results.pop("miou")))  # another order
-    assert different(folders) == {}
-    edit(file, lambda results: results.update(miou=float(np.nextafter(0.25, 1))))
-    edit(file, lambda results: results["confusion_matrix"][1].__setitem__(0, 5))
-    assert different(folders)["results.json"] == [
-        "run/results.json.miou: 0.25 → 0.25000000000000006",
-        "run/results.json.confusion_matrix.1.0: 3 → 5",
-    ]
-
-
-def test_metrics_are_compared_without_times_and_memory(folders):
-    file = folders[1] / "run" / "metrics.jsonl"
-    text = file.read_text().replace("90.1", "3.0").replace("700", "800")
-    file.write_text(text)
-    assert different(folders) == {}
-    file.write_text(text.replace("0.5", "0.6"))
-    assert different(folders) == {"metrics.jsonl": ["run/metrics.jsonl line 1.loss: 0.5 → 0.6"]}
-    file.write_text(text.splitlines()[0])
-    assert "run/metrics.jsonl line 2.miou: 0.25 → missing" in different(folders)["metrics.jsonl"]
-
-
-def test_keys_of_the_configuration_are_named_wherever_they_stand(folders):
+def test_differing_scores_metrics_keys_and_files_are_named(folders):
     run = folders[1] / "run"
     edit(run / "checkpoints" / "last.pt", lambda values: values["config"]["optim"].update(lr=0.2))
+    edit(run / "results.json", lambda results: results.update(miou=float(np.nextafter(0.25, 1))))
+    edit(run / "results.json", lambda results: results["confusion_matrix"][1].__setitem__(0, 5))
     edit(run / "results.json", lambda results: results["config"].update(seed=0))
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("lr: 0.1", "rate: 0.1"))
-    assert different(folders) == {
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().replace("0.5", "0.6").split("\n")[0] + "\n")
+    (folders[1] / "prediction.png").write_bytes(b"others")
+    (run / "checkpoints" / "best.pt.partial").write_bytes(b"")
+    (folders[0] / "run" / "results_confusion.png").write_bytes(b"pixels")
+    found = different(folders)
+    files = found.pop("files")
+    assert found == {
+        "results.json": [
+            "run/results.json.miou: 0.25 → 0.25000000000000006",
+            "run/results.json.confusion_matrix.1.0: 3 → 5",
+        ],
+        "metrics.jsonl": [
+            "run/metrics.jsonl line 1.loss: 0.5 → 0.6",
+            *(f"run/metrics.jsonl line 2.{key} → missing" for key in ("kind: 'val'", "step: 1", "miou: 0.25")),
+        ],
         "configuration": [
             "run/checkpoints/last.pt config.optim.lr: 0.1 → 0.2",
             "run/config.yaml.optim.lr: 0.1 → missing",
             "run/config.yaml.optim.rate: missing → 0.1",
             "run/results.json config.seed: missing → 0",
-        ]
+        ],
     }
-
-
-def test_files_are_compared_and_the_log_is_not(folders):
-    (folders[1] / "run" / "log.txt").write_text("13:00 started")
-    assert different(folders) == {}
-    (folders[1] / "prediction.png").write_bytes(b"others")
-    (folders[1] / "run" / "checkpoints" / "best.pt.partial").write_bytes(b"")
-    (folders[0] / "run" / "results_confusion.png").write_bytes(b"pixels")
-    lines = different(folders)["files"]
-    assert [line.partition(": ")[0] for line in lines] == [
-        "prediction.png",
-        "run/results_confusion.png",
-        "run/checkpoints/best.pt.partial",
-    ]
-    assert lines[1].endswith("→ missing") and "missing →" in lines[2]
-    (folders[1] / "run" / "results.json").unlink()
+    names = ["prediction.png", "run/results_confusion.png", "run/checkpoints/best.pt.partial"]
+    assert [line.partition(": ")[0] for line in files] == names
+    assert files[1].endswith("→ missing") and "missing →" in files[2]
+    (run / "results.json").unlink()
     assert "run/results.json: 'present' → missing" in different(folders)["files"]
 
 

@@ -1,6 +1,5 @@
 """Converted checkpoints: the same outputs, all that other commands need, and the way back to the bit."""
 
-import errno
 import json
 
 import numpy as np
@@ -100,13 +99,9 @@ def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
     written = predict(composed("predict", *options, "device=cpu", "data.base_size=96"))
     assert np.asarray(Image.open(written[0])).shape == (40, 60)
     assert len(json.loads((tmp_path / "out" / "classes.json").read_text())) == 65
-
-
-def test_eval_compares_only_the_number_of_numbered_classes(vistas, tmp_path):
-    root = trees.vistas(tmp_path / "data")
-    options = (f"checkpoint={vistas[1]}", f"data.root={root}", "data.base_size=64", "device=cpu", "workers=0")
-    results = evaluate(composed("eval", *options, f"results={tmp_path / 'results.json'}"))
-    assert list(results["iou"]) == [f"Class {number}" for number in range(65)]
+    options = (f"checkpoint={vistas[1]}", f"data.root={trees.vistas(tmp_path / 'data')}", "workers=0", "device=cpu")
+    results = evaluate(composed("eval", *options, "data.base_size=64", f"results={tmp_path / 'results.json'}"))
+    assert list(results["iou"]) == [f"Class {number}" for number in range(65)]  # compared by their number only
 
 
 def test_class_names_come_from_the_data_or_a_file(vistas, tmp_path):
@@ -166,14 +161,6 @@ def test_to_the_released_layout_and_to_standard_norms(vistas, tmp_path):
     assert torch.equal(raw["body"]["bn_out.weight"], made["body.bn_out.weight"])
 
 
-def with_norm(path, *overrides: str) -> None:
-    """A checkpoint whose norm has these options."""
-    config = classification_config("body=resnext_tiny", *overrides)
-    network = build.classification_network(config, 2)
-    state = {"task": "classification", "step": 1, "config": cfg.plain(config), "network": network.state_dict()}
-    checkpoint.save(path, {**state, "classes": ["cat", "dog"]})
-
-
 @pytest.mark.parametrize(
     "overrides, refused, printed",
     [
@@ -186,7 +173,10 @@ def with_norm(path, *overrides: str) -> None:
 def test_formats_without_eps_and_activation(tmp_path, overrides, refused, printed):
     """The released layout is refused if its readers would compute another function; what they need is printed."""
     source, output = tmp_path / "net.pt", tmp_path / "out.pth"
-    with_norm(source, *overrides)
+    config = classification_config("body=resnext_tiny", *overrides)
+    network = build.classification_network(config, 2)
+    state = {"task": "classification", "step": 1, "config": cfg.plain(config), "network": network.state_dict()}
+    checkpoint.save(source, {**state, "classes": ["cat", "dog"]})
     needs = f"the output needs norms with {printed}, but"
     for scale in ("released", "raw"):
         options = ("format=released", f"scale={scale}")
@@ -198,36 +188,6 @@ def test_formats_without_eps_and_activation(tmp_path, overrides, refused, printe
             assert needs in run(source, output, *options)
             output.unlink()
     assert needs in run(source, output, "format=standard_bn")
-
-
-def test_other_files_of_the_output_folder_stay(tmp_path):
-    """It may be the folder of a running training."""
-    path, _ = files.small_resnext(tmp_path / "net.pth.tar")
-    (tmp_path / "last.pt.partial").write_bytes(b"half")
-    for output, options in (("net.pt", ["scale=raw"]), ("std.pt", ["scale=raw", "format=standard_bn"])):
-        run(path, tmp_path / output, *options)
-    run(tmp_path / "net.pt", tmp_path / "back.pt", "format=released", "scale=raw")
-    expected = ["back.pt", "last.pt.partial", "net.pt", "net.pth.tar", "std.pt"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == expected
-
-
-@pytest.mark.parametrize("output_format", ["released", "standard_bn", "checkpoint"])
-def test_a_full_disk_leaves_the_earlier_output(tmp_path, monkeypatch, output_format):
-    source, output = tmp_path / "source", tmp_path / "out.pt"
-    if output_format == "released":
-        with_norm(source)
-    else:
-        files.small_resnext(source)
-    output.write_bytes(b"earlier")
-
-    def half(_, file) -> None:
-        file.write(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", half)
-    with pytest.raises(OSError, match="out.pt cannot be written: No space left on device"):
-        run(source, output, f"format={output_format}", "scale=raw")
-    assert output.read_bytes() == b"earlier" and set(tmp_path.iterdir()) == {source, output}
 
 
 def test_what_cannot_be_converted_is_named(vistas, tmp_path):

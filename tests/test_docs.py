@@ -1,4 +1,4 @@
-"""The documentation's numbers are those of the files beside it, and its links and its example work."""
+"""The documentation agrees with the committed records, its links lead somewhere, and the README's example works."""
 
 import json
 import re

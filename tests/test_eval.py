@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from datasets import WholeImages, cityscapes
-from datasets.camvid import camvid_classes
 from datasets.synthetic import write_streets
-from engine import build, checkpoint
+from engine import checkpoint
 from engine import config as cfg
 from engine.schema import keys
 from engine.schema.evaluation import Evaluation
@@ -44,10 +43,8 @@ def streets(tmp_path_factory) -> Path:
 def run_dir(streets, tmp_path_factory) -> Path:
     """A network trained just long enough to predict more than one class."""
     path = tmp_path_factory.mktemp("run")
-    options = [option for option in SHORT if "evaluate_images" not in option]
-    options += ["data=cityscapes", f"data.root={streets}", "norm.backend=eager"]  # compiling would take longer
-    options += ["trainer.steps=60", "optim.lr=0.02"]
-    train(composed("train_seg", f"run_dir={path}", *options))
+    options = ("data=cityscapes", f"data.root={streets}", "trainer.steps=60", "optim.lr=0.02")
+    train(composed("train_seg", f"run_dir={path}", *SHORT, *options, "trainer.evaluate_images=null"))
     return path
 
 
@@ -156,16 +153,12 @@ print(sum(map(sum, results["confusion_matrix"])), resource.getrusage(resource.RU
 
 
 @pytest.mark.slow
-def test_20_megapixels_in_six_views_take_less_than_3_gib(tmp_path):
+def test_20_megapixels_in_six_views_take_less_than_3_gib(run_dir, tmp_path):
     """The whole process, with PyTorch, the picture and its scores."""
-    config = run_config("experiment=camvid/resnext_small", f"data.root={tmp_path}")
-    network = build.segmentation_network(config, classes=11)
-    state = {"task": "segmentation", "network": network.state_dict(), "step": 0, "config": cfg.plain(config)}
-    checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(camvid_classes().names)})
-    image, label = trees.pair(0, list(range(11)), size=(3888, 5184))
-    trees.write(tmp_path / "val" / "images" / "large.jpg", image)
-    trees.write(tmp_path / "val" / "labels" / "large.png", label)
-    options = (f"checkpoint={tmp_path / 'net.pt'}", "workers=0", "device=cpu", "window.size=1024")
+    image, label = trees.pair(0, [7, 8, 11, 26], size=(3888, 5184))
+    trees.write(tmp_path / "leftImg8bit/val/ulm/ulm_000000_000019_leftImg8bit.png", image)
+    trees.write(tmp_path / "gtFine/val/ulm/ulm_000000_000019_gtFine_labelIds.png", label)
+    options = (f"checkpoint={last(run_dir)}", "workers=0", "device=cpu", f"data.root={tmp_path}", "window.size=1024")
     command = [sys.executable, "-c", _LARGE, *options, "tta.scales=[0.7,1,1.2]", "tta.flip=true"]
     ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200)
     pixels, peak_gib = map(float, ended.stdout.split()[-2:])
@@ -181,6 +174,7 @@ def test_20_megapixels_in_six_views_take_less_than_3_gib(tmp_path):
         ("head.pooling_size=[]", "head.pooling_size"),
         ("head.pooling_size=[30]", "head.pooling_size=[30]: expected 2 numbers: height, width"),
         ("overlay_images=2", "overlay_images=2 needs overlays=DIR"),
+        ("results=.", "results=. is a folder: expected a file to write, such as results.json in it"),
         ("data.root=/nowhere/at/all", "data.root=/nowhere/at/all is not a folder"),
         ("data.split=nights", "nights"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
@@ -206,7 +200,7 @@ def test_a_bad_file_is_named_before_anything_is_predicted(run_dir, streets, tmp_
 
 
 def test_predictions_are_official_and_score_the_same_in_the_official_script(run_dir, streets, tmp_path, monkeypatch):
-    """Scores agree to 1e-12 on the files that eval.py wrote, for labels with instances."""
+    """Scores agree to 1e-12 on the files that eval.py wrote, for labels with instances. Overlays show three images."""
     root = shutil.copytree(streets, tmp_path / "streets")
     for entry in cityscapes(root, "val").files:
         label = cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED)
@@ -218,7 +212,8 @@ def test_predictions_are_official_and_score_the_same_in_the_official_script(run_
     network["cls.bias"].fill_(-1e4)[[11, 13]] = 0
     file = changed(run_dir, tmp_path / "net.pt", network=network)
     options = ("workers=0", "device=cpu", f"data.root={root}", f"predictions={tmp_path / 'predictions'}")
-    results = evaluate(composed("eval", f"checkpoint={file}", *options))
+    overlays = (f"overlays={tmp_path / 'overlays'}", "overlay_images=3")
+    results = evaluate(composed("eval", f"checkpoint={file}", *options, *overlays))
 
     dataset = cityscapes(root, "val")
     written = cv2.imread(str(tmp_path / "predictions" / f"{dataset.files[0].name}.png"), cv2.IMREAD_UNCHANGED)
@@ -232,21 +227,13 @@ def test_predictions_are_official_and_score_the_same_in_the_official_script(run_
             assert np.isnan(theirs[name]) if value is None else abs(theirs[name] - value) < 1e-12, name
         assert any(ours.values()), ours  # or nothing would be compared
 
-
-def test_overlays_show_image_truth_and_prediction(run_dir, streets, tmp_path):
-    folder = tmp_path / "overlays"
-    evaluate_run(run_dir, f"overlays={folder}", "overlay_images=3", f"results={tmp_path / 'results.json'}")
-    files = sorted(folder.rglob("*.png"))
+    files = sorted((tmp_path / "overlays").rglob("*.png"))
     assert len(files) == 3
-    dataset = cityscapes(streets, "val")
     picture = cv2.cvtColor(cv2.imread(str(files[0])), cv2.COLOR_BGR2RGB)
-    image, label, _ = dataset[0]
-    height, width = label.shape
-    assert picture.shape == (height, 3 * width, 3)
-    assert np.array_equal(picture[:, :width], image)
-    truth = picture[:, width : 2 * width].astype(float)
+    (image, label, _), (height, width) = dataset[0], written.shape
+    assert picture.shape == (height, 3 * width, 3) and np.array_equal(picture[:, :width], image)
     expected = np.where((label == 255)[..., None], image, 0.6 * dataset.colour(label) + 0.4 * image)
-    assert np.abs(truth - expected).max() <= 1
+    assert np.abs(picture[:, width : 2 * width] - expected).max() <= 1
 
 
 def test_a_checkpoint_that_does_not_fit_is_named(run_dir, tmp_path):
@@ -258,6 +245,12 @@ def test_a_checkpoint_that_does_not_fit_is_named(run_dir, tmp_path):
         torch.save({**state, part: value}, other)
         with pytest.raises(ValueError, match=f"^checkpoint {other}.*(expected|configuration)"):
             evaluate(composed("eval", f"checkpoint={other}"))
+    for given, message in (
+        (["checkpoint=nowhere.pt"], "nowhere.pt does not exist"),
+        ([], "has no value: give checkpoint="),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate(composed("eval", *given))
 
 
 def test_a_path_in_square_brackets_is_evaluated(run_dir, tmp_path, capsys):
@@ -277,22 +270,12 @@ def _hangs(self, index):
     time.sleep(1000)
 
 
-@pytest.mark.parametrize(
-    "fault, seconds, error, message",
-    [
+def test_a_lost_worker_is_a_message(run_dir, monkeypatch):
+    for fault, seconds, error, message in (
         (_killed, 60, ChildProcessError, "a process that reads images died: .* use fewer workers\\.$"),
         (_hangs, 1, TimeoutError, "no data came for timeout_seconds=1 seconds: .* raise timeout_seconds\\.$"),
-    ],
-)
-def test_a_lost_worker_is_a_message(run_dir, monkeypatch, fault, seconds, error, message):
-    monkeypatch.setattr(WholeImages, "__getitem__", fault)
-    with pytest.raises(error, match=f"^{message}") as raised:
-        evaluate_run(run_dir, "workers=1", f"timeout_seconds={seconds}")
-    assert "data." not in str(raised.value) and "resume" not in str(raised.value)
-
-
-def test_a_missing_checkpoint_is_named():
-    with pytest.raises(ValueError, match="nowhere.pt does not exist"):
-        evaluate(composed("eval", "checkpoint=nowhere.pt"))
-    with pytest.raises(ValueError, match="checkpoint has no value: give checkpoint="):
-        evaluate(composed("eval"))
+    ):
+        monkeypatch.setattr(WholeImages, "__getitem__", fault)
+        with pytest.raises(error, match=f"^{message}") as raised:
+            evaluate_run(run_dir, "workers=1", f"timeout_seconds={seconds}")
+        assert "data." not in str(raised.value) and "resume" not in str(raised.value)

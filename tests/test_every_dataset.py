@@ -18,18 +18,11 @@ from tests import trees
 from tests.runs import composed, run_config
 from train_seg import train
 
-TREES = {
-    "camvid": trees.camvid_folders,
-    "cityscapes": trees.cityscapes,
-    "coco_stuff": trees.coco_stuff,
-    "vistas": trees.vistas,
-}
-
 OFFICIAL = {
     "camvid": set(),
     "cityscapes": {
         "miou",
-        *(mean + score for mean in ("", "mean_") for score in ("category_iou", "iiou", "category_iiou")),
+        *(f"{mean}{of}" for mean in ("", "mean_") for of in ("category_iou", "iiou", "category_iiou")),
     },
     "coco_stuff": {"miou", "iou", "pixel_accuracy", "mean_accuracy", "frequency_weighted_iou"},
     "vistas": {"miou"},
@@ -38,11 +31,11 @@ OFFICIAL = {
 CLASSES = {"camvid": 11, "cityscapes": 19, "coco_stuff": 91, "vistas": 65}
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", trees.SEGMENTATION)
 def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     """Evaluating again gives the same numbers, also at the base size of the training."""
     base_size = ("data.base_size=48",) if name == "vistas" else ()
-    data = (f"data={name}", f"data.root={TREES[name](tmp_path / 'data')}", *base_size)
+    data = (f"data={name}", f"data.root={trees.SEGMENTATION[name](tmp_path / 'data')}", *base_size)
     results = train(composed("train_seg", f"run_dir={tmp_path / 'run'}", *data, "debug=smoke", "trainer.device=cpu"))
     assert results["dataset"] == name and results["images"] == 2 and len(results["iou"]) == CLASSES[name]
     assert 0 <= results["miou"] <= 1
@@ -74,18 +67,6 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
             assert written.mode == "L" and cv2.imread(str(file), cv2.IMREAD_UNCHANGED).ndim == 2
 
 
-def test_options_of_coco_stuff_reach_the_dataset(tmp_path):
-    root = trees.coco_stuff(tmp_path / "data")
-    data = ("data=coco_stuff", f"data.root={root}", "run_dir=unused")
-    config = run_config(*data, "data.lists=full", "data.other_class=true")
-    dataset = build.dataset(config.data, "train")
-    assert len(dataset) == 4 and dataset.classes[-1] == "other" and len(dataset.classes) == 92
-    with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
-        composed("train_seg", "data=camvid", "data.lists=full")
-    with pytest.raises(ValueError, match="data.lists=half: expected one of challenge, full"):
-        run_config(*data, "data.lists=half")
-
-
 def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
     """Files keep the names' bytes; the log, TensorBoard and pictures escape them."""
     root = trees.camvid_folders(tmp_path / "data")
@@ -112,19 +93,25 @@ def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
     assert [page.name for page in pages] == ["page_000.png"]
 
 
-def test_messages_name_the_keys_to_change(tmp_path):
+def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path):
     """A split that a dataset does not have is no fault of its folder."""
     with pytest.raises(ValueError) as error:
         build.dataset(run_config("run_dir=unused").data, "test")
     assert str(error.value) == "data.split=test: split 'test' is unknown to synthetic; expected one of train, val"
-    config = run_config("data=synthetic", "data.train_split=all", "run_dir=unused")
-    with pytest.raises(ValueError, match="^data.train_split=all: split 'all' is unknown to synthetic; expected one of"):
-        build.labelled_splits(config.data)
-    config = run_config("data=camvid", f"data.root={tmp_path}", "run_dir=unused")
-    with pytest.raises(ValueError, match=f"^data.train_split=train: data.root={tmp_path}: camvid: the folder "):
-        build.labelled_splits(config.data)
     root = trees.coco_stuff(tmp_path / "coco")
     (root / "annotations" / "deprecated-challenge2017" / "train-ids.txt").unlink()
-    config = run_config("data=coco_stuff", f"data.root={root}", "run_dir=unused")
-    with pytest.raises(ValueError, match="Fix: give data.lists=full to use all images of the folder, or"):
-        build.labelled_splits(config.data)
+    all_of_synthetic = "^data.train_split=all: split 'all' is unknown to synthetic; expected one of"
+    for data, message in (
+        (("data=synthetic", "data.train_split=all"), all_of_synthetic),
+        (("data=camvid", f"data.root={root}"), f"^data.train_split=train: data.root={root}: camvid: the folder "),
+        (("data=coco_stuff", f"data.root={root}"), "Fix: give data.lists=full to use all images of the folder, or"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build.labelled_splits(run_config(*data, "run_dir=unused").data)
+    data = ("data=coco_stuff", f"data.root={root}", "run_dir=unused")
+    dataset = build.dataset(run_config(*data, "data.lists=full", "data.other_class=true").data, "train")
+    assert len(dataset) == 4 and dataset.classes[-1] == "other" and len(dataset.classes) == 92
+    with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
+        composed("train_seg", "data=camvid", "data.lists=full")
+    with pytest.raises(ValueError, match="data.lists=half: expected one of challenge, full"):
+        run_config(*data, "data.lists=half")

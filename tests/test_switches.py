@@ -96,10 +96,6 @@ def test_the_memory_format_changes_the_rounding_only(tmp_path):
     assert difference(weights, expected) < 1e-3
 
 
-def test_fused_updates_change_the_rounding_only(tmp_path, plain):
-    assert difference(trained(tmp_path, "optim.fused=false")["network"], plain) < 1e-6
-
-
 @pytest.fixture(scope="module")
 def in_parts(tmp_path_factory) -> Callable[[str], Weights]:
     """norm -> the weights of a training with micro-batches of 3, 2 and 2 crops."""
@@ -176,10 +172,8 @@ def test_clipping_bounds_what_a_step_changes(tmp_path):
     plain_sgd = ("optim.lr=1", "optim.momentum=0", "optim.weight_decay=0", "trainer.steps=1")
     state = trained(tmp_path, *plain_sgd, "optim.max_gradient_norm=1e-3")
     assert moved(state["network"]).norm().item() == pytest.approx(1e-3, rel=1e-2)
-    (record,) = [
-        r for r in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if r["kind"] == "train"
-    ]
-    assert record["gradient_norm"] > 0.1  # before clipping
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["kind"] == "train" and record["gradient_norm"] > 0.1  # before clipping
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
@@ -213,7 +207,5 @@ def test_a_trace_shows_the_layers_of_the_profiled_steps(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no CUDA device")
 def test_prefetched_minibatches_are_those_of_the_loader():
     minibatches = [{"image": torch.full((1000,), n).pin_memory(), "name": str(n)} for n in range(20)]
-    seen = [
-        (minibatch["image"].sum(), minibatch["name"]) for minibatch in prefetched(minibatches, torch.device("cuda"))
-    ]
+    seen = [(each["image"].sum(), each["name"]) for each in prefetched(minibatches, torch.device("cuda"))]
     assert [(total.item(), name) for total, name in seen] == [(1000 * n, str(n)) for n in range(20)]

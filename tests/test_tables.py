@@ -52,17 +52,13 @@ def test_every_row_has_a_published_score_and_a_command():
         assert f"experiment={name}" in papers.command_of(name) and papers.devices_of(name) in (1, 4), name
 
 
-def test_published_scores_are_read_from_the_headers():
+def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_order():
     assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
-    assert papers.published("revnet/imagenet_revnet104") == [("top1", "results", 76.90, "")]
     scores = papers.published("table1/resnext101_relu")
     assert scores[0] == ("top1", "results", 77.74, "")
     assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
     sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
     assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
-
-
-def test_rows_are_in_the_paper_s_order():
     names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
     assert names == ["std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch"]
 
@@ -92,21 +88,22 @@ def test_planned_memory_comes_from_the_plan(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "memory_plan.json").write_text(json.dumps(record))
     assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
-    (tmp_path / "out" / "memory_plan.json").write_text(json.dumps({**record, "command": "python -m scripts.bench_abn"}))
-    with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.plan_experiments: .*bench_abn"):
-        written(tmp_path, tmp_path / "runs")
-    (tmp_path / "out" / "memory_plan.json").write_text("[]")
-    with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.plan_experiments"):
-        written(tmp_path, tmp_path / "runs")
+    other = json.dumps({**record, "command": "python -m scripts.bench_abn"})
+    for text, found in ((other, ": .*bench_abn"), ("[]", "")):
+        (tmp_path / "out" / "memory_plan.json").write_text(text)
+        with pytest.raises(ValueError, match=f"memory_plan.json is not a record of scripts.plan_experiments{found}"):
+            written(tmp_path, tmp_path / "runs")
 
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_unusable_folders_are_named(tmp_path):
-    with pytest.raises(ValueError, match="runs: .*nowhere is not a folder"):
-        written(tmp_path, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"runs: there is no run directory \(with a config.yaml\) below .*empty"):
-        written(tmp_path, tmp_path / "empty")
+    for folder, message in (
+        ("nowhere", "runs: .*nowhere is not a folder"),
+        ("empty", r"runs: there is no run directory \(with a config.yaml\) below .*empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            written(tmp_path, tmp_path / folder)
     with pytest.raises(ValueError, match="README.md has no lines '<!-- tables start -->' and '<!-- tables end -->'"):
         written(tmp_path, RESULTS / "cifar10", before="# Mine\n")
     run = copy_of_a_run(tmp_path / "runs" / "one")
@@ -167,12 +164,19 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
 
 
 @pytest.mark.usefixtures("of_few_tables")
-def test_the_command_takes_folders_by_name(tmp_path, capsys):
+def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
     options = ["roots={cifar10: DIR, cifar100: DIR}", "weights={a: b}"]
     values = composed("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
     assert run_table.run(values) == 0
     printed = capsys.readouterr().out
     assert printed.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in printed
+    for table, message in (
+        ("cifar10", r"cifar10 needs roots=\{cifar10: DIR\}"),
+        ("table9", "table9: expected one of cifar10"),
+    ):
+        with pytest.raises(ValueError, match=f"table={message}"):  # before anything runs
+            run_table.run(OmegaConf.structured(RunTable(table=table, runs=str(tmp_path))))
 
 
 @pytest.mark.parametrize(
@@ -191,16 +195,6 @@ def test_the_command_takes_folders_by_name(tmp_path, capsys):
 def test_what_makes_a_run_another_than_the_row(overrides, processes, changed):
     config = papers.configured_as("table3/cityscapes_resnext101_std", *overrides)
     assert papers.changed_keys(config, "table3/cityscapes_resnext101_std", processes) == changed
-
-
-@pytest.mark.usefixtures("of_few_tables")
-def test_missing_data_is_named_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
-    values = OmegaConf.structured(RunTable(table="cifar10", runs=str(tmp_path)))
-    with pytest.raises(ValueError, match=r"table=cifar10 needs roots=\{cifar10: DIR\}"):
-        run_table.run(values)
-    with pytest.raises(ValueError, match="table=table9: expected one of cifar10"):
-        run_table.run(OmegaConf.structured(RunTable(table="table9")))
 
 
 def test_operations_of_a_crop_are_counted():

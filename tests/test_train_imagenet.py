@@ -5,33 +5,26 @@ import json
 import os
 import shutil
 import signal
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from PIL import Image
-from torch import nn
 from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
-import train_seg
 from datasets import cifar10, shapes
 from engine import build, checkpoint
 from engine import config as configuration
-from engine.classification.evaluation import Counts, class_logits
+from engine.classification.evaluation import Counts
 from engine.distributed import World
-from engine.forward import Forward
 from engine.metrics_logger import MetricsLogger
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
-from engine.schema.segmentation import SegmentationRun
 from engine.stopping import Preempted
-from engine.training_step import train_step
 from eval import evaluate
 from models.bodies import resnext101
 from models.layers import ABN
@@ -40,7 +33,7 @@ from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import SHORT, SHORT_SHAPES, classification_config, composed
+from tests.runs import SHORT_SHAPES, classification_config, composed
 from tests.state_dicts import same
 from train_imagenet import train
 
@@ -73,6 +66,8 @@ def test_it_learns_and_leaves_a_run_directory(trained):
     assert json.loads((run_dir / "results.json").read_text()) == results
     assert 0.75 < results["top1"] <= results["top5"] <= 1
     assert (results["dataset"], results["split"], results["images"]) == ("shapes", "train", 40)
+    state = checkpoint.load(last(run_dir))
+    assert state["task"] == "classification" and not {"palette", "mean_image"} & state.keys()
     assert len(results["accuracy"]) == 8 and sum(map(sum, results["confusion_matrix"])) == 40
     right = sum(row[label] for label, row in enumerate(results["confusion_matrix"]))
     assert results["top1"] == right / 40
@@ -115,50 +110,17 @@ def test_an_evaluation_waits_as_often_for_twenty_minibatches_as_for_one(trained)
     assert own[0] == own[1] and all("evaluate_split" in read for read in own[0]), own
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    started = Ranks(2, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
-
-
-def gradients(rank: int) -> dict[str, torch.Tensor]:
-    """Two steps in float64 on this rank: weights and last gradients. Each rank takes its share of seven images."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        world = World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else World()
-        config = classification_config(*SHORT_SHAPES, "trainer.steps=4", "norm.sync=true")
-        learner = build.learner(config, partial(build.classification_network, config, 8), runs.one_epoch(4), world)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(2):
-            images = torch.randint(0, 256, (7, 3, 64, 64), dtype=torch.uint8, generator=generator)
-            labels = torch.randint(0, 8, (7,), generator=generator)
-            share = slice(world.rank * 7 // world.size, (world.rank + 1) * 7 // world.size)
-            train_step(learner, nn.CrossEntropyLoss(), {"image": images[share], "label": labels[share]}, 7, world)
-        found = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
-        return {**found, **learner.network.state_dict()}
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_two_processes_step_as_one(pair):
-    """They have three and four of the seven images."""
-    alone = gradients(0)
-    for result in pair.run(gradients):
-        assert not isinstance(result, Exception), result
-        for name, tensor in alone.items():
-            torch.testing.assert_close(result[name], tensor, rtol=1e-10, atol=1e-10)
-
-
 def trained_and_evaluated_by_a_rank(rank: int, run_dir: str) -> dict:
     train_shapes(Path(run_dir), "trainer.steps=3", "trainer.ema_decay=0.5", "norm.sync=true")
     options = (f"checkpoint={last(Path(run_dir))}", "workers=0", f"results={run_dir}/together.json")
     return evaluate(composed("eval", *options))
 
 
-def test_two_processes_train_and_evaluate_together(pair, tmp_path):
+def test_two_processes_train_and_evaluate_together(tmp_path):
     """Each of the 1,000 images is evaluated once."""
+    pair = Ranks(2, tmp_path)
     together = pair.run(trained_and_evaluated_by_a_rank, str(tmp_path))
+    pair.stop()
     assert not any(isinstance(result, Exception) for result in together), together
     alone = evaluate(composed("eval", f"checkpoint={last(tmp_path)}", "workers=0"))
     assert alone["images"] == sum(map(sum, alone["confusion_matrix"])) == 1000
@@ -187,25 +149,6 @@ def test_switches_and_bodies_train(tmp_path, overrides, monkeypatch):
     assert train(composed("train_imagenet", *short, *options))["images"] == 24
 
 
-def test_debug_smoke_takes_two_steps_of_anything(tmp_path):
-    data = ("experiment=cifar10/revnet38", f"data.root={classification_trees.cifar_folders(tmp_path / 'cifar')}")
-    options = ("debug=smoke", "norm.backend=eager", "trainer.device=cpu", f"run_dir={tmp_path / 'run'}")
-    results = train(composed("train_imagenet", *data, *options))
-    assert results["images"] == 2 and checkpoint.load(last(tmp_path / "run"))["step"] == 2
-
-
-def test_a_checkpoint_says_its_task_and_commands_of_the_other_refuse_it(trained):
-    run_dir, _ = trained
-    state = checkpoint.load(last(run_dir))
-    assert state["task"] == "classification" and not {"palette", "mean_image"} & state.keys()
-    assert configuration.plain(configuration.of_checkpoint(state, ClassificationRun, "it")) == state["config"]
-    refusal = "is for the task classification: expected segmentation"
-    with pytest.raises(ValueError, match=refusal):
-        configuration.of_checkpoint(state, SegmentationRun, "it")
-    with pytest.raises(ValueError, match=f"run_dir={run_dir} {refusal}"):
-        train_seg.train(composed("train_seg", *SHORT, "trainer.steps=2", f"run_dir={run_dir}", "resume=auto"))
-
-
 def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):
     """It does not need the training images."""
     root = classification_trees.cifar_folders(tmp_path / "cifar")
@@ -224,10 +167,8 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     config = configuration.of_checkpoint(state, ClassificationRun, "it")
     make, classes = partial(build.classification_network, config), state["classes"]
     network = checkpoint.load_network(lambda: make(len(classes)), state, classes, Path()).eval()
-    inputs = (
-        (torch.from_numpy(test_set.pixels) - state["mean_image"]) / 255 / torch.tensor(config.data.std).view(3, 1, 1)
-    )
-    labels = network(inputs.float()).argmax(dim=1)
+    centred, std = torch.from_numpy(test_set.pixels) - state["mean_image"], torch.tensor(config.data.std).view(3, 1, 1)
+    labels = network((centred / 255 / std).float()).argmax(dim=1)
     assert np.array(again["confusion_matrix"])[test_set.labels, labels].all()
 
     for other, message in (
@@ -237,21 +178,8 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
         checkpoint.save(tmp_path / "other.pt", other)
         with pytest.raises(ValueError, match=f"data.mean_image=true, and .*{message}"):
             evaluate(composed("eval", f"checkpoint={tmp_path / 'other.pt'}", *options))
-
-
-def test_a_mean_image_takes_the_place_of_the_mean_colour():
     with pytest.raises(ValueError, match="data.mean_image=true with data.mean=.0.485.*give data.mean=.0,0,0."):
         classification_config("data=cifar10", "data.mean_image=true")
-
-
-def test_a_segmentation_starts_from_the_body_of_a_classification(trained, tmp_path):
-    start = (*SHORT, f"init.weights={last(trained[0])}", "body.base_channels=[8,8,16]", "body.stem_channels=8")
-    options = ("trainer.steps=1", "optim.lr=1e-12", f"run_dir={tmp_path}")
-    train_seg.train(composed("train_seg", *start, *options))
-    before, after = (checkpoint.load(last(run_dir))["network"] for run_dir in (trained[0], tmp_path))
-    weights = [name for name in before if name.endswith((".weight", ".bias")) and not name.startswith("classifier.")]
-    assert all(torch.allclose(before[name], after[f"body.{name}"], atol=1e-6) for name in weights)
-    assert "classifier.fc.weight" in (tmp_path / "log.txt").read_text()
 
 
 def expected_logits(file: Path, folder: Path, *overrides: str) -> torch.Tensor:
@@ -306,18 +234,6 @@ def test_keys_of_a_segmentation_are_refused_for_a_classification(override):
     with pytest.raises(ValueError, match=f"^{override.split('=')[0]}=.* is for segmentation, and it"):
         refuse_other_tasks(options, "classification", "it")
     refuse_other_tasks(options, "segmentation", "it")
-
-
-def test_the_logits_of_crops_are_averaged():
-    class Sums(nn.Module):
-        def forward(self, images):
-            return images.flatten(1).sum(dim=1, keepdim=True) * torch.tensor([[1.0, 2.0]])
-
-    forward = Forward(Sums(), torch.zeros(1, 3, 1, 1), torch.ones(1, 3, 1, 1), torch.contiguous_format, nullcontext)
-    images = torch.randint(0, 256, (4, 10, 3, 2, 2), dtype=torch.uint8)
-    expected = images.flatten(2).double().sum(dim=2).mean(dim=1, keepdim=True) * torch.tensor([[1.0, 2.0]])
-    torch.testing.assert_close(class_logits(forward, images).double(), expected)
-    assert torch.equal(class_logits(forward, images[:, 0]), forward(images[:, 0]))
 
 
 def test_counts_of_predictions():

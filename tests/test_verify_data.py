@@ -5,11 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-import zlib
 
 import pytest
 
 from datasets import index_classes, synthetic
+from scripts.browse_data import browse
+from scripts.build_class_index import index
 from scripts.verify_data import verify_data
 from tests import trees
 from tests.datasets import classification_trees
@@ -79,24 +80,11 @@ def test_file_names_that_are_not_utf_8_are_reported(tmp_path):
     assert found["label without image"][0].startswith(f"{label}: has no image")
 
 
-def test_large_text_in_a_file_is_no_problem(tmp_path):
-    root = trees.camvid_annot(tmp_path / "data")
-    for path in (root / "train" / "0001TP_000002.png", root / "trainannot" / "0001TP_000002.png"):
-        text = b"zTXtcomment\0\0" + zlib.compress(bytes(2_000_000))
-        chunk = (len(text) - 4).to_bytes(4, "big") + text + zlib.crc32(text).to_bytes(4, "big")
-        path.write_bytes(path.read_bytes()[:33] + chunk + path.read_bytes()[33:])
-    (report,) = verify_data(composed("verify_data", "data=camvid", f"data.root={root}", "workers=0", "splits=[train]"))
-    assert list(report.by_kind()) == ["number of images"]
-
-
-def test_the_layout_is_shown_where_no_split_can_be_opened(tmp_path, capsys):
+def test_each_split_says_how_to_open_it(tmp_path, capsys):
+    """The layout is shown only where no split can be opened."""
     reports = verify_data(composed("verify_data", "data=vistas", f"data.root={tmp_path}", "workers=0"))
     assert [len(report.problems) for report in reports] == [1, 1, 1]
     assert capsys.readouterr().out.count("Expected layout of vistas") == 1
-
-
-def test_each_split_says_how_to_open_it(tmp_path, capsys):
-    """Although its layout is known, since another split can be opened."""
     root = trees.coco_stuff(tmp_path / "data", pixel_maps=False)
     shutil.rmtree(root / "annotations")
     reports = verify_data(composed("verify_data", "data=coco_stuff", f"data.root={root}", "workers=0"))
@@ -117,14 +105,27 @@ def test_official_numbers_depend_on_the_list_and_splits_may_be_chosen(tmp_path):
     assert numbers["full"] == {"test": (2, 40670), "train": (4, 118287)}
 
 
-def test_wrong_keys_are_named():
-    for override, message in (
-        ("splits=[train,foo]", r"splits=\['train', 'foo'\]: expected some of train, val"),
-        ("splits=[]", r"splits=\[\]: expected some of train, val"),
-        ("workers=-1", "workers=-1: expected 0 or more"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            verify_data(composed("verify_data", override))
+@pytest.mark.parametrize(
+    "command, override, message",
+    [
+        ("verify_data", "splits=[train,foo]", r"splits=\['train', 'foo'\]: expected some of train, val"),
+        ("verify_data", "splits=[]", r"splits=\[\]: expected some of train, val"),
+        ("verify_data", "workers=-1", "workers=-1: expected 0 or more"),
+        ("build_class_index", "positions=0", "positions=0: expected a number above 0"),
+        ("build_class_index", "workers=-1", "workers=-1: expected 0 or more"),
+        ("build_class_index", "data.train_split=test", "data.train_split=test"),
+        ("build_class_index", "+sampler.folder=x", "sampler.folder is not a configuration key"),
+        ("browse_data", "count=0", "count=0: expected a number above 0"),
+        ("browse_data", "epoch=-1", "epoch=-1: expected 0 or more"),
+        ("browse_data", "data.colour_jitter.hue=0.6", "colour_jitter.hue=0.6: expected 0 or more, at most 0.5"),
+        ("browse_data", "data.colour_jitter.contrast=-1", "colour_jitter.contrast=-1.0: expected 0 or more"),
+        ("browse_data", "data.train_split=test", "data.train_split=test"),
+    ],
+)
+def test_wrong_keys_of_the_commands_that_read_data_are_named(tmp_path, command, override, message):
+    run = {"verify_data": verify_data, "build_class_index": index, "browse_data": browse}[command]
+    with pytest.raises(ValueError, match=message):
+        run(composed(command, override, *([f"out={tmp_path}"] if run is browse else [])))
 
 
 def test_images_of_a_classification_are_decoded_too(tmp_path, capsys):

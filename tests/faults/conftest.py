@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.faults.runs import complete
+from tests.faults.runs import finished
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +13,9 @@ def whole_of(tmp_path_factory):
 
     @functools.cache
     def whole(entry: str, processes: int = 1):
-        return complete(tmp_path_factory.mktemp("whole") / "run", entry=entry, processes=processes)
+        run_dir = tmp_path_factory.mktemp("whole") / "run"
+        finished(run_dir, entry=entry, processes=processes)
+        return run_dir
 
     return whole
 

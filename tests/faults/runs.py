@@ -16,10 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from engine import checkpoint
+from engine.classification import evaluation as classification
 from engine.command_line import command_line, errors_for_users
 from engine.metrics_logger import MetricsLogger
+from engine.segmentation import evaluation as segmentation
 from tests.ranks import FORKSERVER
 from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed
 
@@ -36,12 +39,9 @@ OPTIONS = {
 
 
 class Run:
-    """A training started in a process of its own.
+    """A training started in a process of its own, with `OPTIONS` and `overrides`.
 
-    Args:
-        overrides: in addition to `OPTIONS`.
-        entry: "train_seg" or "train_imagenet".
-        inject: called in the process before the training; pickled by name, so it must stand at the top of a module.
+    `inject` is called there before the training; it is pickled by name, so it must stand at the top of a module.
     """
 
     def __init__(self, run_dir: Path, *overrides: str, entry: str = "train_seg", inject: Callable | None = None):
@@ -97,7 +97,9 @@ class Run:
 
 
 def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) -> None:
-    """What `python ENTRY.py` does."""
+    """What `python ENTRY.py` does, without drawing confusion matrices."""
+    for task in (segmentation, classification):
+        task.confusion_picture = lambda *_: Figure()
     torch.set_num_threads(1)
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
@@ -127,7 +129,7 @@ def before_call(owner: object, name: str, number: int | None, fault: Callable[..
 
 
 def takes_a_nap(*_) -> None:
-    time.sleep(0.25)
+    time.sleep(NAP)
 
 
 def sleeps_for_ever(*_) -> None:
@@ -135,13 +137,19 @@ def sleeps_for_ever(*_) -> None:
 
 
 # To inject: a run that must outlast what a test waits for.
+NAP = 0.1
 SLOWLY = partial(before_call, MetricsLogger, "step", None, takes_a_nap)
 
 
-def complete(run_dir: Path, *overrides: str, **options) -> Path:
-    """Train to the end in one go."""
-    finished(run_dir, *overrides, **options)
-    return run_dir
+def _stands_still_after(step: int, logger: MetricsLogger, *_) -> None:
+    if step in steps_of(logger.run_dir):
+        sleeps_for_ever()
+
+
+def killed_after(step: int, run_dir: Path, *overrides: str, **options) -> Run:
+    """A run that is killed as soon as it has recorded a step."""
+    inject = partial(before_call, MetricsLogger, "step", None, partial(_stands_still_after, step))
+    return Run(run_dir, *overrides, inject=inject, **options).until_step(step).killed()
 
 
 def finished(run_dir: Path, *overrides: str, entry: str = "train_seg", processes: int = 1) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from engine import checkpoint
 from engine.metrics_logger import MetricsLogger
-from tests.faults.runs import SLOWLY, Run, before_call, case, last_of, says, survived
+from tests.faults.runs import SLOWLY, Run, before_call, case, killed_after, last_of, says, survived
 
 
 def truncate(content: bytes, at: float) -> bytes:
@@ -31,38 +31,32 @@ def flip(content: bytes, at: float) -> bytes:
 
 
 DAMAGES = [
-    case("damaged checkpoint", "last.pt loses its end, from a random byte on", truncate, slow=False),
-    case("damaged checkpoint", "last.pt is zero from a random byte on, as after a power cut", zeros_to_the_end),
-    case("damaged checkpoint", "last.pt has one bit flipped, of a random byte of the tensors", flip),
+    case("damaged checkpoint", "last.pt loses its end, from a random byte on", "train_seg", truncate, slow=False),
+    case(
+        "damaged checkpoint",
+        "last.pt of a classification loses its end, from a random byte on",
+        "train_imagenet",
+        truncate,
+    ),
+    case(
+        "damaged checkpoint",
+        "last.pt is zero from a random byte on, as after a power cut",
+        "train_seg",
+        zeros_to_the_end,
+    ),
+    case("damaged checkpoint", "last.pt has one bit flipped, of a random byte of the tensors", "train_seg", flip),
 ]
 
 
-def killed(run_dir, **options) -> Run:
-    """A run that was killed after its fifth step or later."""
-    return Run(run_dir, inject=SLOWLY, **options).until_step(5).killed()
-
-
-def damaged(run: Run, damage, seed: int, whole, **options) -> None:
-    """Damage the last checkpoint of a run at a random place; check that it continues from the previous one."""
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 4))])
+@pytest.mark.parametrize("entry, damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, whole_of, entry, damage, seed):
+    run = killed_after(5, tmp_path / "run", entry=entry)
     previous = run.last.with_name("previous.pt")
     run.last.write_bytes(damage(run.last.read_bytes(), at=random.Random(seed).uniform(0.1, 0.9)))
     step = checkpoint.load(previous)["step"]
-    output = survived(run.run_dir, whole, **options)
+    output = survived(run.run_dir, whole_of(entry), entry=entry)
     assert says(output, f"checkpoint {run.last} is ", f"The run continues from {previous}, of step {step}")
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 4))])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(tmp_path, whole, damage, seed):
-    damaged(killed(tmp_path / "run"), damage, seed, whole)
-
-
-@pytest.mark.faults
-@pytest.mark.injects("damaged checkpoint", "last.pt of a classification loses its end, from a random byte on")
-@pytest.mark.parametrize("seed", range(3))
-def test_a_damaged_checkpoint_of_a_classification(tmp_path, whole_of, seed):
-    entry = {"entry": "train_imagenet"}
-    damaged(killed(tmp_path / "run", **entry), truncate, seed, whole_of("train_imagenet"), **entry)
 
 
 @pytest.mark.faults
@@ -83,17 +77,6 @@ def test_a_folder_in_the_place_of_a_checkpoint(tmp_path, whole, running):
 
 
 @pytest.mark.faults
-@pytest.mark.injects("lost checkpoint", "best.pt is deleted in mid-run")
-def test_a_deleted_best_checkpoint(tmp_path, whole):
-    run, best = Run(tmp_path / "run", inject=SLOWLY), tmp_path / "run" / "checkpoints" / "best.pt"
-    run.until(best.exists)
-    best.unlink()
-    assert run.ends() == 0, run.output
-    # The final evaluation writes it again if it is better.
-    assert best.exists() or says(run.output, f"{best} (gone), step 8, ")
-
-
-@pytest.mark.faults
 @pytest.mark.injects("lost checkpoint", "last.pt and previous.pt of a finished run are gone; copied back afterwards")
 @pytest.mark.parametrize("resume", ["auto", "null"])
 def test_a_finished_run_is_not_overwritten(tmp_path, whole, resume):
@@ -109,9 +92,20 @@ def test_a_finished_run_is_not_overwritten(tmp_path, whole, resume):
 
 
 @pytest.mark.faults
+@pytest.mark.injects("lost checkpoint", "best.pt is deleted in mid-run")
+def test_a_deleted_best_checkpoint(tmp_path, whole):
+    run, best = Run(tmp_path / "run", inject=SLOWLY), tmp_path / "run" / "checkpoints" / "best.pt"
+    run.until(best.exists)
+    best.unlink()
+    assert run.ends() == 0, run.output
+    # The final evaluation writes it again if it is better.
+    assert best.exists() or says(run.output, f"{best} (gone), step 8, ")
+
+
+@pytest.mark.faults
 @pytest.mark.injects("damaged checkpoint", "last.pt has a momentum buffer of another shape; restored afterwards")
 def test_a_momentum_of_another_shape_is_refused(tmp_path, whole):
-    run = killed(tmp_path / "run")
+    run = killed_after(5, tmp_path / "run")
     good = run.last.read_bytes()
     state = torch.load(run.last, weights_only=True)
     buffers = state["optimizer"]["state"][0]
@@ -181,8 +175,7 @@ def test_no_space_left_for_a_record(disk, whole):
     # The record of a step is written before its checkpoint.
     run = Run(disk / "run", inject=partial(before_call, MetricsLogger, "step", 4, others_fill_the_disk))
     assert run.ends() == 1
-    last_line = run.output[run.output.rindex("error: ") :]
     kept = f"the last good checkpoint is kept: {run.last}, of step 3. Make room"
-    assert says(last_line, "No space left on device", kept)
+    assert says(run.output[run.output.rindex("error: ") :], "No space left on device", kept)
     (disk / "of others").unlink()
     survived(disk / "run", whole)

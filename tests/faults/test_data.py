@@ -18,7 +18,7 @@ import pytest
 from datasets import TrainingCrops, synthetic, time_limit
 from tests import trees
 from tests.faults import runs
-from tests.faults.runs import SLOWLY, STEPS, Run, before_call, case, children, complete, says, steps_of, survived
+from tests.faults.runs import SLOWLY, STEPS, Run, before_call, case, children, says, steps_of, survived
 from tests.mounts import mount_dead, mount_small_shared_memory, needs_mounts
 
 
@@ -63,7 +63,9 @@ class Images:
     @cached_property
     def whole(self) -> Path:
         """The folder of an uninterrupted run."""
-        return complete(self.root.with_name("whole"), *self.options, entry=self.entry)
+        run_dir = self.root.with_name("whole")
+        runs.finished(run_dir, *self.options, entry=self.entry)
+        return run_dir
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +79,10 @@ def street(images_of) -> Images:
     return images_of("train_seg")
 
 
+SEG, IMAGENET = "train_seg", "train_imagenet"
 CORRUPT = [
-    case(
-        "corrupt image",
-        "all images lose half of their bytes after the third step; restored afterwards",
-        "train_seg",
-    ),
-    case(
-        "corrupt image",
-        "a photograph loses half of its bytes after the third step; restored afterwards",
-        "train_imagenet",
-    ),
+    case("corrupt image", "all images lose half of their bytes after the third step; restored afterwards", SEG),
+    case("corrupt image", "a photograph loses half of its bytes after the third step; restored afterwards", IMAGENET),
 ]
 
 
@@ -104,13 +99,13 @@ def test_a_corrupt_image_is_named(tmp_path, images_of, entry, workers):
     survived(tmp_path / "run", images.whole, *images.options, workers, entry=entry)
 
 
-SKIPPED = [
-    case("corrupt image", "every second image, data.on_error=skip", "train_seg"),
-    case("corrupt image", "every second photograph, data.on_error=skip", "train_imagenet"),
-]
-
-
-@pytest.mark.parametrize("entry", SKIPPED)
+@pytest.mark.parametrize(
+    "entry",
+    [
+        case("corrupt image", "every second image, data.on_error=skip", SEG),
+        case("corrupt image", "every second photograph, data.on_error=skip", IMAGENET),
+    ],
+)
 def test_corrupt_images_are_skipped_counted_and_bounded(tmp_path, images_of, entry):
     images = images_of(entry)
     run = images.paused(tmp_path / "run", "data.on_error=skip")
@@ -131,6 +126,11 @@ def in_the_eleventh_crop(fault):
     return partial(before_call, TrainingCrops, "__getitem__", 11, fault)
 
 
+NOTHING_CAME = (
+    "no data came for data.timeout_seconds=2 seconds: a disk or network folder hangs, or a process that reads"
+)
+
+
 def holds_the_interpreter(*_) -> None:
     ctypes.PyDLL(None).sleep(10_000)
 
@@ -144,9 +144,6 @@ STUCK = [
     case("stuck data worker", "sleeps for ever in C, holding Python's lock", holds_the_interpreter),
     case("stuck data worker", "SIGSTOP", is_stopped),
 ]
-NOTHING_CAME = (
-    "no data came for data.timeout_seconds=2 seconds: a disk or network folder hangs, or a process that reads"
-)
 
 
 @pytest.mark.parametrize("fault", STUCK)
@@ -157,6 +154,7 @@ def test_a_stuck_worker_is_reported(tmp_path, whole, workers, fault):
     survived(tmp_path / "run", whole, *options)
 
 
+DIED = "a process that reads images died: DataLoader worker"
 SIGNALS = [
     *(
         case("stuck data worker", "SIGSTOP to one of them at a random moment", signal.SIGSTOP, 2, NOTHING_CAME, seed)
@@ -164,11 +162,9 @@ SIGNALS = [
     ),
     *(
         case(
-            "killed data worker",
-            "SIGKILL to one of them at a random moment, as the kernel does without memory",
-            *(signal.SIGKILL, 20, "a process that reads images died: DataLoader worker", seed),
+            "killed data worker", "SIGKILL to one of them at a random moment, as the kernel does without memory", *each
         )
-        for seed in range(5)
+        for each in itertools.product([signal.SIGKILL], [20], [DIED], range(5))
     ),
 ]
 
@@ -209,7 +205,7 @@ slow_crops = partial(before_call, TrainingCrops, "__getitem__", None, takes_a_wh
 )
 def test_a_file_that_blocks_its_reader(tmp_path, street, part, options, named):
     options = ["data.timeout_seconds=2", *(key.format(index=tmp_path) for key in options)]
-    whole = complete(tmp_path / "whole", *street.options, *options)
+    runs.finished(tmp_path / "whole", *street.options, *options)
     for cached in tmp_path.glob("*/index.npz"):
         cached.unlink()
     files = [getattr(file, part) for file in synthetic(street.root, "train").files]
@@ -222,7 +218,7 @@ def test_a_file_that_blocks_its_reader(tmp_path, street, part, options, named):
     finally:
         for file in files:
             file.with_suffix(".kept").rename(file)
-    survived(tmp_path / "run", whole, *street.options, *options)
+    survived(tmp_path / "run", tmp_path / "whole", *street.options, *options)
 
 
 def folder_is_gone(folder: Path, at_once: bool) -> None:

@@ -3,6 +3,7 @@
 import random
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -13,23 +14,15 @@ from engine import checkpoint
 from engine.metrics_logger import MetricsLogger
 from engine.stopping import EXIT_CODE
 from tests.faults import runs
-from tests.faults.runs import SLOWLY, STEPS, Run, before_call, last_of, says, steps_of, survived
-
-LONG = pytest.mark.faults
-
-
-def some_fast(*cases: object) -> list:
-    """Cases of which only the first is for `make test`."""
-    values = (case if isinstance(case, tuple) else (case,) for case in cases[1:])
-    return [cases[0], *(pytest.param(*each, marks=LONG) for each in values)]
+from tests.faults.runs import NAP, SLOWLY, STEPS, Run, before_call, killed_after, last_of, says, steps_of, survived
 
 
 @pytest.mark.injects("SIGKILL", "at a random moment of a run that saves at every step")
-@pytest.mark.parametrize("seed", some_fast(*range(30)))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.faults) for seed in range(1, 30))])
 def test_killed_at_a_random_moment(tmp_path, whole, seed):
     run = Run(tmp_path / "run", inject=SLOWLY)
-    run.until(lambda: run.output_file.exists())
-    time.sleep(random.Random(seed).uniform(0.0, STEPS / 4))
+    run.until(run.last.parent.exists)
+    time.sleep(random.Random(seed).uniform(0.0, (STEPS - 1) * NAP))
     run.killed()
     survived(tmp_path / "run", whole)
 
@@ -38,8 +31,7 @@ def test_killed_at_a_random_moment(tmp_path, whole, seed):
 @pytest.mark.injects("SIGKILL", "at a random moment of a classification")
 @pytest.mark.parametrize("seed", range(10))
 def test_a_classification_killed_at_a_random_moment(tmp_path, whole_of, seed):
-    step = random.Random(seed).randrange(1, STEPS - 1)
-    Run(tmp_path / "run", entry="train_imagenet", inject=SLOWLY).until_step(step).killed()
+    killed_after(random.Random(seed).randrange(1, STEPS - 1), tmp_path / "run", entry="train_imagenet")
     survived(tmp_path / "run", whole_of("train_imagenet"), entry="train_imagenet")
 
 
@@ -54,10 +46,8 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
     def written() -> bool:
         return any(file.stat().st_size >= size for file in run.last.parent.glob("*.pt.partial") if file.exists())
 
-    try:
+    with suppress(FileNotFoundError):  # renamed between glob and stat
         run.until(written)
-    except FileNotFoundError:  # renamed between glob and stat
-        pass
     run.killed()
     survived(tmp_path / "run", whole)
 
@@ -66,43 +56,41 @@ def test_killed_in_the_middle_of_a_write(tmp_path, whole, seed):
 @pytest.mark.injects("SIGKILL", "five times in one run, each time a step or two after it was continued")
 def test_killed_again_and_again(tmp_path, whole, record_property):
     for step in (2, 3, 5, 7, 10):
-        Run(tmp_path / "run", inject=SLOWLY).until_step(step).killed()
+        killed_after(step, tmp_path / "run")
     record_property("tried", 5)
     survived(tmp_path / "run", whole)
 
 
-def asked_to_stop(run: Run, step: int, number: signal.Signals, whole, entry: str = "train_seg") -> None:
+def asked_to_stop(run_dir, whole, number: signal.Signals, workers: int, step: int, entry: str = "train_seg") -> None:
+    run = Run(run_dir, f"data.workers={workers}", entry=entry, inject=SLOWLY)
     run.until_step(step).send(number, workers=True)
     assert run.ends() == EXIT_CODE, run.output
-    runs.stopped(run.run_dir, run.output)
-    survived(run.run_dir, whole, entry=entry)
+    runs.stopped(run_dir, run.output)
+    survived(run_dir, whole, entry=entry)
+
+
+EITHER = [(number, workers) for number in (signal.SIGTERM, signal.SIGUSR1) for workers in (0, 2)]
+RANDOM_STEPS = [(*each, seed) for each in EITHER for seed in (2, 3)]
 
 
 @pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to the process, or to it and its data workers, in a random step")
 @pytest.mark.parametrize(
     "number, workers, seed",
-    some_fast(
-        (signal.SIGTERM, 2, 1),
-        *((number, w, seed) for number in (signal.SIGTERM, signal.SIGUSR1) for w in (0, 2) for seed in (2, 3)),
-    ),
+    [(signal.SIGTERM, 2, 1), *(pytest.param(*each, marks=pytest.mark.faults) for each in RANDOM_STEPS)],
 )
 def test_asked_to_stop(tmp_path, whole, number, workers, seed):
-    run = Run(tmp_path / "run", f"data.workers={workers}", inject=SLOWLY)
-    asked_to_stop(run, random.Random(seed).randrange(1, STEPS - 3), number, whole)
+    asked_to_stop(tmp_path / "run", whole, number, workers, step=random.Random(seed).randrange(1, STEPS - 3))
 
 
 @pytest.mark.faults
 @pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to a classification and its data workers")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("number, workers", EITHER)
 def test_a_classification_is_asked_to_stop(tmp_path, whole_of, number, workers):
-    entry = "train_imagenet"
-    run = Run(tmp_path / "run", f"data.workers={workers}", entry=entry, inject=SLOWLY)
-    asked_to_stop(run, 4, number, whole_of(entry), entry)
+    asked_to_stop(tmp_path / "run", whole_of("train_imagenet"), number, workers, step=4, entry="train_imagenet")
 
 
 def slow_check() -> None:
-    before_call(train_seg, "verify", None, lambda *_: time.sleep(60))
+    before_call(train_seg, "verify", None, runs.sleeps_for_ever)
 
 
 @pytest.mark.faults
@@ -156,8 +144,7 @@ def test_everything_that_changes_continues(tmp_path, seed):
     body = ("body=wider_resnet38_a2", "body.structure=[1,1,1,1,1,1]", "body.stem_channels=8")
     channels = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     options = (*body, channels, "trainer.precision=float16", "trainer.deterministic=true", "data.workers=2")
-    whole = runs.complete(tmp_path / "whole", *options)
-    assert checkpoint.load(last_of(whole))["scaler"]
-    step = random.Random(seed).randrange(1, STEPS - 1)
-    Run(tmp_path / "run", *options, inject=SLOWLY).until_step(step).killed()
-    survived(tmp_path / "run", whole, *options)
+    runs.finished(tmp_path / "whole", *options)
+    assert checkpoint.load(last_of(tmp_path / "whole"))["scaler"]
+    killed_after(random.Random(seed).randrange(1, STEPS - 1), tmp_path / "run", *options)
+    survived(tmp_path / "run", tmp_path / "whole", *options)

@@ -10,7 +10,7 @@ import pytest
 
 from datasets import synthetic
 from tests.faults import runs
-from tests.faults.runs import STEPS, Run, case, children, ends, says, steps_of, stopped, survived, torchrun
+from tests.faults.runs import STEPS, case, children, ends, says, steps_of, stopped, survived, torchrun
 
 pytestmark = pytest.mark.faults
 SIGNALS = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")  # as in scripts/slurm.sbatch
@@ -41,13 +41,10 @@ def test_the_others_stop_with_its_error(tmp_path, whole_of_two, victim):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
+PHOTOS = "train_imagenet"
 RESTARTED = [
     case("a rank dies", "SIGKILL to one of two ranks under torchrun --max-restarts 1", "train_seg"),
-    case(
-        "a rank dies",
-        "SIGKILL to one of two ranks of a classification under torchrun --max-restarts 1",
-        "train_imagenet",
-    ),
+    case("a rank dies", "SIGKILL to one of two ranks of a classification under torchrun --max-restarts 1", PHOTOS),
 ]
 
 
@@ -100,27 +97,28 @@ def test_all_end_where_the_first_finds_bad_data(tmp_path, whole_of_two):
     survived(tmp_path / "run", whole_of_two, f"data.root={root}", processes=2)
 
 
-@pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number):
-    launched, _ = launched_until(2, tmp_path / "run", "data.workers=2", options=SIGNALS)
-    launched.send_signal(number)
+@pytest.mark.parametrize(
+    "number, everyone",
+    [
+        *(
+            case("preemption", "SIGTERM or SIGUSR1 to torchrun with two ranks, each with two data workers", n, False)
+            for n in (signal.SIGTERM, signal.SIGUSR1)
+        ),
+        case(
+            "preemption",
+            "SIGUSR1 to torchrun, its two ranks and their data workers at once, as Slurm sends it",
+            *(signal.SIGUSR1, True),
+        ),
+    ],
+)
+def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number, everyone):
+    options = (*SIGNALS, "--max-restarts", "3") if everyone else SIGNALS
+    launched, ranks = launched_until(2, tmp_path / "run", "data.workers=2", options=options)
+    others = [*(worker for rank in ranks for worker in children(rank)), *ranks] if everyone else []
+    for pid in (*others, launched.pid):
+        os.kill(pid, number)
     output = ends(launched)
     assert launched.returncode == 1  # torchrun does not pass on its processes' exit status 75
-    stopped(tmp_path / "run", output)
-    survived(tmp_path / "run", whole_of_two, processes=2)
-
-
-@pytest.mark.injects(
-    "preemption", "SIGUSR1 to torchrun, its two ranks and their data workers at once, as Slurm sends it"
-)
-def test_everyone_is_asked_to_stop(tmp_path, whole_of_two):
-    options = (*SIGNALS, "--max-restarts", "3")
-    launched, ranks = launched_until(2, tmp_path / "run", "data.workers=2", options=options)
-    for pid in [*(worker for rank in ranks for worker in children(rank)), *ranks, launched.pid]:
-        os.kill(pid, signal.SIGUSR1)
-    output = ends(launched)
-    assert launched.returncode == 1
     stopped(tmp_path / "run", output)
     survived(tmp_path / "run", whole_of_two, processes=2)
 
@@ -134,7 +132,7 @@ def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
         [os.kill(rank, signal.SIGKILL) for rank in ranks]
         ends(launched)
     else:
-        Run(run_dir, inject=runs.SLOWLY).until_step(3).killed()
+        runs.killed_after(3, run_dir)
     output = runs.finished(run_dir, processes=3 - first)
     notice = f"the run was on {first} x cpu and continues on {3 - first} x cpu: at the same step with the same"
     assert says(output, notice)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import OPTIONS, STEPS, ends, steps_of, survived, torchrun, until_step
+from tests.faults.runs import OPTIONS, STEPS, ends, steps_of, survived, until_step
 from tests.runs import REPOSITORY
 
 # Prints its options, then becomes the command, so the command gets its signals.
@@ -55,23 +55,20 @@ def test_a_job_that_is_warned_goes_back_into_the_queue(job, tmp_path):
     assert queue.read_text() == "requeue 64123\n"
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_job_that_ends_or_fails_by_itself_does_not(job, tmp_path, status):
+def test_a_job_that_ends_or_fails_by_itself_does_not(job, tmp_path):
+    """Nor does one that is refused because its folder is not fixed."""
     start, queue = job
-    process = start(f"run_dir={tmp_path}", STATUS=str(status), NAPS="1")
-    process.communicate(timeout=60)
-    assert process.returncode == status and not queue.exists()
-
-
-def test_a_job_without_a_fixed_folder_is_refused(job):
-    start, queue = job
+    for status in (0, 3):
+        process = start(f"run_dir={tmp_path}", STATUS=str(status), NAPS="1")
+        process.communicate(timeout=60)
+        assert process.returncode == status and not queue.exists()
     process = start("experiment=camvid/resnext_small")
     assert "error: give run_dir=RUN_DIR" in process.communicate(timeout=60)[0] and process.returncode == 2
 
 
 @pytest.mark.faults
 @pytest.mark.injects("preemption", "SIGUSR1 to scripts/slurm.sbatch with torchrun and two ranks; submitted again")
-def test_a_real_run_is_stopped_and_continued(job, tmp_path):
+def test_a_real_run_is_stopped_and_continued(job, tmp_path, whole_of):
     start, queue = job
     run_dir, launcher = tmp_path / "run", Path(sys.executable).with_name("torchrun")
     own = [option for option in OPTIONS["train_seg"] if option != "resume=auto"]
@@ -87,6 +84,4 @@ def test_a_real_run_is_stopped_and_continued(job, tmp_path):
     process = start(*options, launcher=launcher, SLURM_RESTART_COUNT="1")
     output = ends(process)
     assert process.returncode == 0 and not queue.exists(), output
-    whole = torchrun(tmp_path / "whole")
-    assert ends(whole) and whole.returncode == 0
-    survived(run_dir, tmp_path / "whole", processes=2)
+    survived(run_dir, whole_of("train_seg", 2), processes=2)
