@@ -15,7 +15,6 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder, read_arrays, write_arrays
-from datasets.fingerprint import fingerprint
 from datasets.segmentation import SegmentationDataset
 from datasets.workers import in_order
 
@@ -84,7 +83,7 @@ def index_classes(
         TimeoutError: a label took longer than the `reading_limit` around this call.
     """
     skips = ["unreadable skipped"] if skip_unreadable else []
-    key = fingerprint(dataset, version=[_VERSION, positions, _SEED, len(dataset.classes), *skips])
+    key = dataset.fingerprint([_VERSION, positions, _SEED, len(dataset.classes), *skips])
     kept = (Path(folder).expanduser() if folder else cache_folder() / "class-index") / key
     file = kept / "index.npz"
     found = read_arrays(file, _ARRAYS)

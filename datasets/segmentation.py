@@ -1,5 +1,8 @@
 """A segmentation dataset: a list of files, a table of classes and checked reading."""
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from datasets.class_table import ClassTable, UnknownIds
-from datasets.fingerprint import names_and_sizes
 from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read, read_size
+from datasets.time_limit import limited
 
 RESTORE = "Restore the file from the dataset's archive."
 INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
@@ -104,10 +107,6 @@ class SegmentationDataset(Dataset):
     def has_instances(self) -> bool:
         """Whether every image has an instance file."""
         return all(entry.instances is not None for entry in self.files)
-
-    def names_and_sizes(self) -> tuple[str, str]:
-        """Hashes of the files' names below the dataset's folder, and of their sizes."""
-        return names_and_sizes(self)
 
     def path(self, index: int) -> Path:
         """The file of image `index`, or of its label if it has no image."""
@@ -233,6 +232,44 @@ class SegmentationDataset(Dataset):
     def colour(self, train_ids: np.ndarray) -> np.ndarray:
         """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3) in the dataset's palette; ignored pixels are black."""
         return self.table.colour(train_ids)
+
+    @limited()
+    def names_and_sizes(self) -> tuple[str, str]:
+        """Hexadecimal hashes of the files' names below the dataset's folder, and of their sizes."""
+        names, sizes = hashlib.sha256(), hashlib.sha256()
+        for path, name in self._paths():
+            names.update(f"{name}\n".encode(errors="surrogateescape"))
+            sizes.update(_state(path).partition("|")[0].encode() + b"\n")
+        return names.hexdigest(), sizes.hexdigest()
+
+    @limited()
+    def fingerprint(self, version: int | list) -> str:
+        """Hexadecimal hash under which results computed from the files are cached.
+
+        It covers the paths below the folder, sizes and modification times of all files, the class table's label ids,
+        and `version`, which identifies the code that reads them. It does not change if the whole folder is moved.
+        """
+        known_ids = sorted(self.table.label_ids.items())
+        digest = hashlib.sha256(json.dumps([version, self.name, self.split, known_ids]).encode())
+        for path, name in self._paths():
+            digest.update(f"{name}|{_state(path)}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def _paths(self) -> Iterator[tuple[str, str]]:
+        """Every file's path, and its name below the dataset's folder."""
+        # Strings, because this runs at every start: with many files, Path objects would take most of the time.
+        every = (path for entry in self.files for path in (entry.image, entry.label, entry.instances))
+        paths = [str(path) for path in every if path is not None]
+        top = os.path.commonpath({os.path.dirname(path) for path in paths}) if paths else ""
+        return ((path, path[len(top) :]) for path in paths)
+
+
+def _state(path: str) -> str:
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return "missing"
+    return f"{stat.st_size}|{stat.st_mtime_ns}"
 
 
 def _height_and_width(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.fingerprint import fingerprint
 from datasets.reading import read_size
 from datasets.segmentation import SegmentationDataset, restorable, size_mismatch
 from datasets.workers import in_order
@@ -40,7 +39,7 @@ def verify(
     per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder remembers
     success until a path, size or modification time changes. If it cannot be written, the check runs every time.
     """
-    _check_once(_Checked(dataset), fingerprint(dataset, version=_CHECKS), workers, progress)
+    _check_once(_Checked(dataset), dataset.fingerprint(_CHECKS), workers, progress)
 
 
 def verify_images(
