@@ -17,7 +17,7 @@ from models.layers import ABN, InPlaceABN
 from models.layers.activations import Activation
 from models.layers.report import Report, log_report
 from models.replacements import OWN_LAYERS, Replacement, batch_norm_to_inplace, check_plain, like, own_to_inplace
-from models.traced_replacements import TracedNorms
+from models.traced_calls import TracedNorms
 
 
 def to_inplace(

@@ -5,9 +5,8 @@ Imports only torch, and triton if installed, so the folder can be copied into an
 """
 
 from .abn import ABN
-from .affine_adapters import AffineAdapterNaive, AffineAdapterSigmoid
 from .checkpointed_abn import CheckpointedABN
-from .couplings import AdditiveCoupling, AffineCoupling
+from .couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .health import Extreme, layer_health
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .recompute_activations import recompute_activations

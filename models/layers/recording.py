@@ -13,10 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from .bn_act import is_node, recompute_output
 from .followed import FOLLOWED, NotFollowed, Rule, normalised, result_serves, saved_value
-from .known_values import KnownValues
 from .overwriting import may_overwrite, overwritten
 from .saved import Hooks, Kept, current_hooks
-from .values import Recipe, Saved, Value, laid_out
+from .values import KnownValues, Recipe, Saved, Value, laid_out
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from .couplings import Coupling, in_halves
 from .environment import statistics_kept
-from .reversal import Pass
-from .steps import as_tuple
+from .steps import Pass, as_tuple
 from .traced_reversal import is_traceable, run_traced
 
 Block = nn.Module | tuple[nn.Module, ...]

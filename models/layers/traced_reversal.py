@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from .abn import ABN
-from .affine_adapters import AffineAdapterNaive, AffineAdapterSigmoid
 from .checkpointed_abn import CheckpointedABN
-from .couplings import Coupling, HalfStep, detached
+from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached
 from .inplace_abn import InPlaceABN, InPlaceABNSync
 from .statistics import has_running_statistics
 
