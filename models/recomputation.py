@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 )
 
 from models.layers import CheckpointedABN, recompute_activations
-from models.layers.environment import statistics_kept
+from models.layers.reversible.environment import statistics_kept
 
 BLOCKS = ("none", "blocks", "selective", "sqrt")
 RECOMPUTE = ("none", "activations", *BLOCKS[1:])

@@ -29,7 +29,7 @@ from engine.console import make_console
 from engine.memory_trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
-from models.layers.activations import INVERTIBLE_ACTIVATIONS
+from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS
 from scripts import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")

@@ -25,7 +25,7 @@ from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cif
 from engine.distributed import device_of
 from engine.schema.keys import key
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
-from models.layers.drift import drift
+from models.layers.reversible.drift import drift
 from scripts.bench import frame
 from scripts.bench.reversible_memory import NORMS
 from scripts.bench.reversible_steps import angle

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.command_line import configured
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
-from models.layers.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
+from models.layers.norms.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from scripts.bench.measuring import kept_bytes, saved_for_backward
 from scripts.recomputation_table import recomputation_table, segmentation_loss
 

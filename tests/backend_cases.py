@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.layers.activations import Activation
-from models.layers.backends import compiled
-from models.layers.backends.eager import EagerBackend
-from models.layers.backends.interface import Backend, Kept
+from models.layers.norms.activations import Activation
+from models.layers.norms.backends import compiled
+from models.layers.norms.backends.eager import EagerBackend
+from models.layers.norms.backends.interface import Backend, Kept
 
 EAGER = EagerBackend()
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}

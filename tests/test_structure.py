@@ -23,7 +23,18 @@ ROOMS = {"engine", "models", "datasets", "scripts", "tests", "train_seg", "train
 MAY_IMPORT = {"datasets": {"datasets"}, "models": {"models"}, "engine": {"engine", "models", "datasets"}}
 # What the layers may import: they are copied into other projects.
 LAYERS_IMPORT = {"torch", "triton", "models", "collections", "contextlib", "copy", "dataclasses", "functools"}
-LAYERS_IMPORT |= {"inspect", "logging", "math", "operator", "sys", "threading", "typing", "warnings", "weakref"}
+LAYERS_IMPORT |= {
+    "inspect",
+    "logging",
+    "math",
+    "operator",
+    "random",
+    "sys",
+    "threading",
+    "typing",
+    "warnings",
+    "weakref",
+}
 
 KNOWS_HYDRA = ("engine/config.py", "engine/command_line.py", "engine/schema/")
 NAMES_KEYS = ("engine/schema/", "engine/build/")

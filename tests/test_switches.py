@@ -16,7 +16,7 @@ from engine.learner import Learner
 from engine.prefetching import prefetched
 from engine.schema.optim import SGD, Poly
 from eval import evaluate
-from models.layers.backends.compiled import compiler_available
+from models.layers.norms.backends.compiled import compiler_available
 from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed, one_epoch, run_config
 from train_seg import train

@@ -19,7 +19,7 @@ from engine.schema.network import OurNorm
 from engine.schema.training import Trainer, TrainingRun
 from engine.waits import GradientExchange
 from engine.weight_average import WeightAverage
-from models.layers.backends.compiled import check_compiler
+from models.layers.norms.backends.compiled import check_compiler
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:

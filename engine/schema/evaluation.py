@@ -11,7 +11,7 @@ from engine.schema.keys import key
 from engine.schema.network import PackageNorm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
-from models.layers.activations import ACTIVATIONS
+from models.layers.norms.activations import ACTIVATIONS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha

@@ -6,7 +6,7 @@ from omegaconf import MISSING
 
 from engine.schema.keys import key
 from models.bodies.stem import STEM_STRIDES
-from models.layers.backends import BACKENDS
+from models.layers.norms.backends import BACKENDS
 from models.package import PACKAGE_ACTIVATIONS
 
 SYNC_GROUPS = ("world", "node")

@@ -92,7 +92,7 @@ class ResidualFunction(nn.Sequential):
         activated: the input comes from the stem's activation, so bn1 is left out.
     """
 
-    repeatable = True  # computes the same each time, see `models.layers.traced_reversal`
+    repeatable = True  # computes the same each time, see `models.layers.reversible.compiled`
 
     def __init__(
         self,

@@ -4,15 +4,15 @@ Figure 2, and reversible couplings (RevNet, MemCNN).
 Imports only torch, and triton if installed, so the folder can be copied into another project.
 """
 
-from .abn import ABN
-from .checkpointed_abn import CheckpointedABN
-from .couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .health import Extreme, layer_health
-from .inplace_abn import InPlaceABN, InPlaceABNSync
-from .recompute_activations import recompute_activations
-from .released import from_released
-from .reversible import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
-from .statistics import renew_statistics
+from .norms.abn import ABN
+from .norms.checkpointed_abn import CheckpointedABN
+from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from .norms.released import from_released
+from .norms.statistics import renew_statistics
+from .recompute.network import recompute_activations
+from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
+from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
 __all__ = [
     "ABN",

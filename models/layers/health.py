@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .activations import Activation, invert_activation
-from .backends import backend_for
-from .backends.interface import per_channel
-from .bn_act import floored, is_packed
-from .drift import drift
-from .inplace_abn import InPlaceABN
+from .norms.activations import Activation, invert_activation
+from .norms.backends import backend_for
+from .norms.backends.interface import per_channel
+from .norms.bn_act import floored, is_packed
+from .norms.inplace_abn import InPlaceABN
+from .reversible.drift import drift
 
 Extreme = tuple[str, float]  # name of the layer in the network, value
 

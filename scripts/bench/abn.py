@@ -21,10 +21,9 @@ from torch import Tensor
 from engine.distributed import device_of
 from engine.malloc import keep_freed_memory
 from engine.schema.keys import key
-from models.layers.backends import check_backend
-
-from .abn_page import page
-from .abn_strategies import (
+from models.layers.norms.backends import check_backend
+from scripts.bench.abn_page import page
+from scripts.bench.abn_strategies import (
     BLOCKS,
     COPY,
     DTYPES,
@@ -42,8 +41,8 @@ from .abn_strategies import (
     computing_backend,
     strategies,
 )
-from .frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
-from .measuring import Step, captured, peak_bytes, timer
+from scripts.bench.frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
+from scripts.bench.measuring import Step, captured, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))

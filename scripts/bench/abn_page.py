@@ -8,9 +8,18 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .abn_strategies import BUDGET, CHECKPOINTING_B, CHECKPOINTING_C, COMPILED, INPLACE_1, INPLACE_2, PACKAGE, STANDARD
-from .abn_targets import PASSES_OF_A_COPY, PASSES_OVER_MEMORY, Rows, by_cell, targets
-from .frame import MIB, Ratio, page_text, table, target_table
+from scripts.bench.abn_strategies import (
+    BUDGET,
+    CHECKPOINTING_B,
+    CHECKPOINTING_C,
+    COMPILED,
+    INPLACE_1,
+    INPLACE_2,
+    PACKAGE,
+    STANDARD,
+)
+from scripts.bench.abn_targets import PASSES_OF_A_COPY, PASSES_OVER_MEMORY, Rows, by_cell, targets
+from scripts.bench.frame import MIB, Ratio, page_text, table, target_table
 
 TITLES = {
     "bn_act": "BN + ACT",

@@ -10,9 +10,8 @@ from torch import Tensor, fx, nn
 from models.blocks import NormAct
 from models.bodies import resnext101
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
-from models.layers.backends import BACKENDS, backend_for, check_backend
-
-from .measuring import saved_for_backward
+from models.layers.norms.backends import BACKENDS, backend_for, check_backend
+from scripts.bench.measuring import saved_for_backward
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 GROUPS = (*BLOCKS, "network", *HOST)

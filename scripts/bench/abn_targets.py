@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterable
 
-from .abn_strategies import (
+from scripts.bench.abn_strategies import (
     CHECKPOINTING_B,
     CHECKPOINTING_C,
     COMPILED,
@@ -14,7 +14,7 @@ from .abn_strategies import (
     PACKAGE,
     STANDARD,
 )
-from .frame import MIB, MISS, PASS, Target, judged, ratio_of
+from scripts.bench.frame import MIB, MISS, PASS, Target, judged, ratio_of
 
 SHOWN, PASS_IN_PART = "shown", "reached where measured"
 

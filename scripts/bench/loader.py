@@ -18,12 +18,11 @@ import numpy as np
 from datasets import SegmentationDataset, TrainingCrops, TrainingTransform, camvid, cityscapes, vistas
 from datasets.class_index import POSITIONS, index_label
 from engine.schema.keys import key
-
-from . import frame
-from . import loader_classification as classification
-from .loader_pictures import write_camvid, write_cityscapes, write_vistas
-from .loader_pipelines import DECODES, METHOD, OPENCV, OURS, RIVALS, Key, pipelines
-from .loader_processes import like_a_worker, start_s, worker_mib
+from scripts.bench import frame
+from scripts.bench import loader_classification as classification
+from scripts.bench.loader_pictures import write_camvid, write_cityscapes, write_vistas
+from scripts.bench.loader_pipelines import DECODES, METHOD, OPENCV, OURS, RIVALS, Key, pipelines
+from scripts.bench.loader_processes import like_a_worker, start_s, worker_mib
 
 SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
 

@@ -20,10 +20,9 @@ from torchvision.transforms import v2
 
 from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated, imagenet
 from datasets.file_list import listed
-
-from . import frame
-from .loader_pictures import write_imagenet
-from .loader_pipelines import OURS, Key, opencv_image, torchvision_image
+from scripts.bench import frame
+from scripts.bench.loader_pictures import write_imagenet
+from scripts.bench.loader_pipelines import OURS, Key, opencv_image, torchvision_image
 
 PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
 DECODE_OPENCV, DECODE_TORCHVISION = "bare decode, OpenCV", "bare decode, torchvision"

@@ -16,8 +16,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from datasets import ClassUniformMinibatches, TrainingCrops, index_classes, verify, vistas, worker_init
-
-from .loader_pipelines import Key
+from scripts.bench.loader_pipelines import Key
 
 Minibatches = Sequence[Sequence[Key]]
 

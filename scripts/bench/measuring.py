@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .frame import interleaved
+from scripts.bench.frame import interleaved
 
 T = TypeVar("T")
 Step = Callable[[], object]

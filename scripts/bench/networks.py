@@ -13,13 +13,12 @@ from pathlib import Path
 
 from engine.distributed import device_of
 from engine.schema.keys import key
-
-from . import frame
-from .elsewhere import Elsewhere
-from .networks_list import NETWORKS, PACKAGES, chosen, installed, package_of
-from .networks_methods import ALL, Measurement
-from .networks_page import chart, markdown
-from .resuming import begun, commits, environment_with
+from scripts.bench import frame
+from scripts.bench.elsewhere import Elsewhere
+from scripts.bench.networks_list import NETWORKS, PACKAGES, chosen, installed, package_of
+from scripts.bench.networks_methods import ALL, Measurement
+from scripts.bench.networks_page import chart, markdown
+from scripts.bench.resuming import begun, commits, environment_with
 
 
 @dataclass

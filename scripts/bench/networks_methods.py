@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.malloc import keep_freed_memory
 from models.layers import recompute_activations
-
-from .abn_strategies import compiled
-from .frame import reason
-from .measuring import kept_bytes, peak_bytes, timed
-from .networks_list import EXACT_DEFAULT, EXACT_SIZE, blocks_of, build
+from scripts.bench.abn_strategies import compiled
+from scripts.bench.frame import reason
+from scripts.bench.measuring import kept_bytes, peak_bytes, timed
+from scripts.bench.networks_list import EXACT_DEFAULT, EXACT_SIZE, blocks_of, build
 
 PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
 ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"

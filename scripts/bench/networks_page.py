@@ -5,9 +5,9 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from .frame import MIB, Ratio, Target, judged, page_text, ratio_of, table, target_table
-from .networks_list import EXACT_DEFAULT, EXACT_SIZE
-from .networks_methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, METHODS, ON_CPU, PLAIN, RECOMPUTED
+from scripts.bench.frame import MIB, Ratio, Target, judged, page_text, ratio_of, table, target_table
+from scripts.bench.networks_list import EXACT_DEFAULT, EXACT_SIZE
+from scripts.bench.networks_methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, METHODS, ON_CPU, PLAIN, RECOMPUTED
 
 # Kept bytes to reach, relative to the plain network.
 LIMITS = {

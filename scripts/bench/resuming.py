@@ -6,8 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from engine.provenance import provenance
-
-from .frame import Arguments, known_of
+from scripts.bench.frame import Arguments, known_of
 
 
 def environment_with(packages: Iterable[str]) -> dict:

@@ -17,12 +17,11 @@ import torch
 from engine.distributed import device_of
 from engine.malloc import keep_freed_memory
 from engine.schema.keys import key
-
-from . import frame
-from .reversible_budget import budget
-from .reversible_memory import PUBLISHED, activations, depths, segmentation
-from .reversible_page import budget_chart, budget_section, chart
-from .reversible_steps import FORWARD, VARIANTS, cifar_steps, segmentation_steps
+from scripts.bench import frame
+from scripts.bench.reversible_budget import budget
+from scripts.bench.reversible_memory import PUBLISHED, activations, depths, segmentation
+from scripts.bench.reversible_page import budget_chart, budget_section, chart
+from scripts.bench.reversible_steps import FORWARD, VARIANTS, cifar_steps, segmentation_steps
 
 PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 

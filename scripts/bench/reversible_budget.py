@@ -10,11 +10,10 @@ from torch import nn
 from torch._inductor.compile_fx import compile_fx
 
 from models.bodies import resnet110_cifar, revnet110_cifar
-from models.layers.backends.compiled import compiler_available
+from models.layers.norms.backends.compiled import compiler_available
 from models.recomputation import RECOMPUTE, choose_recomputation
-
-from .measuring import kept_bytes, peak_bytes, timed
-from .reversible_memory import NORMS
+from scripts.bench.measuring import kept_bytes, peak_bytes, timed
+from scripts.bench.reversible_memory import NORMS
 
 BUDGETS = (1.0, 0.5)  # of torch.compile: the share of activations that it may keep
 

@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import bodies
 from models.bodies.revnet_units import ReversibleUnit
 from models.layers import ABN, InPlaceABN, run_reversibly
+from scripts.bench.measuring import kept_bytes, peak_bytes
 from scripts.recomputation_table import segmentation_network
-
-from .measuring import kept_bytes, peak_bytes
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
 PUBLISHED = {  # MB, MemCNN's README

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from matplotlib.figure import Figure
 
-from .frame import MIB, ratio_of, table
+from scripts.bench.frame import MIB, ratio_of, table
 
 COLOURS = {"naive": "C7", "blocks": "C1", "sqrt": "C4", "recursive": "C2", "reversible": "C0"}
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models.bodies import RevNet, revnet38_cifar, revnet104
+from scripts.bench import frame
+from scripts.bench.measuring import timed
+from scripts.bench.reversible_memory import NORMS
 from scripts.recomputation_table import segmentation_network
-
-from . import frame
-from .measuring import timed
-from .reversible_memory import NORMS
 
 VARIANTS = ("stored", "once", "twice")
 FORWARD = "stored, forward pass"

@@ -16,11 +16,10 @@ from typing import Any
 from datasets import synthetic
 from engine.distributed import device_of
 from engine.schema.keys import key
-
-from . import frame
-from .elsewhere import Elsewhere
-from .training_steps import Overhead, Training
-from .training_switches import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Switch
+from scripts.bench import frame
+from scripts.bench.elsewhere import Elsewhere
+from scripts.bench.training_steps import Overhead, Training
+from scripts.bench.training_switches import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Switch
 
 PARTS = ("overhead", *GROUPS)
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only

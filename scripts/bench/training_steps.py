@@ -31,9 +31,8 @@ from engine.run_directory import RunDirectory
 from engine.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import StopRequest
-
-from .measuring import peak_bytes, saved_for_backward
-from .training_switches import LONG, PLAIN, Switch
+from scripts.bench.measuring import peak_bytes, saved_for_backward
+from scripts.bench.training_switches import LONG, PLAIN, Switch
 
 MINIBATCHES = 4  # different ones, repeated
 

@@ -22,10 +22,9 @@ from omegaconf import MISSING, DictConfig
 
 from engine import config as configuration
 from engine.command_line import configured
-
-from .checkout import CommandFailed, Side
-from .scenarios import SCENARIOS
-from .values import COLUMNS, Column, compare_folders
+from scripts.compare_checkouts.checkout import CommandFailed, Side
+from scripts.compare_checkouts.scenarios import SCENARIOS
+from scripts.compare_checkouts.values import COLUMNS, Column, compare_folders
 
 SHOWN = 5  # differences per scenario and column
 

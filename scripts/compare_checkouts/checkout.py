@@ -13,7 +13,7 @@ from typing import TextIO
 
 import torch
 
-from .scenarios import SCENARIOS, STOP_STEP, Command
+from scripts.compare_checkouts.scenarios import SCENARIOS, STOP_STEP, Command
 
 TIMEOUT_SECONDS = 600  # of a command
 

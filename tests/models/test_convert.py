@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from models.convert import Report, to_inplace, to_standard
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from models.layers.conversion.convert import Report, to_inplace, to_standard
 from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2
 
 C = 4

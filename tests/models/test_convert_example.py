@@ -23,9 +23,9 @@ from torchvision.models._utils import IntermediateLayerGetter
 from torchvision.models.resnet import Bottleneck, ResNet
 from torchvision.models.segmentation import deeplabv3
 
-from models.activated import MergedActivation
-from models.convert import Report, to_inplace, to_standard
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from models.layers.conversion.activated import MergedActivation
+from models.layers.conversion.convert import Report, to_inplace, to_standard
 from tests.bodies import kept_maps
 from tests.models.test_convert import act, assert_left, bn, converted, gradients, outputs, state_of, trained, with_hook
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN
-from models.layers import abn as abn_module
-from models.layers.bn_act import Strategy, floored
+from models.layers.norms import abn as abn_module
+from models.layers.norms.bn_act import Strategy, floored
 from scripts.bench.measuring import saved_for_backward
 from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES
 

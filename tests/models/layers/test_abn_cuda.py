@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from models.layers import ABN
-from models.layers import abn as abn_module
+from models.layers.norms import abn as abn_module
 from tests.cuda import NEEDS_CUDA
 from tests.norms import OVERWRITING, STRATEGIES
 

@@ -10,10 +10,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.layers import ABN, CheckpointedABN, InPlaceABN, backends, bn_act
-from models.layers.backends import backend_for
-from models.layers.backends.compiled import CompiledBackend
-from models.layers.backends.eager import EagerBackend
+from models.layers import ABN, CheckpointedABN, InPlaceABN
+from models.layers.norms import backends, bn_act
+from models.layers.norms.backends import backend_for
+from models.layers.norms.backends.compiled import CompiledBackend
+from models.layers.norms.backends.eager import EagerBackend
 from tests.backend_cases import need_a_compiler, run_formulas_as_they_stand
 from tests.norms import STRATEGIES
 

@@ -8,10 +8,10 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from models.layers import CheckpointedABN, InPlaceABN
-from models.layers.activations import INVERTIBLE_ACTIVATIONS, Activation
-from models.layers.backends import compiled as compiled_backend
-from models.layers.backends.compiled import CompiledBackend, compiler_available
-from models.layers.backends.interface import Kept
+from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS, Activation
+from models.layers.norms.backends import compiled as compiled_backend
+from models.layers.norms.backends.compiled import CompiledBackend, compiler_available
+from models.layers.norms.backends.interface import Kept
 from tests.backend_cases import EAGER, assert_backward, assert_forward, assert_pieces, case, keep, need_a_compiler
 
 LEAKY = Activation("leaky_relu", 0.01)

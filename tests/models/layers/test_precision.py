@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN
-from models.layers.activations import (
+from models.layers.norms.activations import (
     EXACT_RANGES,
     INVERTIBLE_ACTIVATIONS,
     Activation,

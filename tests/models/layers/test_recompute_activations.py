@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
-from models.layers.recording import Recording
+from models.layers.recompute.recording import Recording
 from scripts.bench.measuring import saved_for_backward
 
 Gradients = list[Tensor | None]

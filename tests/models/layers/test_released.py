@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.convert import to_inplace
 from models.layers import ABN, CheckpointedABN, InPlaceABN, from_released
+from models.layers.conversion.convert import to_inplace
 
 
 def network(cls=InPlaceABN, **options) -> nn.Module:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from models.layers import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
-from models.layers.drift import drift
+from models.layers.reversible.drift import drift
 from scripts.bench.measuring import saved_for_backward
 from tests.models.layers.test_reversible import (
     IMAGES,

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from models.bodies import resnext101, wider_resnet38, wider_resnet38_a2
 from models.heads import DeepLabV3
-from models.layers import InPlaceABN, backends
-from models.layers.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
-from models.layers.backends.interface import Kept
+from models.layers import InPlaceABN  # noqa: E402
+from models.layers.norms import backends
+from models.layers.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
+from models.layers.norms.backends.interface import Kept
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -34,7 +35,7 @@ from tests.backend_cases import (
 from tests.cuda import NEEDS_CUDA
 
 triton = pytest.importorskip("triton")
-from models.layers.backends import triton_kernels  # noqa: E402
+from models.layers.norms.backends import triton_kernels  # noqa: E402
 
 FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
 KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .saved import Kept, check_version
+from ..saved import Kept, check_version
 
 
 class _Slot:

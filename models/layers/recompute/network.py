@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from .couplings import Coupling
+from ..reversible.couplings import Coupling
+from ..saved import current_hooks, hooks_are_allowed
 from .recording import Recording
-from .saved import current_hooks, hooks_are_allowed
 
 
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:

@@ -16,10 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from models.activated import METADATA
-from models.call_order import CallOrder, is_customised
-from models.layers import ABN, InPlaceABN
-from models.replacements import (
+from ..norms.abn import ABN
+from ..norms.inplace_abn import InPlaceABN
+from .activated import METADATA
+from .call_order import CallOrder, is_customised
+from .replacements import (
     BATCH_NORMS,
     STATE,
     Replacement,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .couplings import Coupling, in_halves
-from .reversible import Block, in_turn, inverse_of
+from .modules import Block, in_turn, inverse_of
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from models.activated import hands_over
+from .activated import hands_over
 
 
 class Place(NamedTuple):

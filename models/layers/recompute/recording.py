@@ -11,10 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
 
-from .bn_act import is_node, recompute_output
-from .followed import FOLLOWED, NotFollowed, Rule, normalised, result_serves, saved_value
-from .overwriting import may_overwrite, overwritten
-from .saved import Hooks, Kept, current_hooks
+from ..norms.bn_act import is_node, recompute_output
+from ..saved import Hooks, Kept, current_hooks
+from .inplace_calls import may_overwrite, overwritten
+from .rules import FOLLOWED, NotFollowed, Rule, normalised, result_serves, saved_value
 from .values import KnownValues, Recipe, Saved, Value, laid_out
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .chain import Pass, as_tuple
+from .compiled import is_traceable, run_traced
 from .couplings import Coupling, in_halves
 from .environment import statistics_kept
-from .steps import Pass, as_tuple
-from .traced_reversal import is_traceable, run_traced
 
 Block = nn.Module | tuple[nn.Module, ...]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .abn import ABN
-from .checkpointed_abn import CheckpointedABN
+from ..norms.abn import ABN
+from ..norms.checkpointed_abn import CheckpointedABN
+from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from ..norms.statistics import has_running_statistics
 from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached
-from .inplace_abn import InPlaceABN, InPlaceABNSync
-from .statistics import has_running_statistics
 
 Values = tuple[Tensor, ...]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .saved import Hooks, Kept, check_version
+from ..saved import Hooks, Kept, check_version
 
 
 class Value:

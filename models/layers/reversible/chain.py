@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ..saved import Hooks, Kept, current_hooks
 from .couplings import Coupling, HalfStep, detached, versions
 from .environment import Environment
 from .replay import Section, keeps_graph
-from .saved import Hooks, Kept, current_hooks
 
 Values = tuple[Tensor, ...]
 Undo = Callable[[], Values]

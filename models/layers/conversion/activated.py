@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from models.layers import ABN
-from models.layers.activations import Activation
+from ..norms.abn import ABN
+from ..norms.activations import Activation
 
 # What a network may ask about the norm's output, because the activation does not change it.
 METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from models.activated import hand_over, hands_over
-from models.call_order import CallOrder, Place, is_customised
-from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from ..norms.abn import ABN
+from ..norms.checkpointed_abn import CheckpointedABN
+from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from .activated import hand_over, hands_over
+from .call_order import CallOrder, Place, is_customised
 
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .overwriting import INPLACE
-from .saved import Kept
+from ..saved import Kept
+from .inplace_calls import INPLACE
 from .values import Saved, Value
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .saved import check_version
-from .statistics import has_running_statistics
+from ..norms.statistics import has_running_statistics
+from ..saved import check_version
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

@@ -1,0 +1,1 @@
+"""Convert whole networks from standard to in-place layers and back."""

@@ -1,0 +1,1 @@
+"""Modules that restore their inputs from their outputs instead of keeping them."""
