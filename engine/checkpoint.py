@@ -14,7 +14,7 @@ from engine.checkpoint_migrations import FORMAT, migrated
 from engine.checkpoint_parts import OPTIONAL, PARTS
 from engine.console import logger
 from engine.out_of_memory import is_out_of_memory
-from models import torch_files
+from models.checkpoints import torch_files
 
 
 def save(path: Path, state: dict, previous: Path | None = None) -> None:

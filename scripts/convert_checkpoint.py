@@ -34,10 +34,10 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.network import BODIES, Body, Norm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
-from models import official
-from models.loading import listed, load_by_name
+from models.checkpoints import official
+from models.checkpoints.loading import listed, load_by_name
+from models.checkpoints.recognition import Architecture, body_of, recognised
 from models.package import PACKAGE_ACTIVATIONS
-from models.recognition import Architecture, body_of, recognised
 
 VISTAS_CLASSES = 65
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"

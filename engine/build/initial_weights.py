@@ -10,11 +10,11 @@ from engine import checkpoint
 from engine.config import group_from_plain
 from engine.schema.network import NORMS, Norm, PackageNorm
 from engine.schema.training import TrainingRun
-from models import official, torch_files
+from models.checkpoints import official, torch_files
+from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name
+from models.checkpoints.recognition import differences
+from models.checkpoints.torchvision_names import from_torchvision
 from models.layers import ABN, from_released
-from models.loading import Loaded, is_of_body, is_of_classifier, load_by_name
-from models.recognition import differences
-from models.torchvision_names import from_torchvision
 
 
 class Weights(NamedTuple):

@@ -10,7 +10,7 @@ from engine.schema.keys import group, key, override
 from engine.schema.memory import Memory
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
-from models.official import SCALES
+from models.checkpoints.official import SCALES
 from models.recomputation import RECOMPUTE
 
 DEVICES = ("auto", "cpu", "cuda")

@@ -11,8 +11,8 @@ from engine import build, checkpoint
 from engine import config as cfg
 from engine.build.initial_weights import initialise, initialise_from
 from models.bodies import resnext101
+from models.checkpoints.official import load_released
 from models.layers import ABN
-from models.official import load_released
 from tests import released_files
 from tests.runs import classification_config, run_config
 from tests.state_dicts import same, without_counts

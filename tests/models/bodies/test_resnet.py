@@ -11,10 +11,10 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from models import bodies
 from models.bodies import resnet34, resnet50
+from models.checkpoints.loading import load_by_name
+from models.checkpoints.torchvision_names import from_torchvision
 from models.layers import ABN, InPlaceABN
 from models.layers.conversion.convert import to_inplace
-from models.loading import load_by_name
-from models.torchvision_names import from_torchvision
 from tests.bodies import small_resnet, trained
 
 RELU = partial(ABN, activation="relu")
