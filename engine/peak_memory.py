@@ -1,9 +1,13 @@
-"""The peak memory of a run."""
+"""Memory of a run: its peak, failed allocations as helpful errors, and freed memory that stays in the process."""
 
 import resource
 
 import torch
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
+import ctypes
 
 def peak_memory_mib(device: torch.device) -> float:
     """Peak in MiB: on CUDA, of the device's tensors since `reset_peak_memory`; on the CPU, of the whole process."""
@@ -16,3 +20,37 @@ def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak of a CUDA device; the CPU's always covers the whole life of the process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def is_out_of_memory(error: RuntimeError | ValueError | TypeError) -> bool:
+    """Whether an allocation failed: in CPU memory, or on a CUDA device in PyTorch or CUDA's own libraries."""
+    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+
+
+@contextmanager
+def memory_errors(where: str) -> Iterator[None]:
+    """Context that turns an allocation failure into a MemoryError saying `where` it happened."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryError(f"out of memory {where}") from error
+
+
+def keep_freed_memory() -> bool:
+    """Make the C library reuse freed memory, as CUDA's caching allocator does.
+
+    By default glibc returns large freed buffers to the system and gets new ones page by page. That can cost several
+    times as much as computing their values, or nothing, depending on their neighbours in memory.
+
+    Returns:
+        Whether it worked (glibc only).
+    """
+    trim_threshold, mmap_max = -1, -4  # from malloc.h
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return bool(libc.mallopt(trim_threshold, 2**31 - 1) and libc.mallopt(mmap_max, 0))
+    except (OSError, AttributeError):
+        return False

@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from engine import build, checkpoint
 from engine.distributed import World, node_group
+from engine.loop import train_step
 from engine.metrics_logger import MetricsLogger
 from engine.run_directory import RunDirectory
 from engine.stopping import Preempted
-from engine.training_step import train_step
 from engine.waits import DataWait
 from eval import evaluate
 from models.layers import ABN, renew_statistics

@@ -9,8 +9,7 @@ from torch import nn
 
 from engine import checkpoint
 from engine.distributed import World
-from engine.learner import Learner
-from engine.weight_average import WeightAverage
+from engine.learner import Learner, WeightAverage
 from models.layers import InPlaceABN
 from tests.engine.learners import forward_of, learner_of
 from tests.state_dicts import same

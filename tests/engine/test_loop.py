@@ -8,11 +8,10 @@ import torch
 from torch import nn
 
 from engine.distributed import World
-from engine.learner import Learner
+from engine.learner import Learner, WeightAverage
+from engine.loop import train_step
 from engine.run_directory import RunDirectory
 from engine.segmentation.losses import BootstrappedCrossEntropy
-from engine.training_step import train_step
-from engine.weight_average import WeightAverage
 from models.layers import InPlaceABN
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import learner_of

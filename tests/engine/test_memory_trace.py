@@ -8,9 +8,9 @@ import torch
 
 from engine.build.memory import fake_step
 from engine.distributed import World
+from engine.loop import accumulate_gradients
 from engine.made_tensors import MadeTensors
 from engine.memory_trace import traced
-from engine.training_step import accumulate_gradients
 from scripts.bench.measuring import peak_bytes, saved_for_backward
 from tests import runs
 
