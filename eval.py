@@ -20,16 +20,17 @@ from datasets import (
     verify,
     verify_images,
 )
-from engine import build, checkpoint
-from engine import config as configuration
+from engine import assemble
+from engine.checkpoint import files as checkpoint
 from engine.classification import evaluation as classification
-from engine.command_line import configured
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import log_to, make_console, progress_bar
 from engine.distributed import World, joined
-from engine.evaluated import Evaluated
 from engine.forward import Forward
 from engine.output_files import writable_folder
-from engine.results import print_results, write_results
+from engine.records.evaluated import Evaluated
+from engine.records.results import print_results, write_results
 from engine.run import verify_with_progress
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
@@ -79,9 +80,9 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     with world.first_goes_ahead() as first:
         if config.data.verify and first:
             verify_with_progress(dataset, console, task.verify)
-    build.arithmetic(config.trainer)
+    assemble.arithmetic(config.trainer)
     network, averaged = task.network, options.averaged
-    forward = build.trained_forward(config, network, state, path, dataset.classes, averaged, world.device)
+    forward = assemble.trained_forward(config, network, state, path, dataset.classes, averaged, world.device)
     if results_file.is_dir():
         raise ValueError(f"results={results_file} is a folder: expected a file to write, such as results.json in it")
     writable_folder("results", results_file.parent)
@@ -120,9 +121,9 @@ def segment(
         return segmentation.evaluate_split(
             forward,
             dataset,
-            build.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
+            assemble.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
             batch_size=options.batch_size or 1,
-            views=build.views(options, config.data),
+            views=assemble.views(options, config.data),
             world=world,
             progress=progress,
             memory_advice=options.memory_advice(config),
@@ -139,7 +140,7 @@ def classify(
     console: Console,
 ) -> Evaluated:
     """Score this rank's images."""
-    images = build.classified_images(
+    images = assemble.classified_images(
         replace(config.data, workers=options.workers),
         dataset,
         world,
@@ -166,10 +167,14 @@ class Task(NamedTuple):
 
 TASKS = {
     "segmentation": Task(
-        SegmentationRun, lambda data, split, _: build.dataset(data, split), verify, build.segmentation_network, segment
+        SegmentationRun,
+        lambda data, split, _: assemble.dataset(data, split),
+        verify,
+        assemble.segmentation_network,
+        segment,
     ),
     "classification": Task(
-        ClassificationRun, build.evaluated_split, verify_images, build.classification_network, classify
+        ClassificationRun, assemble.evaluated_split, verify_images, assemble.classification_network, classify
     ),
 }
 

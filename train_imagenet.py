@@ -9,10 +9,10 @@ from omegaconf import DictConfig
 from torch import nn
 
 from datasets import verify_images
-from engine import build, loop
-from engine import config as configuration
+from engine import assemble, loop, planner
 from engine.classification.evaluation import evaluation_of
-from engine.command_line import command_line, configured
+from engine.configuration import config as configuration
+from engine.configuration.command_line import command_line, configured
 from engine.run import opened
 from engine.schema.classification import ClassificationRun
 
@@ -23,15 +23,15 @@ def train(values: DictConfig, command: str = "train_imagenet.train") -> dict:
     `values`: a composed `engine.schema.classification.ClassificationRun`. All else is as in `train_seg.train`.
     """
     with (
-        build.fitted(configuration.typed(values, ClassificationRun)) as config,
-        opened(config, command, build.classified_splits, verify_images) as run,
+        planner.fitted(configuration.typed(values, ClassificationRun)) as config,
+        opened(config, command, assemble.classified_splits, verify_images) as run,
     ):
-        make = partial(build.classification_network, config, len(run.train_set.classes))
-        run.start(build.learner(config, make, run.schedule, run.world))
-        crops = partial(build.classified_crops, config, run.train_set, world=run.world)
+        make = partial(assemble.classification_network, config, len(run.train_set.classes))
+        run.start(assemble.learner(config, make, run.schedule, run.world))
+        crops = partial(assemble.classified_crops, config, run.train_set, world=run.world)
         run.learner.statistics_minibatches = crops(config.trainer.ema_statistics_minibatches)
         evaluated, batch_size = config.trainer.evaluate_images, config.trainer.evaluate_batch_size
-        images = build.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
+        images = assemble.classified_images(config.data, run.val_set, run.world, evaluated, batch_size=batch_size)
         minibatches = crops(run.schedule.total_steps, start_step=run.start_step)
         return run.conclude(loop.train(run, minibatches, nn.CrossEntropyLoss(), evaluation_of(run, images)))
 

@@ -8,9 +8,9 @@ from functools import partial
 from omegaconf import DictConfig
 
 from datasets import WholeImages, verify
-from engine import build, loop
-from engine import config as configuration
-from engine.command_line import command_line, configured
+from engine import assemble, loop, planner
+from engine.configuration import config as configuration
+from engine.configuration.command_line import command_line, configured
 from engine.console import counted
 from engine.run import opened
 from engine.schema.segmentation import SegmentationRun
@@ -39,21 +39,21 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         Preempted: SIGTERM or SIGUSR1 stopped the run; it can be resumed.
     """
     with (
-        build.fitted(configuration.typed(values, SegmentationRun)) as config,
-        opened(config, command, build.labelled_splits, verify) as run,
+        planner.fitted(configuration.typed(values, SegmentationRun)) as config,
+        opened(config, command, assemble.labelled_splits, verify) as run,
     ):
         trainer, train_set, total_steps, world = config.trainer, run.train_set, run.schedule.total_steps, run.world
-        make = partial(build.segmentation_network, config, len(train_set.classes))
-        run.start(build.learner(config, make, run.schedule, world))
+        make = partial(assemble.segmentation_network, config, len(train_set.classes))
+        run.start(assemble.learner(config, make, run.schedule, world))
         if run.start_step == 0 and trainer.pictures and world.first:
             run.metrics.figure("image_label_prediction/legend", class_legend(run.val_set), step=0)
 
         with counted(run.console, "indexing the classes") as progress:
-            minibatches = build.training_loader(config, train_set, total_steps, world, run.start_step, progress)
+            minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, progress)
         steps = trainer.ema_statistics_minibatches
-        run.learner.statistics_minibatches = build.training_loader(config, train_set, steps, world)
-        loss = build.loss(config.loss, train_set.ignore_index)
-        images = build.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
+        run.learner.statistics_minibatches = assemble.training_loader(config, train_set, steps, world)
+        loss = assemble.loss(config.loss, train_set.ignore_index)
+        images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
         return run.conclude(loop.train(run, minibatches, loss, evaluation_of(run, images)))
 
 

@@ -1,5 +1,6 @@
 """A network with everything that changes in training: optimiser, schedule, loss scale, averaged weights."""
 
+import copy
 import math
 import warnings
 from collections import Counter
@@ -11,17 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
-from engine.waits import GradientExchange
+from engine.records.waits import GradientExchange
 from models.layers import renew_statistics
-import copy
 
-import torch
-from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 class WeightAverage:
     """An average of the weights of `network`, updated after every step.

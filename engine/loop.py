@@ -4,22 +4,20 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-
-from engine.evaluated import Evaluated
-from engine.out_of_memory import memory_errors
-from engine.peak_memory import peak_memory_mib
-from engine.prefetching import prefetched
-from engine.profiling import profiled
-from engine.run import Config, Run, Split
-from engine.stopping import Preempted
-from engine.waits import DataWait
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from engine.distributed import World
 from engine.learner import Learner
+from engine.memory import memory_errors, peak_memory_mib
+from engine.prefetching import prefetched
+from engine.records.evaluated import Evaluated
+from engine.records.profiling import profiled
+from engine.records.waits import DataWait
+from engine.run import Config, Run, Split
+from engine.stopping import Preempted
+
+Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
+
 
 def train(
     run: Run[Config, Split], minibatches: Iterable[dict], loss: Loss, evaluate: Callable[[], Evaluated]
@@ -84,9 +82,6 @@ def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[
             yield
     except FloatingPointError as error:
         raise FloatingPointError(f"step {step}: {error} (images {', '.join(minibatch['name'])})") from error
-
-
-Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
 
 def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> tuple[float, float]:

@@ -9,24 +9,23 @@ import torch
 from rich.console import Console
 
 from datasets import reading_errors
-from engine import config as configuration
-from engine.build.initial_weights import initialise
-from engine.build.training import arithmetic, schedule_of, varying_sizes
+from engine.assemble.initial_weights import initialise
+from engine.assemble.training import arithmetic, schedule_of, varying_sizes
+from engine.checkpoint.random_states import random_states, restore_random_states
+from engine.checkpoint.run_directory import RunDirectory, new_run_path
+from engine.configuration import config as configuration
 from engine.console import counted, log_to, logger, make_console
 from engine.dataset import Dataset
 from engine.distributed import World, joined
-from engine.evaluated import Evaluated
 from engine.learner import Learner
-from engine.malloc import keep_freed_memory
-from engine.metrics_logger import MetricsLogger
-from engine.peak_memory import reset_peak_memory
-from engine.random_states import random_states, restore_random_states
-from engine.results import print_results, write_results
-from engine.run_directory import RunDirectory, new_run_path
+from engine.memory import keep_freed_memory, reset_peak_memory
+from engine.records.evaluated import Evaluated
+from engine.records.metrics_logger import MetricsLogger
+from engine.records.results import print_results, write_results
+from engine.records.utilisation import peak_flops, training_flops
 from engine.schedule import Schedule
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
-from engine.utilisation import peak_flops, training_flops
 
 Config = TypeVar("Config", bound=TrainingRun)
 Split = TypeVar("Split", bound=Dataset)

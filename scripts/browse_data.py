@@ -22,12 +22,12 @@ from rich.console import Console
 
 from datasets import Draw, SegmentationDataset, TrainingCrops, minibatches_per_epoch, reading_errors
 from datasets.transforms import at_scale
-from engine import build
-from engine import config as configuration
-from engine.command_line import configured
-from engine.confusion_picture import without_math
+from engine import assemble
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import counted, make_console, printable
 from engine.distributed import World
+from engine.records.confusion_picture import without_math
 from engine.schema.keys import key
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import class_patch, labelled
@@ -59,7 +59,7 @@ def browse(values: DictConfig) -> list[Path]:
     config = configuration.typed(values, BrowseData)
     console = make_console()
     with reading_errors(config.data.timeout_seconds, keys="data."):
-        dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+        dataset = assemble.labelled_dataset(config.data, "data.train_split", config.data.train_split)
         crops = islice(training_crops(config, dataset, console), config.count)
         out = Path(config.out).expanduser()
         out.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def training_crops(config: BrowseData, dataset: SegmentationDataset, console: Co
     start_step = config.epoch * steps_per_epoch
     steps = start_step + -(-config.count // config.data.crops_per_minibatch)
     with counted(console, "indexing the classes") as progress:
-        loader = build.training_loader(config, dataset, steps, World(), start_step, progress)
+        loader = assemble.training_loader(config, dataset, steps, World(), start_step, progress)
     assert isinstance(loader.dataset, TrainingCrops) and loader.batch_sampler is not None
     for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
         images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()

@@ -15,9 +15,9 @@ from omegaconf import DictConfig
 from rich.table import Table
 
 from datasets import ClassIndex, index_classes, reading_errors
-from engine import build
-from engine import config as configuration
-from engine.command_line import configured
+from engine import assemble
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import counted, make_console
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
@@ -36,7 +36,7 @@ def index(values: DictConfig) -> ClassIndex:
     config = configuration.typed(values, ClassIndexRun)
     console = make_console()
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        dataset = build.labelled_dataset(config.data, "data.train_split", config.data.train_split)
+        dataset = assemble.labelled_dataset(config.data, "data.train_split", config.data.train_split)
         before = time.perf_counter()
         with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
             found = index_classes(dataset, config.folder, config.positions, config.workers, progress)

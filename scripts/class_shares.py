@@ -22,12 +22,12 @@ from datasets import (
     minibatches_per_epoch,
     reading_errors,
 )
-from engine import build
-from engine import config as configuration
-from engine.command_line import configured
+from engine import assemble
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import counted, make_console, progress_bar, tracked
 from engine.distributed import World
-from engine.provenance import provenance
+from engine.records.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
 
@@ -49,7 +49,7 @@ def compare(values: DictConfig) -> dict:
     config = configuration.typed(values, ClassShares)
     data, console = config.data, make_console()
     with reading_errors(data.timeout_seconds, keys="data."):
-        dataset = build.labelled_dataset(data, "data.train_split", data.train_split)
+        dataset = assemble.labelled_dataset(data, "data.train_split", data.train_split)
         with counted(console, f"indexing {dataset.name} {dataset.split}") as progress:
             index = index_classes(dataset, config.folder, progress=progress)
         steps = config.epochs * minibatches_per_epoch(
@@ -60,11 +60,11 @@ def compare(values: DictConfig) -> dict:
             "uniform": ShuffledMinibatches(len(dataset), **options),
             "class_uniform": ClassUniformMinibatches(index, fraction=config.fraction, **options),
         }
-        crops = build.training_crops(data, dataset, config.seed)
+        crops = assemble.training_crops(data, dataset, config.seed)
         seen = {}
         with progress_bar(console) as progress:
             for name, sampler in samplers.items():
-                loader = build.loader(crops, data, World(), batch_sampler=sampler)
+                loader = assemble.loader(crops, data, World(), batch_sampler=sampler)
                 seen[name] = count(tracked(progress, loader, LABELS[name]), len(dataset.classes))
     result = {
         "dataset": dataset.name,

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
-from engine import config as configuration
-from engine.command_line import configured
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 
 
 @dataclass

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from datasets import reading_errors
 from datasets.vistas import vistas_classes
-from engine import build, checkpoint
-from engine import config as configuration
-from engine.build import initial_weights
-from engine.checkpoint_migrations import FORMAT
-from engine.command_line import composed, configured, declare
+from engine import assemble
+from engine.assemble import initial_weights
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.migrations import FORMAT
+from engine.configuration import config as configuration
+from engine.configuration.command_line import composed, configured, declare
 from engine.console import make_console
 from engine.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
@@ -133,10 +134,10 @@ def _write_checkpoint(
     config: SegmentationRun | ClassificationRun
     if segments:
         config = _segmentation_config(architecture, norm, tensors, source)
-        network: nn.Module = build.segmentation_network(config, count)
+        network: nn.Module = assemble.segmentation_network(config, count)
     elif count:
         config = _classification_config(architecture, norm)
-        network = build.classification_network(config, count)
+        network = assemble.classification_network(config, count)
     else:
         raise ValueError(f"input={source} has no classifier: load it with init.weights and init.format=released")
     config.data.root = options.data.root
@@ -205,10 +206,10 @@ def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, c
         given = f"data.root={options.data.root}"
         with reading_errors(config.data.timeout_seconds):
             if isinstance(config, SegmentationRun):
-                dataset = build.dataset(config.data, config.data.val_split)
+                dataset = assemble.dataset(config.data, config.data.val_split)
                 names, colours = list(dataset.classes), list(dataset.palette)
             else:
-                names = list(build.classified_split(config.data, config.data.val_split, "data.val_split").classes)
+                names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
     elif options.classes is not None:
         given, file = f"classes={options.classes}", Path(options.classes).expanduser()
         if file.suffix == ".json":

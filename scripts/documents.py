@@ -14,7 +14,7 @@ from functools import cache
 
 from omegaconf import DictConfig
 
-from engine.command_line import CONFIGS, configured
+from engine.configuration.command_line import CONFIGS, configured
 from models.bodies import resnext101
 from scripts import strategy_table
 from scripts.bench.abn_page import summary

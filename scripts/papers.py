@@ -5,8 +5,8 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from engine import config as configuration
-from engine.command_line import CONFIGS, choices, composed
+from engine.configuration import config as configuration
+from engine.configuration.command_line import CONFIGS, choices, composed
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun

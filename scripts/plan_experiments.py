@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import build
-from engine.memory_trace import Trace
+from engine import planner
+from engine.planner.trace import Trace
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
@@ -66,8 +66,8 @@ def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
 def planned(experiment: str) -> dict:
     """What a step of an experiment needs on each of its devices."""
     config, devices = papers.configured_as(experiment), papers.devices_of(experiment)
-    share, size = build.share_of(config, devices), config.data.crop_size
-    trace = build.step_memory(config, share, size, devices)
+    share, size = planner.share_of(config, devices), config.data.crop_size
+    trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
     return {"experiment": experiment, "devices": devices, **crops, **_numbers(trace)}
 
@@ -88,17 +88,17 @@ def _fits(memory: tuple[str, ...]) -> Iterator[dict]:
             for norm in ("std", "inplace"):
                 config = papers.configured_as(f"table3/{column}_std", f"norm={norm}", *memory, f"memory.fit={fit}")
                 devices = config.memory.gpus or 1
-                chosen = build.fitting(config, devices).data
+                chosen = planner.fitting(config, devices).data
                 name = f"table3/{column}_std" if norm == "std" else f"table3/{column}_inplace_{row}"
                 paper = papers.configured_as(name)
-                share, size = build.share_of(paper, devices), paper.data.crop_size
+                share, size = planner.share_of(paper, devices), paper.data.crop_size
                 larger = (share + 1, size) if fit == "batch" else (share, size + 8)
                 yield {
                     **{"column": column, "fit": fit, "norm": norm},
                     **{"crops": chosen.crops_per_minibatch, "crop_size": chosen.crop_size},
                     **{"paper_crops": paper.data.crops_per_minibatch, "paper_crop_size": size},
-                    "paper_peak": build.step_memory(paper, share, size, devices).peak,
-                    "larger_peak": build.step_memory(paper, *larger, devices).peak,
+                    "paper_peak": planner.step_memory(paper, share, size, devices).peak,
+                    "larger_peak": planner.step_memory(paper, *larger, devices).peak,
                 }
 
 
@@ -115,7 +115,7 @@ def _one_device() -> Iterator[dict]:
         done.add((network[1], crops, size))
         row = {"network": network[1], "crops": crops, "crop_size": size}
         for combination, changed in combinations(config).items():
-            yield {**row, "combination": combination, "peak": build.step_memory(changed, crops, size).peak}
+            yield {**row, "combination": combination, "peak": planner.step_memory(changed, crops, size).peak}
 
 
 def _cards() -> Iterator[dict]:
@@ -123,7 +123,7 @@ def _cards() -> Iterator[dict]:
     for name in CARD_BODIES:
         config = papers.configured_as(f"table3/{name}")
         for combination, changed in combinations(config).items():
-            peaks = [build.step_memory(changed, crops, config.data.crop_size).peak for crops in LINE]
+            peaks = [planner.step_memory(changed, crops, config.data.crop_size).peak for crops in LINE]
             each = (peaks[1] - peaks[0]) / (LINE[1] - LINE[0])
             base = peaks[0] - LINE[0] * each
             error = (base + LINE[2] * each) / peaks[2] - 1
@@ -135,7 +135,7 @@ def _claims(budget: str) -> Iterator[dict]:
     for network, overrides in CLAIMS.items():
         config = papers.configured_as(*overrides, budget, "memory.fit=batch")
         assert isinstance(config, ClassificationRun)
-        yield {"network": network, "images": build.fitting(config, devices=1).data.crops_per_minibatch}
+        yield {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
 
 
 def page(result: dict, picture: Path) -> str:

@@ -31,7 +31,7 @@ PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)
 
 METHOD = """
 - Each number comes from a training step that is traced on fake tensors, which have shapes but no memory: see
-  `engine/memory_trace.py`. Tests compare traces with real steps to the byte.
+  `engine/planner/trace.py`. Tests compare traces with real steps to the byte.
 - *Memory* of an experiment is what PyTorch's tensors take on one device at the worst moment. CUDA's context and the
   workspaces of convolutions come on top. Where a page speaks of devices of some size, both are taken off or added with
   the defaults of `memory.context` and `memory.workspace`.

@@ -22,11 +22,11 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 from rich.table import Table
 
-from engine import build
-from engine import config as configuration
-from engine.command_line import configured, errors_for_users, no_such_choice
+from engine import planner
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured, errors_for_users, no_such_choice
 from engine.console import make_console
-from engine.memory_trace import Trace
+from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
 from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS
@@ -51,19 +51,21 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
-    share, size = build.share_of(config, devices), config.data.crop_size
-    trace = build.step_memory(config, share, size, devices)
+    share, size = planner.share_of(config, devices), config.data.crop_size
+    trace = planner.step_memory(config, share, size, devices)
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
-    console.print(f"{share} crops of {size}x{size} pixels {each}: {build.gib(trace.peak)}, most in: {trace.place}")
+    console.print(f"{share} crops of {size}x{size} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
     console.print(peak_table(trace))
-    console.print(f"kept for the backward pass: {build.gib(sum(trace.saved.values()))}")
+    console.print(f"kept for the backward pass: {planner.gib(sum(trace.saved.values()))}")
     console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
     budget, found = config.memory.available(), []
     if budget is not None:
         verdict = "fits" if trace.peak <= budget else "does not fit"
         reserved = f"less memory.context={config.memory.context} and memory.workspace={config.memory.workspace}"
         lost = f", less memory.fragmentation={config.memory.fragmentation}" if config.memory.fragmentation else ""
-        console.print(f"{config.memory.budget} {reserved}{lost}: {build.gib(budget)} for tensors. This step {verdict}.")
+        console.print(
+            f"{config.memory.budget} {reserved}{lost}: {planner.gib(budget)} for tensors. This step {verdict}."
+        )
         if config.memory.fit is not None:
             found = list(fits(config, devices))
             console.print(f"memory.fit={config.memory.fit} {each}:")
@@ -71,10 +73,10 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     if config.memory.gpus == 1:
         console.print(f"{share} crops of {size}x{size} pixels on one device, with the memory that CUDA itself needs:")
         console.print(combination_table(config))
-    host = build.step_memory(config, share, size, devices, offloaded=True)
+    host = planner.step_memory(config, share, size, devices, offloaded=True)
     console.print(
-        f"In torch.autograd.graph.save_on_cpu(), a step would need {build.gib(host.peak)} on a device and move "
-        f"{build.gib(host.moved)} to the host's memory and back."
+        f"In torch.autograd.graph.save_on_cpu(), a step would need {planner.gib(host.peak)} on a device and move "
+        f"{planner.gib(host.moved)} to the host's memory and back."
     )
     console.print("Temporary memory is that of the eager layers; CUDA's fused layers need less.")
     if config.trainer.precision != "float32":
@@ -89,7 +91,7 @@ def peak_table(trace: Trace) -> Table:
     table = _table("at the peak", "memory")
     for kind, size in trace.at_peak.items():
         if size:
-            table.add_row(kind, build.gib(size))
+            table.add_row(kind, planner.gib(size))
     return table
 
 
@@ -122,9 +124,9 @@ def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
         if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
             continue
         changed = replace(deepcopy(config), norm=_as(norm, config.norm))
-        chosen = build.fitting(changed, devices)
-        share, size = build.share_of(chosen, devices), chosen.data.crop_size
-        peak = build.step_memory(chosen, share, size, devices).peak
+        chosen = planner.fitting(changed, devices)
+        share, size = planner.share_of(chosen, devices), chosen.data.crop_size
+        peak = planner.step_memory(chosen, share, size, devices).peak
         yield Fit(norm, chosen.data.crops_per_minibatch, share, size, peak)
 
 
@@ -142,7 +144,7 @@ def fit_table(found: list[Fit]) -> Table:
     for fit in found:
         more = fit.crops * fit.crop_size**2 / first - 1
         crop = f"{fit.crop_size}x{fit.crop_size}"
-        table.add_row(fit.norm, str(fit.crops), str(fit.share), crop, build.gib(fit.bytes), f"{more:+.0%}")
+        table.add_row(fit.norm, str(fit.crops), str(fit.share), crop, planner.gib(fit.bytes), f"{more:+.0%}")
     return table
 
 
@@ -158,7 +160,7 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
             ("inplace", "sqrt", config.body, "in-place norms, trainer.recompute=sqrt"),
         ]
         data = config.data
-        if build.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
+        if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
             reversible = papers.configured_as(None, "body=revnet104").body
             changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
     found = {}
@@ -176,8 +178,8 @@ def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
     table, crops, size = _table("combination", "memory"), config.data.crops_per_minibatch, config.data.crop_size
     for combination, changed in combinations(config).items():
-        peak = build.step_memory(changed, crops, size).peak
-        table.add_row(combination, build.gib(peak + config.memory.reserved()))
+        peak = planner.step_memory(changed, crops, size).peak
+        table.add_row(combination, planner.gib(peak + config.memory.reserved()))
     return table
 
 

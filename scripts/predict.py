@@ -20,9 +20,10 @@ from rich.console import Console
 from datasets import reading_errors
 from datasets.reading import decode_photograph
 from datasets.time_limit import limited
-from engine import build, checkpoint
-from engine import config as configuration
-from engine.command_line import configured
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_png
@@ -57,10 +58,10 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
     """`predict` with the network of `state`, the content of the checkpoint; `options` are applied to `config`."""
     path, output = Path(options.checkpoint), Path(options.output).expanduser()
     images = find_images(Path(options.input).expanduser(), output)
-    build.arithmetic(config.trainer)
-    device, views = device_of(options.device), build.views(options, config.data)
-    make, averaged = build.segmentation_network, options.averaged
-    forward = build.trained_forward(config, make, state, path, state["classes"], averaged, device)
+    assemble.arithmetic(config.trainer)
+    device, views = device_of(options.device), assemble.views(options, config.data)
+    make, averaged = assemble.segmentation_network, options.averaged
+    forward = assemble.trained_forward(config, make, state, path, state["classes"], averaged, device)
     palette = np.array(state["palette"] if "palette" in state else palette_of_data(config, path), np.uint8)  # (K, 3)
 
     writable_folder("output", output)
@@ -141,7 +142,7 @@ def result_names(images: Sequence[Path]) -> list[str]:
 def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int, int], ...]:
     """The palette of the training's data, for old checkpoints without one. Raises ValueError if the data is gone."""
     try:
-        return build.dataset(config.data, config.data.val_split).palette
+        return assemble.dataset(config.data, config.data.val_split).palette
     except ValueError as error:
         raise ValueError(f"checkpoint {path} has no colours, and its data cannot be read: {error}") from error
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.made_tensors import MadeTensors
+from engine.planner.made_tensors import MadeTensors
 from models.bodies import Body
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation

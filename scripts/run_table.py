@@ -21,9 +21,9 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine import build
-from engine import config as configuration
-from engine.command_line import configured
+from engine import assemble, planner
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import make_console
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
@@ -154,7 +154,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
         else:
             missing.append(f"weights={{{experiment.split('/')[1]}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
-    steps = build.schedule_of(config, build.training_images(config.data)).total_steps
+    steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
     flops = steps * config.data.crops_per_minibatch * crop_flops(config)
     command = [sys.executable, *start, f"{entry}.py", *options, *arguments.overrides]
     return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config), devices, steps, flops)
@@ -173,7 +173,7 @@ def crop_flops(config: TrainingRun) -> int:
     """Operations of the forward and backward pass of one crop, counted on fake tensors."""
     crops = 2  # some norms have one value per crop
     with FakeTensorMode():
-        learner, loss, minibatch = build.fake_step(config, crops, config.data.crop_size)
+        learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
         learner.network.train()
         with FlopCounterMode(display=False) as counter:
             loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()

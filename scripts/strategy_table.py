@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.command_line import configured
+from engine.configuration.command_line import configured
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.norms.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range

@@ -22,9 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from engine import config as configuration
-from engine.checkpoint_migrations import FORMAT, SEGMENTATION_ONLY, migrated
-from engine.command_line import configured
+from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from scripts import papers
 from scripts.bench.frame import MIB, table
 from scripts.compare_runs import Run

@@ -23,11 +23,11 @@ from rich.table import Table
 
 from datasets import Inspection, inspect, inspect_images, reading_errors
 from datasets.verify import Problem
-from engine import build
-from engine import config as configuration
-from engine.command_line import configured
+from engine import assemble
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from engine.console import counted, make_console
-from engine.provenance import provenance
+from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
@@ -100,9 +100,9 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
 def splits_of(config: Data) -> dict[str, int]:
     """The official number of images of every split."""
     if isinstance(config, SegmentationData):
-        return build.official_images(config)
+        return assemble.official_images(config)
     assert isinstance(config, ClassificationData), config
-    return build.classified_counts(config, build.IMAGENET_CLASSES)
+    return assemble.classified_counts(config, assemble.IMAGENET_CLASSES)
 
 
 def check_split(config: Data, split: str, official_images: int, workers: int | None, console: Console) -> SplitReport:
@@ -110,14 +110,14 @@ def check_split(config: Data, split: str, official_images: int, workers: int | N
     inspection = None
     try:
         if isinstance(config, ClassificationData):
-            photographs = build.classified_split(config, split)
+            photographs = assemble.classified_split(config, split)
             with counted(console, f"checking {photographs.name} {split}") as progress:
                 problems = inspect_images(photographs, workers, progress)
             images, classes = len(photographs), photographs.classes
-            official_images = build.classified_counts(config, len(classes)).get(split, images)
+            official_images = assemble.classified_counts(config, len(classes)).get(split, images)
         else:
             assert isinstance(config, SegmentationData), config
-            dataset = build.dataset(config, split, strict=False)
+            dataset = assemble.dataset(config, split, strict=False)
             with counted(console, f"checking {dataset.name} {split}") as progress:
                 inspection = inspect(dataset, workers, progress)
             problems, classes = inspection.problems, dataset.classes

@@ -11,7 +11,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
-from engine.peak_memory import keep_freed_memory  # noqa: E402
+from engine.memory import keep_freed_memory  # noqa: E402
 from tests.runs import compose  # noqa: E402
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.

@@ -18,8 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine import command_line, config
-from engine.command_line import CONFIGS
+from engine.configuration import command_line, config
+from engine.configuration.command_line import CONFIGS
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from datasets import camvid, minibatches_per_epoch
-from engine import build
-from engine import config as configuration
+from engine import assemble
+from engine.configuration import config as configuration
 from engine.console import make_console
 from engine.distributed import World
 from scripts import browse_data
@@ -24,9 +24,9 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     root = trees.camvid_folders(tmp_path / "data")
     overrides = ("data=camvid", f"data.root={root}", f"sampler={sampler}", "seed=3", *CROPS, *options)
     run = run_config(*overrides)
-    dataset = build.dataset(run.data, "train")
+    dataset = assemble.dataset(run.data, "train")
     steps_per_epoch = minibatches_per_epoch(len(dataset), 4)
-    seen = build.training_loader(run, dataset, total_steps=9, world=World())
+    seen = assemble.training_loader(run, dataset, total_steps=9, world=World())
     seen = list(seen)[2 * steps_per_epoch :]
     browsed = composed("browse_data", *overrides, f"out={tmp_path}", "epoch=2", "count=7")
     shown = list(training_crops(configuration.typed(browsed, BrowseData), dataset, make_console()))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from engine import build, checkpoint
-from engine import config as cfg
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as cfg
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
@@ -60,7 +61,7 @@ def test_a_classifier_from_its_file_alone(tmp_path, kind):
     assert (config.data.name, config.body.output_stride) == ("imagenet", 32)
     assert (config.data.mean, config.data.std) == ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
-    make, names = (lambda: build.classification_network(config, 3)), ("cat", "dog", "owl")
+    make, names = (lambda: assemble.classification_network(config, 3)), ("cat", "dog", "owl")
     network = checkpoint.load_network(make, state, names, path)
     assert {type(module) for module in network.modules() if isinstance(module, ABN)} == {layer}
     network = network.double().eval()
@@ -89,7 +90,7 @@ def test_the_segmentation_network_predicts_as_released(vistas, tmp_path):
     assert config.head.dilations == [12, 24, 36]
     assert (config.norm.name, config.norm.activation_param) == ("inplace", 0.01)
 
-    network = build.segmentation_network(config, 65)
+    network = assemble.segmentation_network(config, 65)
     load_released(network, vistas[0])
     assert same(network.state_dict(), state["network"])
     assert len(set(state["palette"])) == 65
@@ -174,7 +175,7 @@ def test_formats_without_eps_and_activation(tmp_path, overrides, refused, printe
     """The released layout is refused if its readers would compute another function; what they need is printed."""
     source, output = tmp_path / "net.pt", tmp_path / "out.pth"
     config = classification_config("body=resnext_tiny", *overrides)
-    network = build.classification_network(config, 2)
+    network = assemble.classification_network(config, 2)
     state = {"task": "classification", "step": 1, "config": cfg.plain(config), "network": network.state_dict()}
     checkpoint.save(source, {**state, "classes": ["cat", "dog"]})
     needs = f"the output needs norms with {printed}, but"

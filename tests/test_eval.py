@@ -19,8 +19,8 @@ import torch
 
 from datasets import WholeImages, cityscapes
 from datasets.synthetic import write_streets
-from engine import checkpoint
-from engine import config as cfg
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as cfg
 from engine.schema import keys
 from engine.schema.evaluation import Evaluation
 from engine.segmentation.inference import predict

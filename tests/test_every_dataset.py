@@ -9,8 +9,9 @@ from hydra.errors import ConfigCompositionException
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine import build, checkpoint
-from engine import config as cfg
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
 from scripts.browse_data import browse
@@ -40,7 +41,7 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     assert results["dataset"] == name and results["images"] == 2 and len(results["iou"]) == CLASSES[name]
     assert 0 <= results["miou"] <= 1
     assert set(results["official"]) == OFFICIAL[name]
-    dataset = build.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "val")
+    dataset = assemble.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "val")
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.pt")
     assert state["classes"] == list(dataset.classes) and list(map(tuple, state["palette"])) == list(dataset.palette)
     labelled = sum(int((sample.label != 255).sum()) for sample in dataset)
@@ -49,7 +50,7 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     last = (f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}", "workers=0", "device=cpu")
     assert evaluate(composed("eval", *last))["confusion_matrix"] == results["confusion_matrix"]
     scores = evaluate(composed("eval", *last, "data.split=test", f"predictions={tmp_path / 'predictions'}"))
-    dataset = build.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "test")
+    dataset = assemble.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "test")
     assert bool(scores) == dataset.has_labels
     files = {path.name: path for path in (tmp_path / "predictions").iterdir()}
     assert set(files) == {dataset.prediction_filename(entry.name) for entry in dataset.files} and len(files) == 2
@@ -96,7 +97,7 @@ def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
 def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path):
     """A split that a dataset does not have is no fault of its folder."""
     with pytest.raises(ValueError) as error:
-        build.dataset(run_config("run_dir=unused").data, "test")
+        assemble.dataset(run_config("run_dir=unused").data, "test")
     assert str(error.value) == "data.split=test: split 'test' is unknown to synthetic; expected one of train, val"
     root = trees.coco_stuff(tmp_path / "coco")
     (root / "annotations" / "deprecated-challenge2017" / "train-ids.txt").unlink()
@@ -107,9 +108,9 @@ def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path
         (("data=coco_stuff", f"data.root={root}"), "Fix: give data.lists=full to use all images of the folder, or"),
     ):
         with pytest.raises(ValueError, match=message):
-            build.labelled_splits(run_config(*data, "run_dir=unused").data)
+            assemble.labelled_splits(run_config(*data, "run_dir=unused").data)
     data = ("data=coco_stuff", f"data.root={root}", "run_dir=unused")
-    dataset = build.dataset(run_config(*data, "data.lists=full", "data.other_class=true").data, "train")
+    dataset = assemble.dataset(run_config(*data, "data.lists=full", "data.other_class=true").data, "train")
     assert len(dataset) == 4 and dataset.classes[-1] == "other" and len(dataset.classes) == 92
     with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
         composed("train_seg", "data=camvid", "data.lists=full")

@@ -16,8 +16,9 @@ from PIL import Image, ImageOps
 
 from datasets import vistas
 from datasets.reading import decode_image, decode_photograph
-from engine import build, checkpoint
-from engine import config as cfg
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from scripts.predict import find_images, predict
@@ -31,7 +32,7 @@ def trained(tmp_path_factory) -> tuple[Path, tuple]:
     folder = tmp_path_factory.mktemp("trained")
     config = run_config("data=vistas", f"data.root={trees.vistas(folder / 'data')}", "data.base_size=48")
     dataset = vistas(folder / "data", "val")
-    network = build.segmentation_network(config, 65)
+    network = assemble.segmentation_network(config, 65)
     torch.nn.init.normal_(network.cls.weight)  # or it might predict one class everywhere
     state = {"task": "segmentation", "step": 2, "config": cfg.plain(config), "network": network.state_dict()}
     state |= {"classes": list(dataset.classes), "palette": [list(colour) for colour in dataset.palette]}
@@ -68,9 +69,9 @@ def test_one_image_from_a_checkpoint_alone(trained, tmp_path):
 
     state = checkpoint.load(trained[0])
     config = cfg.from_plain(state["config"], SegmentationRun)
-    network = build.segmentation_network(config, 65)
+    network = assemble.segmentation_network(config, 65)
     network.load_state_dict(state["network"])
-    forward = build.forward(config, network, torch.device("cpu"))
+    forward = assemble.forward(config, network, torch.device("cpu"))
     views = inference.Views(base_size=config.data.base_size)
     expected = inference.predict(forward, torch.from_numpy(image).permute(2, 0, 1)[None], views)[0]
     assert ids.dtype == np.uint8 and np.array_equal(ids, expected) and len(np.unique(ids)) > 1

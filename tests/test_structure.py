@@ -36,11 +36,11 @@ LAYERS_IMPORT |= {
     "weakref",
 }
 
-KNOWS_HYDRA = ("engine/config.py", "engine/command_line.py", "engine/schema/")
-NAMES_KEYS = ("engine/schema/", "engine/build/")
-# Modules outside engine/schema and engine/build that import the schema, and the names they import.
+KNOWS_HYDRA = ("engine/configuration/config.py", "engine/configuration/command_line.py", "engine/schema/")
+NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
+# Modules outside engine/schema and engine/assemble that import the schema, and the names they import.
 KNOWS_SCHEMA = {
-    "engine/config.py": {
+    "engine/configuration/config.py": {
         "keys.Keys",
         "keys.alternative",
         "keys.check_values",
@@ -48,8 +48,8 @@ KNOWS_SCHEMA = {
         "training.TrainingRun",
     },
     "engine/run.py": {"training.TrainingRun"},
-    "engine/run_directory.py": {"training.TrainingRun"},
-    "engine/command_line.py": {"keys.groups_of"},
+    "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
+    "engine/configuration/command_line.py": {"keys.groups_of"},
     "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
 }
@@ -148,7 +148,7 @@ def test_hydra_stays_above():
 
 
 def test_the_schema_is_read_by_few():
-    """`engine/build` turns the schema into objects; other modules may import only what `KNOWS_SCHEMA` lists."""
+    """`engine/assemble` turns the schema into objects; other modules may import only what `KNOWS_SCHEMA` lists."""
     found = {}
     for source in sources(*MAY_IMPORT):
         of_schema = {name for name in source.imported if f"{name}.".startswith("engine.schema.")}

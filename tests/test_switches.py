@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine import build, checkpoint
+from engine import assemble
+from engine.checkpoint import files as checkpoint
 from engine.distributed import World
 from engine.forward import Forward
 from engine.learner import Learner
@@ -44,8 +45,8 @@ def plain(tmp_path_factory) -> Weights:
 @functools.cache
 def initial_weights() -> Weights:
     config = run_config(*SHORT)
-    make = functools.partial(build.segmentation_network, config, 19)
-    return build.learner(config, make, one_epoch(4), World()).network.state_dict()
+    make = functools.partial(assemble.segmentation_network, config, 19)
+    return assemble.learner(config, make, one_epoch(4), World()).network.state_dict()
 
 
 def moved(weights: Weights) -> torch.Tensor:
@@ -75,9 +76,9 @@ def test_a_step_that_float16_leaves_out_leaves_no_trace(fused):
     weight = torch.nn.Parameter(torch.ones(100))
     optim = SGD(lr=1.0, momentum=0.5, weight_decay=0.0, fused=fused)
     network = torch.nn.ParameterList([weight])
-    sgd = build.optimizer(optim, network, ())
+    sgd = assemble.optimizer(optim, network, ())
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    learner = Learner(network, None, sgd, build.lr_schedule(Poly(power=0.0), sgd, one_epoch(4)), scaler)
+    learner = Learner(network, None, sgd, assemble.lr_schedule(Poly(power=0.0), sgd, one_epoch(4)), scaler)
     values = []
     for slope in (math.inf, 1.0, 1.0):
         sgd.zero_grad()

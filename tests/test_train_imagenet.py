@@ -16,11 +16,12 @@ from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
 from datasets import cifar10, shapes
-from engine import build, checkpoint
-from engine import config as configuration
+from engine import assemble
+from engine.checkpoint import files as checkpoint
 from engine.classification.evaluation import Counts
+from engine.configuration import config as configuration
 from engine.distributed import World
-from engine.metrics_logger import MetricsLogger
+from engine.records.metrics_logger import MetricsLogger
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
@@ -165,7 +166,7 @@ def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(
     assert again["confusion_matrix"] == trained["confusion_matrix"] and again["images"] == 10
 
     config = configuration.of_checkpoint(state, ClassificationRun, "it")
-    make, classes = partial(build.classification_network, config), state["classes"]
+    make, classes = partial(assemble.classification_network, config), state["classes"]
     network = checkpoint.load_network(lambda: make(len(classes)), state, classes, Path()).eval()
     centred, std = torch.from_numpy(test_set.pixels) - state["mean_image"], torch.tensor(config.data.std).view(3, 1, 1)
     labels = network((centred / 255 / std).float()).argmax(dim=1)
@@ -265,5 +266,5 @@ def test_a_part_of_the_images_has_every_class():
     """Files lie by class: the first 40 photographs would be of one. Shapes come in turn, and every 25th is taken."""
     config, val_set = classification_config("data.workers=0").data, shapes(None, "val")
     for images, expected in ((40, [5] * 8), (None, [125] * 8), (1001, [125] * 8)):
-        loaded = build.classified_images(config, val_set, World(), images, batch_size=30)
+        loaded = assemble.classified_images(config, val_set, World(), images, batch_size=30)
         assert torch.cat([minibatch["label"] for minibatch in loaded]).bincount().tolist() == expected

@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from datasets import cityscapes
 from datasets.synthetic import write_streets
-from engine import checkpoint
-from engine.metrics_logger import MetricsLogger
+from engine.checkpoint import files as checkpoint
+from engine.records.metrics_logger import MetricsLogger
 from tests.faults.runs import before_call
 from tests.runs import SHORT, composed, run, run_config
 from tests.state_dicts import same

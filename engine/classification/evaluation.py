@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
-from engine.confusion_picture import confusion_picture
 from engine.console import tracked
 from engine.distributed import World
-from engine.evaluated import Evaluated
 from engine.forward import Forward
-from engine.out_of_memory import memory_errors
+from engine.memory import memory_errors
 from engine.prefetching import prefetched
+from engine.records.confusion_picture import confusion_picture
+from engine.records.evaluated import Evaluated
 from engine.run import Run
 from engine.schema.classification import ClassificationRun
 from engine.stopping import UntilStopped

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.confusion_picture import confusion_picture
 from engine.console import tracked
 from engine.distributed import World
-from engine.evaluated import Evaluated
 from engine.forward import Forward
 from engine.prefetching import prefetched
+from engine.records.confusion_picture import confusion_picture
+from engine.records.evaluated import Evaluated
 from engine.run import Run
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict

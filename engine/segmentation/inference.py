@@ -17,7 +17,7 @@ from torch import Tensor
 
 from datasets.transforms import base_scale, scaled
 from engine.forward import Forward
-from engine.out_of_memory import memory_errors
+from engine.memory import memory_errors
 from engine.prefetching import on_device
 from models.segmentation import SegmentationNetwork
 

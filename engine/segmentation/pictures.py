@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from datasets import SegmentationDataset
-from engine.confusion_picture import without_math
+from engine.records.confusion_picture import without_math
 
 OVERLAY_OPACITY = 0.6
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine.distributed import device_of
-from engine.malloc import keep_freed_memory
+from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from models.layers.norms.backends import check_backend
 from scripts.bench.abn_page import page

@@ -55,7 +55,7 @@ METHOD = f"""
 - *Host time* is that of a layer on 2x64x4x4 values, where Python and the dispatch of operators take nearly all of it;
   *standard* is `nn.BatchNorm2d` and `nn.LeakyReLU` there, and *one layer* our `ABN`. *Inference* is a forward pass in
   eval mode under `no_grad`.
-- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.malloc`). With
+- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.memory`). With
   glibc's defaults, a large buffer may or may not be taken from the system page by page, at several times the cost of
   computing its values.
 - *Saved* counts the bytes that autograd keeps for the backward pass, each storage once, without parameters (and without

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from omegaconf import MISSING, DictConfig
 
-from engine import config as configuration
-from engine.command_line import configured
-from engine.provenance import provenance
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
+from engine.records.provenance import provenance
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 MIB = 2**20

@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from engine.malloc import keep_freed_memory
+from engine.memory import keep_freed_memory
 from models.layers import recompute_activations
 from scripts.bench.abn_strategies import compiled
 from scripts.bench.frame import reason

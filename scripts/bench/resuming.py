@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from engine.provenance import provenance
+from engine.records.provenance import provenance
 from scripts.bench.frame import Arguments, known_of
 
 

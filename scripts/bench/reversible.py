@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from engine.distributed import device_of
-from engine.malloc import keep_freed_memory
+from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from scripts.bench import frame
 from scripts.bench.reversible_budget import budget

@@ -17,17 +17,17 @@ from torch._dynamo.utils import counters
 
 import train_seg  # noqa: F401  # declares its command
 from datasets import synthetic
-from engine import build, command_line, loop
-from engine import config as configuration
+from engine import assemble, loop
+from engine.checkpoint.run_directory import RunDirectory
+from engine.configuration import command_line
+from engine.configuration import config as configuration
 from engine.distributed import World, device_of
-from engine.evaluated import Evaluated
-from engine.malloc import keep_freed_memory
-from engine.metrics_logger import MetricsLogger
-from engine.peak_memory import peak_memory_mib
+from engine.memory import keep_freed_memory, peak_memory_mib
 from engine.prefetching import prefetched
-from engine.profiling import WARM_UP_STEPS, profiled
+from engine.records.evaluated import Evaluated
+from engine.records.metrics_logger import MetricsLogger
+from engine.records.profiling import WARM_UP_STEPS, profiled
 from engine.run import Run
-from engine.run_directory import RunDirectory
 from engine.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import StopRequest
@@ -53,15 +53,15 @@ class Training:
         torch.set_num_threads(threads)
         self.config = composed(*common, *switch.overrides)
         trainer = self.config.trainer
-        build.arithmetic(trainer)
+        assemble.arithmetic(trainer)
         self.world = World(device=device_of(trainer.device))
         if self.world.device.type == "cpu" and switch.freed_memory_kept:
             keep_freed_memory()
         self.dataset = synthetic(None, "train")
-        make = partial(build.segmentation_network, self.config, len(self.dataset.classes))
-        self.learner = build.learner(self.config, make, ENDLESS, self.world)
-        self.loss = build.loss(self.config.loss, self.dataset.ignore_index)
-        self.in_memory = list(build.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
+        make = partial(assemble.segmentation_network, self.config, len(self.dataset.classes))
+        self.learner = assemble.learner(self.config, make, ENDLESS, self.world)
+        self.loss = assemble.loss(self.config.loss, self.dataset.ignore_index)
+        self.in_memory = list(assemble.training_loader(self.config, self.dataset, MINIBATCHES, self.world))
         self.data = switch.data
         self.minibatches = self.endless()
         if trainer.profile:
@@ -80,7 +80,7 @@ class Training:
             (minibatch,) = prefetched(self.in_memory[:1], device)
             return itertools.repeat(minibatch)
         if self.data == "read":
-            return prefetched(build.training_loader(self.config, self.dataset, LONG, self.world), device)
+            return prefetched(assemble.training_loader(self.config, self.dataset, LONG, self.world), device)
         minibatches = itertools.cycle(self.in_memory)
         return minibatches if self.data == "not prefetched" else prefetched(minibatches, device)
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 class Switch(NamedTuple):
     overrides: tuple[str, ...]  # of train_seg.py
     only_cuda: bool = False
-    freed_memory_kept: bool = True  # on the CPU, by engine.malloc.keep_freed_memory
+    freed_memory_kept: bool = True  # on the CPU, by engine.memory.keep_freed_memory
     data: str = "in memory"  # where minibatches come from: see Training.endless
     title: str | None = None
 

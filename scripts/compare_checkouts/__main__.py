@@ -20,8 +20,8 @@ from pathlib import Path
 
 from omegaconf import MISSING, DictConfig
 
-from engine import config as configuration
-from engine.command_line import configured
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
 from scripts.compare_checkouts.checkout import CommandFailed, Side
 from scripts.compare_checkouts.scenarios import SCENARIOS
 from scripts.compare_checkouts.values import COLUMNS, Column, compare_folders

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from engine.command_line import composed
+from engine.configuration.command_line import composed
 
 
 def measured(name: str, run: Callable[[DictConfig], Path], folder: Path, *overrides: str) -> tuple[dict, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.command_line import composed
+from engine.configuration.command_line import composed
 from scripts.bench import abn, loader, networks, training
 from scripts.bench.elsewhere import Elsewhere
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.command_line import composed
+from engine.configuration.command_line import composed
 from scripts.bench import networks, networks_list, networks_methods, resuming
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS
 from scripts.bench.measuring import kept_bytes

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from engine import build
+from engine import assemble
 from engine.forward import Forward
 from engine.learner import Learner
 from engine.schema.data import Data
@@ -21,7 +21,7 @@ def forward_of(
     """A forward pass on `device`; all three colours have `mean` and `std` (0 to 1)."""
     trainer = Trainer(precision=precision, channels_last=channels_last)
     config = TrainingRun(data=Data(mean=[mean] * 3, std=[std] * 3), trainer=trainer)
-    return build.forward(config, network, torch.device(device))
+    return assemble.forward(config, network, torch.device(device))
 
 
 def learner_of(

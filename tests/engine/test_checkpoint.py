@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 from engine.console import logger
 from tests.state_dicts import same
 

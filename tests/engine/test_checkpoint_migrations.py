@@ -8,11 +8,11 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from engine import checkpoint
-from engine import config as cfg
-from engine.checkpoint_migrations import FORMAT, SEGMENTATION_ONLY, migrated
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
+from engine.checkpoint.random_states import restore_random_states
+from engine.configuration import config as cfg
 from engine.distributed import World
-from engine.random_states import restore_random_states
 from engine.schema.optim import SGD, Poly
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from datasets.class_table import UnknownIds
-from engine.command_line import CONFIGS, choices, composed, errors_for_users
+from engine.configuration.command_line import CONFIGS, choices, composed, errors_for_users
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import REPOSITORY

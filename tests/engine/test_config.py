@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datasets import WholeImages
-from engine import build, command_line
-from engine import config as cfg
+from engine import assemble
+from engine.configuration import command_line
+from engine.configuration import config as cfg
 from engine.distributed import World
 from engine.schema.classification import ClassificationRun
 from engine.schema.data import SEGMENTATION_DATASETS
@@ -49,11 +50,11 @@ def test_what_an_experiment_says_is_what_its_run_does():
 
 def reached(config: ClassificationRun) -> dict:
     """What the keys of an experiment become: of its network, optimiser, schedule and loaders."""
-    schedule = build.schedule_of(config, images=1_281_167 if config.data.name == "imagenet" else 50_000)
+    schedule = assemble.schedule_of(config, images=1_281_167 if config.data.name == "imagenet" else 50_000)
     with torch.device("meta"):
-        network = build.classification_network(config, classes=10)
-    optimizer = build.optimizer(config.optim, network, config.head_modules)
-    scheduler = build.lr_schedule(config.lr_schedule, optimizer, schedule)
+        network = assemble.classification_network(config, classes=10)
+    optimizer = assemble.optimizer(config.optim, network, config.head_modules)
+    scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, schedule)
     norms = {(type(m), m.activation, m.eps, m.momentum) for m in network.modules() if isinstance(m, ABN)}
     decays = {(p.ndim > 1, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
     groups = {(group["lr"], group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
@@ -152,7 +153,7 @@ def test_segmentation_experiments_are_the_paper_s(name):
     crops, size, thousands_of_steps = SEGMENTATION[name]
     assert (config.data.crops_per_minibatch, config.data.crop_size) == (crops, size)
     images, classes = {"cityscapes": (2975, 19), "coco": (40_000, 91), "vistas": (18_000, 65)}[data]
-    assert build.official_images(config.data)["train"] == images
+    assert assemble.official_images(config.data)["train"] == images
     steps = images * config.trainer.epochs / crops
     assert abs(steps / 1000 - thousands_of_steps) < 0.06 and f"{thousands_of_steps}k steps" in header(name)
     assert (config.norm.name, config.norm.activation) == ("std" if name.endswith("_std") else "inplace", "leaky_relu")
@@ -163,7 +164,7 @@ def test_segmentation_experiments_are_the_paper_s(name):
     assert (config.sampler.name == "class_uniform") == name.endswith("_cus")
     assert f"experiment={name} " in header(name)
     with torch.device("meta"):
-        network = build.segmentation_network(config, classes)
+        network = assemble.segmentation_network(config, classes)
     assert sum(p.numel() for p in network.parameters()) == FULL_NETWORKS[body] + 257 * classes
 
 
@@ -180,13 +181,13 @@ def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
     segments = isinstance(config, SegmentationRun)
     size = (64, 96) if segments else (config.data.crop_size,) * 2
     with FakeTensorMode():
-        network = (build.segmentation_network if segments else build.classification_network)(config, classes=10)
-        forward = build.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
-        optimizer = build.optimizer(config.optim, network, config.head_modules)
-        scheduler = build.lr_schedule(config.lr_schedule, optimizer, build.schedule_of(config, images=1000))
+        network = (assemble.segmentation_network if segments else assemble.classification_network)(config, classes=10)
+        forward = assemble.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
+        optimizer = assemble.optimizer(config.optim, network, config.head_modules)
+        scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=1000))
         logits = forward(torch.zeros(2, 3, *size, dtype=torch.uint8))
         if segments:
-            loss = build.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, *size, dtype=torch.uint8))
+            loss = assemble.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, *size, dtype=torch.uint8))
         else:
             loss = torch.nn.functional.cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
         loss.backward()
@@ -236,19 +237,19 @@ def test_groups_reach_what_they_build():
         *("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "lr_schedule.power=2"),
     )
     with torch.device("meta"):
-        network = build.segmentation_network(config, classes=3)
+        network = assemble.segmentation_network(config, classes=3)
     norm = network.head.red_bn
     assert (norm.variant, norm.activation, norm.activation_param) == ("I", "elu", 0.5)
     assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
     assert [conv.dilation for conv in network.head.map_convs] == [(1, 1), (2, 2), (4, 4)]
     assert network.head.pooling_size == (5, 6) and network.body.output_stride == 16
-    loss = build.loss(config.loss, ignore_index=7)
+    loss = assemble.loss(config.loss, ignore_index=7)
     assert (loss.fraction, loss.ignore_index) == (0.5, 7)
-    assert type(build.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
-    optimizer = build.optimizer(config.optim, torch.nn.Linear(1, 1), ())
+    assert type(assemble.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
+    optimizer = assemble.optimizer(config.optim, torch.nn.Linear(1, 1), ())
     group = optimizer.param_groups[0]
     assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
-    assert build.lr_schedule(config.lr_schedule, optimizer, build.schedule_of(config, images=100)).power == 2
+    assert assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=100)).power == 2
 
 
 NAMED_BODIES = {
@@ -279,7 +280,7 @@ def test_bodies_are_the_named_networks():
         for key, value in keys.items():
             config = with_key(config, f"body.{key}", value)
         with torch.device("meta"):
-            body = build.body(config.body, build.norm_act(config.norm))
+            body = assemble.body(config.body, assemble.norm_act(config.norm))
         found = [type(body).__name__, sum(p.numel() for p in body.parameters()), body.output_stride]
         assert found == (expected or found), name
 
@@ -292,7 +293,7 @@ def test_norm_choices_are_the_layers_of_figure_2():
         ("inplace_1", InPlaceABN, {"variant": "I"}),
         ("inplace", InPlaceABN, {"variant": "II"}),
     ):
-        layer = build.norm_act(run_config(f"norm={norm}", "norm.sync=true", "norm.backend=eager").norm)(4)
+        layer = assemble.norm_act(run_config(f"norm={norm}", "norm.sync=true", "norm.backend=eager").norm)(4)
         assert type(layer) is cls and option.items() <= vars(layer).items()
         assert layer.sync and layer.backend == "eager"
 
@@ -302,9 +303,9 @@ def test_the_released_package_is_a_norm_choice():
     config = run_config("norm=package", "norm.activation=elu")
     if importlib.util.find_spec("inplace_abn") is None:
         with pytest.raises(ValueError, match="pip install --no-build-isolation inplace-abn"):
-            build.segmentation_network(config, classes=3)
+            assemble.segmentation_network(config, classes=3)
         return
-    network = build.segmentation_network(config, classes=3)
+    network = assemble.segmentation_network(config, classes=3)
     network(torch.randn(2, 3, 32, 32)).square().mean().backward()
     assert network.head.red_bn.activation == "elu"
     assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
@@ -315,29 +316,29 @@ def test_data_keys_reach_the_loader():
         *("data.crop_size=24", "data.scale=[0.8,0.9]", "data.flip=0.25", "data.mean=[0.1,0.2,0.4]"),
         *("data.std=[0.25,0.5,1]", "data.crops_per_minibatch=5", "seed=3", "data.workers=0"),
     )
-    dataset = build.dataset(config.data, "train")
-    loader = build.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
+    dataset = assemble.dataset(config.data, "train")
+    loader = assemble.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
     transform = loader.dataset.transform
     assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
     assert (transform.fill, transform.ignore_index, loader.dataset.seed) == ((26, 51, 102), 255, 3)
     assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
-    assert len(build.evaluation_loader(WholeImages(dataset), config.data, World(), images=3)) == 3
+    assert len(assemble.evaluation_loader(WholeImages(dataset), config.data, World(), images=3)) == 3
 
 
 def test_sampler_keys_reach_the_loader(tmp_path):
     sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
     config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
-    dataset = build.dataset(config.data, "train")
+    dataset = assemble.dataset(config.data, "train")
     seen = []
-    loader = build.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
+    loader = assemble.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
     assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
     sampler = loader.batch_sampler
     assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
     assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
-    rank = build.training_loader(config, dataset, 9, World(rank=1, size=2), 2).batch_sampler
+    rank = assemble.training_loader(config, dataset, 9, World(rank=1, size=2), 2).batch_sampler
     assert list(rank) == [minibatch[3:] for minibatch in sampler]
     worlds = [World(rank=rank, size=3) for rank in range(3)]
-    shares = [build.evaluation_loader(WholeImages(dataset), config.data, world, 7) for world in worlds]
+    shares = [assemble.evaluation_loader(WholeImages(dataset), config.data, world, 7) for world in worlds]
     assert [len(share) for share in shares] == [3, 2, 2]
 
 

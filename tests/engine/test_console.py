@@ -3,8 +3,8 @@
 from functools import partial
 
 from engine.console import make_console, progress_bar, tracked
-from engine.evaluated import Evaluated
-from engine.results import print_results
+from engine.records.evaluated import Evaluated
+from engine.records.results import print_results
 from engine.segmentation.score_table import iou_table
 
 

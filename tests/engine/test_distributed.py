@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from engine import build, checkpoint
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.run_directory import RunDirectory
 from engine.distributed import World, node_group
 from engine.loop import train_step
-from engine.metrics_logger import MetricsLogger
-from engine.run_directory import RunDirectory
+from engine.records.metrics_logger import MetricsLogger
+from engine.records.waits import DataWait
 from engine.stopping import Preempted
-from engine.waits import DataWait
 from eval import evaluate
 from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
@@ -59,7 +60,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
     sizes = (f"data.crops_per_minibatch={crops}", f"trainer.accumulation_steps={parts}")
     options = (f"norm={norm}", "norm.sync=true", *sizes, *overrides)
     config = run_config(*SHORT, *options)
-    learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), world)
+    learner = assemble.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
     generator = torch.Generator().manual_seed(0)
     losses, norms = [], []
     for _ in range(2):
@@ -68,7 +69,7 @@ def _steps(norm: str, order: list[int], parts: int, overrides: tuple[str, ...]) 
         labels[labels == 5] = 255
         share = order[world.rank * crops // world.size : (world.rank + 1) * crops // world.size]
         minibatch = {"image": images[share], "label": labels[share]}
-        loss, norm = train_step(learner, build.loss(config.loss, ignore_index=255), minibatch, crops, world)
+        loss, norm = train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, crops, world)
         losses.append(loss)
         norms.append(norm)
     gradients = {f"gradient of {name}": p.grad for name, p in learner.network.named_parameters()}
@@ -98,7 +99,7 @@ def backward_events(rank: int, compiled: bool) -> str:
     """A backward pass in order: "g" for gradients that leave, "c" for a convolution or a compiled graph that starts."""
     wide = ("body.structure=[1,1,1,1]", "body.base_channels=[128,128,256]", "head.hidden_channels=8")  # 76 MiB
     config = run_config(*SHORT, *wide, "head.out_channels=8", f"trainer.compile={compiled}")
-    learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), this_world())
+    learner = assemble.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), this_world())
     learner.forward.network.register_comm_hook(None, leaving)
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     learner.forward(images).mean().backward()
@@ -152,7 +153,7 @@ def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
     """
     world, clock = this_world(), dist.FileStore(str(shared), SIZE)
     config = run_config(*SHORT, "norm.sync=false", f"data.crops_per_minibatch={2 * SIZE}")
-    learner = build.learner(config, partial(build.segmentation_network, config, 5), one_epoch(10), world)
+    learner = assemble.learner(config, partial(assemble.segmentation_network, config, 5), one_epoch(10), world)
     first = next(learner.network.parameters())  # its gradient is the last
     first.register_post_accumulate_grad_hook(lambda _: clock.add("ready", 1) and None)
 
@@ -172,10 +173,10 @@ def waits(rank: int, slow_part: str, shared: Path) -> tuple[float, float]:
     if slow_part == "network":
         learner.network.register_forward_pre_hook(takes_ten_seconds)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.waits.time", SimpleNamespace(perf_counter=lambda: float(clock.add("seconds", 0))))
+        patch.setattr("engine.records.waits.time", SimpleNamespace(perf_counter=lambda: float(clock.add("seconds", 0))))
         waiting = DataWait(minibatches())
         minibatch = next(iter(waiting))
-        train_step(learner, build.loss(config.loss, ignore_index=255), minibatch, 2 * SIZE, world)
+        train_step(learner, assemble.loss(config.loss, ignore_index=255), minibatch, 2 * SIZE, world)
     return waiting.seconds, learner.exchange.seconds
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine import build
+from engine import assemble
 from tests.engine.learners import forward_of
 from tests.runs import run_config
 
@@ -37,7 +37,7 @@ def test_it_is_normalisation_autocast_and_network_to_the_bit(precision, channels
     net, pixels = network(), images(13, 17)
     overrides = (f"trainer.precision={precision}", f"trainer.channels_last={channels_last}")
     config = run_config(*overrides, "data.mean=[0.1,0.2,0.4]", "data.std=[0.25,0.5,1]")
-    forward = build.forward(config, net, CPU)
+    forward = assemble.forward(config, net, CPU)
     logits = forward(pixels)
 
     memory_format = torch.channels_last if channels_last else torch.contiguous_format

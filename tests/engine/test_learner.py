@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 from engine.distributed import World
 from engine.learner import Learner, WeightAverage
 from models.layers import InPlaceABN

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from engine.checkpoint.run_directory import RunDirectory
 from engine.distributed import World
 from engine.learner import Learner, WeightAverage
 from engine.loop import train_step
-from engine.run_directory import RunDirectory
 from engine.segmentation.losses import BootstrappedCrossEntropy
 from models.layers import InPlaceABN
 from tests.cuda import NEEDS_CUDA

@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 import train_seg
-from engine import build
-from engine.memory_plan import largest_crop, most_crops
+from engine import planner
+from engine.planner.search import largest_crop, most_crops
 from engine.schema.memory import bytes_of
 from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
@@ -44,27 +44,27 @@ def planned(*overrides: str):
 
 def test_what_fits_is_the_most_that_fits():
     config = planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=std")
-    chosen = build.fitting(config, devices=2)
+    chosen = planner.fitting(config, devices=2)
     share, size = chosen.data.crops_per_minibatch // 2, config.data.crop_size
-    peaks = [build.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
+    peaks = [planner.step_memory(config, share + more, size, devices=2).peak for more in (0, 1)]
     assert peaks[0] <= 40 * 2**20 < peaks[1]
-    one, two = (build.step_memory(config, share, size, devices) for devices in (1, 2))
+    one, two = (planner.step_memory(config, share, size, devices) for devices in (1, 2))
     assert one.at_peak["gradients"] < two.at_peak["gradients"] == two.parameters  # DDP holds all throughout
-    inplace = build.fitting(planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
+    inplace = planner.fitting(planned(FLAT, "memory.budget=40MiB", "memory.fit=batch", "norm=inplace"), devices=2)
     assert inplace.data.crops_per_minibatch > 1.3 * chosen.data.crops_per_minibatch
 
 
 def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     run = ("debug=smoke", *SMALL, FLAT, "norm.backend=eager", "data.crop_size=64", "trainer.device=cpu")
     budget = ("memory.budget=30MiB", "memory.fit=batch")
-    crops = build.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
+    crops = planner.fitting(planned(*run, *budget), devices=1).data.crops_per_minibatch
     file = tmp_path / "run" / "config.yaml"
     train_seg.train(runs.composed("train_seg", *run, *budget, f"run_dir={tmp_path / 'run'}"))
     written = yaml.safe_load(file.read_text())
     assert written["data"]["crops_per_minibatch"] == crops > 2 and written["memory"]["fit"] is None
     # Whatever fits now, a resumed run keeps its minibatch.
     more = ("memory.budget=60MiB", "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
-    with build.fitted(planned(*run, *more)) as config:
+    with planner.fitted(planned(*run, *more)) as config:
         assert config.data.crops_per_minibatch == crops
 
 
@@ -83,16 +83,16 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     ],
 )
 def test_wrong_keys_and_budgets_are_named(overrides, message):
-    with pytest.raises(ValueError, match=message), build.fitted(planned(*overrides)):
+    with pytest.raises(ValueError, match=message), planner.fitted(planned(*overrides)):
         pass
 
 
 def test_running_out_of_memory_all_the_same_names_the_plan():
     config, planned_mib = planned("memory.budget=1GiB"), r"The plan for memory.budget=1GiB was [\d.]+ MiB"
     with pytest.raises(MemoryError, match=rf"out of memory in step 3. {planned_mib}, and .* took [\d,.]+ MiB before"):
-        with build.fitted(config):
+        with planner.fitted(config):
             raise MemoryError("out of memory in step 3")
-    with pytest.raises(MemoryError, match="^full$"), build.fitted(planned()):
+    with pytest.raises(MemoryError, match="^full$"), planner.fitted(planned()):
         raise MemoryError("full")
 
 

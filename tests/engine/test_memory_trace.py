@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 
-from engine.build.memory import fake_step
 from engine.distributed import World
 from engine.loop import accumulate_gradients
-from engine.made_tensors import MadeTensors
-from engine.memory_trace import traced
+from engine.planner.fit import fake_step
+from engine.planner.made_tensors import MadeTensors
+from engine.planner.trace import traced
 from scripts.bench.measuring import peak_bytes, saved_for_backward
 from tests import runs
 

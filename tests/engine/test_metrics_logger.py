@@ -15,10 +15,10 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from engine import checkpoint
-from engine.evaluated import Evaluated
-from engine.metrics_logger import MetricsLogger
-from engine.run_directory import RunDirectory
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.run_directory import RunDirectory
+from engine.records.evaluated import Evaluated
+from engine.records.metrics_logger import MetricsLogger
 from engine.schema.data import Data
 from tests.runs import SHORT, composed, run_config
 from tests.state_dicts import same

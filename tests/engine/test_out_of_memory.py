@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.peak_memory import is_out_of_memory, memory_errors
+from engine.memory import is_out_of_memory, memory_errors
 
 
 @pytest.mark.parametrize(

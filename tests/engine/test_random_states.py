@@ -2,9 +2,9 @@
 
 import torch
 
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.random_states import random_states, restore_random_states
 from engine.distributed import World
-from engine.random_states import random_states, restore_random_states
 
 
 def restored(state: dict, rank: int = 0, world_size: int = 1) -> torch.Tensor:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from datasets import synthetic
-from engine.confusion_picture import confusion_picture
-from engine.evaluated import Evaluated
-from engine.results import write_results
+from engine.records.confusion_picture import confusion_picture
+from engine.records.evaluated import Evaluated
+from engine.records.results import write_results
 from tests.engine.test_checkpoint import files_of_at_most
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}

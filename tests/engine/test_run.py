@@ -3,7 +3,7 @@
 import pytest
 
 import train_imagenet
-from engine import build
+from engine import assemble
 from engine.schema.classification import ClassificationRun
 from tests.runs import SHORT_SHAPES, composed
 
@@ -21,8 +21,8 @@ def test_a_number_of_classes_that_the_task_cannot_have_is_refused_before_the_fir
         made.classes = made.classes[:count]
         return made
 
-    shapes = build.classified_split
-    monkeypatch.setattr(build.classification, "classified_split", with_classes)
+    shapes = assemble.classified_split
+    monkeypatch.setattr(assemble.classification, "classified_split", with_classes)
     monkeypatch.setattr(ClassificationRun, "most_classes", 3)
     with pytest.raises(ValueError, match=f"^shapes has {count} classes: expected 1 to 3 for classification$"):
         train(f"run_dir={tmp_path / 'run'}")
@@ -32,7 +32,7 @@ def test_a_number_of_classes_that_the_task_cannot_have_is_refused_before_the_fir
 def test_minibatches_that_begin_again_are_noticed(tmp_path, monkeypatch):
     """A sampler without the run's `start_step` would train a resumed run for too many steps."""
     train(f"run_dir={tmp_path}")
-    order_of = build.order_of
-    monkeypatch.setattr(build.classification, "order_of", lambda *arguments: order_of(*arguments[:3]))
+    order_of = assemble.order_of
+    monkeypatch.setattr(assemble.classification, "order_of", lambda *arguments: order_of(*arguments[:3]))
     with pytest.raises(AssertionError, match="begin after run.start_step"):
         train(f"run_dir={tmp_path}", "resume=auto")

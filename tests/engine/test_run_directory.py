@@ -15,9 +15,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from engine import checkpoint
-from engine import config as cfg
-from engine.run_directory import RunDirectory
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.run_directory import RunDirectory
+from engine.configuration import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import run_config, with_key
 from tests.state_dicts import same
@@ -110,7 +110,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
     """From the step before (`old`) or the saved one (3); its next save works normally."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # only a power failure would need it, and it is slow
     # The configuration is not tested here, and reading it a hundred times is slow.
-    monkeypatch.setattr("engine.run_directory.of_checkpoint", lambda *_: config)
+    monkeypatch.setattr("engine.checkpoint.run_directory.of_checkpoint", lambda *_: config)
     if not links:
         monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     start = run_in(tmp_path / "start", config, *{"nothing": (), "last": (2,)}.get(held, (1, 2)))
@@ -185,10 +185,10 @@ def test_one_process_trains_in_a_folder_at_a_time(tmp_path, monkeypatch):
         finally:
             os._exit(0)
     assert os.WIFSTOPPED(os.waitpid(other, os.WUNTRACED)[1])
-    monkeypatch.setattr("engine.run_directory.SECONDS_FOR_ANOTHER", 0.3)
+    monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 0.3)
     with pytest.raises(ValueError, match="another process is training there; end it, or give another run_dir"):
         run.lock()
-    monkeypatch.setattr("engine.run_directory.SECONDS_FOR_ANOTHER", 300)
+    monkeypatch.setattr("engine.checkpoint.run_directory.SECONDS_FOR_ANOTHER", 300)
     threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
     run.lock()
     assert os.WIFSIGNALED(os.waitpid(other, 0)[1])
@@ -223,7 +223,9 @@ def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
     config = run_config(f"run_dir={tmp_path}", "resume=auto", "sampler=class_uniform")
     run, keys = run_in(tmp_path, config, 1), cfg.flat(cfg.plain(config))
     assert FREE_ON_RESUME <= keys.keys()
-    monkeypatch.setattr("engine.run_directory.of_checkpoint", lambda *_: config)  # reading it for each key is slow
+    monkeypatch.setattr(
+        "engine.checkpoint.run_directory.of_checkpoint", lambda *_: config
+    )  # reading it for each key is slow
     for key, value in keys.items():
         now = with_key(config, key, f"not {value}")
         if key in FREE_ON_RESUME:

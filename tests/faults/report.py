@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.provenance import provenance
+from engine.records.provenance import provenance
 from scripts.bench.frame import as_text
 
 

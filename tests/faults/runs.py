@@ -18,10 +18,10 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 from engine.classification import evaluation as classification
-from engine.command_line import command_line, errors_for_users
-from engine.metrics_logger import MetricsLogger
+from engine.configuration.command_line import command_line, errors_for_users
+from engine.records.metrics_logger import MetricsLogger
 from engine.segmentation import evaluation as segmentation
 from tests.ranks import FORKSERVER
 from tests.runs import REPOSITORY, SHORT, SHORT_SHAPES, composed

@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
-from engine import checkpoint
-from engine.metrics_logger import MetricsLogger
+from engine.checkpoint import files as checkpoint
+from engine.records.metrics_logger import MetricsLogger
 from tests.faults.runs import SLOWLY, Run, before_call, case, killed_after, last_of, says, survived
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import train_seg
 from datasets import WholeImages
-from engine import checkpoint
-from engine.metrics_logger import MetricsLogger
+from engine.checkpoint import files as checkpoint
+from engine.records.metrics_logger import MetricsLogger
 from engine.stopping import EXIT_CODE
 from tests.faults import runs
 from tests.faults.runs import NAP, SLOWLY, STEPS, Run, before_call, killed_after, last_of, says, steps_of, survived

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 from engine.learner import Learner
 from engine.segmentation import inference
 from tests.faults.runs import Run, before_call, case, survived

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.made_tensors import MadeTensors
+from engine.planner.made_tensors import MadeTensors
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.layers import ABN, InPlaceABN

@@ -7,9 +7,10 @@ import torch
 import torchvision
 from torch import nn
 
-from engine import build, checkpoint
-from engine import config as cfg
-from engine.build.initial_weights import initialise, initialise_from
+from engine import assemble
+from engine.assemble.initial_weights import initialise, initialise_from
+from engine.checkpoint import files as checkpoint
+from engine.configuration import config as cfg
 from models.bodies import resnext101
 from models.checkpoints.official import load_released
 from models.layers import ABN
@@ -23,7 +24,7 @@ CLASSES = ("road", "sky", "tree")
 def network(*overrides: str, classes: int = 3, seed: int = 0):
     """A small network with statistics and scales unlike any initialisation's."""
     torch.manual_seed(seed)
-    built = build.segmentation_network(run_config(*overrides), classes)
+    built = assemble.segmentation_network(run_config(*overrides), classes)
     for module in built.modules():
         if isinstance(module, ABN):
             for values in (module.weight, module.bias, module.running_mean):
@@ -164,7 +165,7 @@ def test_the_format_is_never_guessed(file, tmp_path):
     ],
 )
 def test_what_does_not_fit_is_refused_and_named(file, overrides, message):
-    tuned = build.segmentation_network(run_config(*overrides), 3)
+    tuned = assemble.segmentation_network(run_config(*overrides), 3)
     before = copy.deepcopy(tuned.state_dict())
     with pytest.raises(ValueError, match=f"init.weights={file} does not fit the network.*{message}"):
         initialise_from(tuned, file, CLASSES)
@@ -205,12 +206,12 @@ def test_a_released_file_in_one_step(tmp_path, scale):
     load_released(by_hand, path, scale)
     start = (f"init.weights={path}", "init.format=released")
     config = classification_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
-    classifier = build.classification_network(config, 3)
+    classifier = assemble.classification_network(config, 3)
     report = initialise(config, classifier, CLASSES)
     assert same(classifier.state_dict(), by_hand.state_dict())
     assert not report.skipped and f"({scale}): as init.scale says" in str(report)
     config = run_config(*SMALL_RESNEXT, *start, f"init.scale={scale}")
-    segmenter = build.segmentation_network(config, 3)
+    segmenter = assemble.segmentation_network(config, 3)
     report = initialise(config, segmenter, CLASSES)
     body = segmenter.body.state_dict()
     assert same(body, {name: tensor for name, tensor in by_hand.state_dict().items() if name in body})
@@ -250,7 +251,7 @@ def test_a_resnet_of_torchvision(tmp_path, activation, warned):
     torch.save(torchvision.models.resnet34(weights=None, num_classes=5).state_dict(), tmp_path / "net.pth")
     start = (f"init.weights={tmp_path / 'net.pth'}", "init.format=torchvision")
     config = run_config("body=resnet34", "norm=std", f"norm.activation={activation}", *start)
-    tuned = build.segmentation_network(config, 3)
+    tuned = assemble.segmentation_network(config, 3)
     report = initialise(config, tuned, CLASSES)
     assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
     assert set(report.skipped.values()) == {"it classifies whole images"}
@@ -264,13 +265,13 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
     """Of the same classes: everything. Of others: the body. Of a segmentation network: its body, without a prefix."""
     config = classification_config("body=resnext_cifar_small")
     torch.manual_seed(0)
-    source = build.classification_network(config, 3)
+    source = assemble.classification_network(config, 3)
     state = {"task": "classification", "step": 5, "config": cfg.plain(config), "network": source.state_dict()}
     checkpoint.save(tmp_path / "net.pt", {**state, "classes": list(CLASSES)})
 
     def tuned(path, classes, **options):
         torch.manual_seed(1)
-        made = build.classification_network(config, len(classes))
+        made = assemble.classification_network(config, len(classes))
         return made, initialise_from(made, path, classes, **options)
 
     same_classes, report = tuned(tmp_path / "net.pt", CLASSES)
@@ -300,7 +301,7 @@ def test_a_classifier_from_any_checkpoint(tmp_path, trained):
 
     write(tmp_path / "seg.pt", trained, "norm=std")
     config = classification_config("body=resnext_tiny")
-    classifier = build.classification_network(config, 3)
+    classifier = assemble.classification_network(config, 3)
     report = initialise_from(classifier, tmp_path / "seg.pt", CLASSES)
     body = trained.body.state_dict()
     assert all(torch.equal(classifier.state_dict()[name], tensor) for name, tensor in body.items())

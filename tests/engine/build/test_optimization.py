@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import build
+from engine import assemble
 from engine.schedule import Schedule
 from engine.schema.keys import check_values
 from engine.schema.optim import SGD, AdamW, Cosine, Linear, LRSchedule, MultiStep, Poly, Step
@@ -21,7 +21,7 @@ def small_network() -> nn.ModuleDict:
 
 def run(optimizer: torch.optim.Optimizer, config: LRSchedule) -> list[float]:
     """The first group's learning rate in every step, and after the last."""
-    scheduler = build.lr_schedule(config, optimizer, SCHEDULE)
+    scheduler = assemble.lr_schedule(config, optimizer, SCHEDULE)
     found = []
     for _ in range(STEPS):
         found.append(optimizer.param_groups[0]["lr"])
@@ -32,7 +32,7 @@ def run(optimizer: torch.optim.Optimizer, config: LRSchedule) -> list[float]:
 
 def rates(config: LRSchedule) -> list[float]:
     check_values(config, "lr_schedule.")
-    return run(build.optimizer(SGD(lr=0.1), small_network(), ("cls",)), config)
+    return run(assemble.optimizer(SGD(lr=0.1), small_network(), ("cls",)), config)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_schedules_and_optimisers_that_cannot_be_are_refused(config, message):
 
 def test_by_default_one_group_decays_whole_and_the_head_can_have_its_own_rate():
     """As in the paper. Checkpoints from before there were groups have one."""
-    (group,) = build.optimizer(SGD(lr=0.1), small_network(), ("cls",)).param_groups
+    (group,) = assemble.optimizer(SGD(lr=0.1), small_network(), ("cls",)).param_groups
     assert group["param_names"] == [name for name, _ in small_network().named_parameters()]
     assert (group["lr"], group["momentum"], group["weight_decay"], group["nesterov"]) == (0.1, 0.9, 1e-4, False)
     config = SGD(lr=0.1, head_lr_factor=10.0, decay="weights", weight_decay=0.5)
     network = nn.ModuleDict({"cls": nn.Conv2d(2, 3, 1), "body": nn.Conv2d(2, 2, 1), "norm": nn.BatchNorm2d(2)})
-    optimizer = build.optimizer(config, network, ("cls",))
+    optimizer = assemble.optimizer(config, network, ("cls",))
     assert [(group["param_names"], group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
         (["body.weight"], 0.1, 0.5),
         (["body.bias", "norm.weight", "norm.bias"], 0.1, 0.0),
@@ -108,7 +108,7 @@ def test_by_default_one_group_decays_whole_and_the_head_can_have_its_own_rate():
 
 
 def test_adamw_has_its_keys():
-    optimizer = build.optimizer(AdamW(lr=1e-3, betas=[0.8, 0.95], eps=1e-6, fused=False), small_network(), ())
+    optimizer = assemble.optimizer(AdamW(lr=1e-3, betas=[0.8, 0.95], eps=1e-6, fused=False), small_network(), ())
     assert type(optimizer) is torch.optim.AdamW
     (group,) = optimizer.param_groups
     assert (group["betas"], group["eps"], group["fused"]) == ((0.8, 0.95), 1e-6, False)

@@ -12,8 +12,8 @@ from torch import Tensor
 from datasets import SegmentationDataset, WholeImages, camvid, cityscapes
 from datasets.workers import Loader
 from engine.distributed import World
-from engine.evaluated import Evaluated
 from engine.forward import Forward
+from engine.records.evaluated import Evaluated
 from engine.segmentation.evaluation import corner_crops, equal_sizes, evaluate_split
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.predictions import PictureCollector, PredictionWriter

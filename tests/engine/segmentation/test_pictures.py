@@ -3,7 +3,7 @@
 import numpy as np
 
 from datasets import ClassTable, SegmentationDataset
-from engine.confusion_picture import confusion_picture
+from engine.records.confusion_picture import confusion_picture
 from engine.segmentation.pictures import class_legend
 
 

@@ -29,8 +29,8 @@ from datasets.classification import mean_image
 from datasets.imagenet import IMAGES as IMAGENET_IMAGES
 from datasets.shapes import IMAGES as SHAPES_IMAGES
 from datasets.workers import Loader
-from engine.build.data import evaluation_loader, loader, order_of
-from engine.build.network import body, norm_act
+from engine.assemble.data import evaluation_loader, loader, order_of
+from engine.assemble.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
 from models.recomputation import choose_recomputation

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import TextColumn
 from torch.utils.tensorboard import SummaryWriter
 
+from engine.checkpoint.run_directory import RunDirectory
 from engine.console import logger, printable, progress_bar
-from engine.evaluated import Evaluated
-from engine.results import without_nan
-from engine.run_directory import RunDirectory
+from engine.records.evaluated import Evaluated
+from engine.records.results import without_nan
 
 
 class MetricsLogger:
@@ -63,7 +63,7 @@ class MetricsLogger:
         self.losses_and_norms: list[tuple[float, float]] = []  # since the last record, like images and seconds
         self.images, self.seconds = 0, 0.0
         self.mfu_at_one_image_per_second: float | None = None
-        self.data_s, self.exchange_s, self.all_data_s = 0.0, 0.0, 0.0  # waits; `engine.waits`
+        self.data_s, self.exchange_s, self.all_data_s = 0.0, 0.0, 0.0  # waits; `engine.records.waits`
         self.all_steps, self.all_images, self.all_seconds, self.peak_memory_mib = 0, 0, 0.0, 0.0  # of this process
         self.step_started = time.perf_counter()
 

@@ -15,8 +15,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from engine.distributed import World
 from engine.learner import Learner
-from engine.made_tensors import Change, MadeTensors
-from engine.training_step import Loss, accumulate_gradients
+from engine.loop import Loss, accumulate_gradients
+from engine.planner.made_tensors import Change, MadeTensors
 
 OPTIMIZER = "optimizer"  # the place after the backward pass
 

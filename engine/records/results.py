@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.dataset import Dataset
-from engine.evaluated import Evaluated
-from engine.provenance import provenance
+from engine.records.evaluated import Evaluated
+from engine.records.provenance import provenance
 
 
 def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:

@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
-from engine.build.network import body, norm_act
+from engine.assemble.network import body, norm_act
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun

@@ -19,24 +19,23 @@ from datasets.camvid import camvid_classes
 from datasets.cityscapes import cityscapes_classes
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.shapes import CLASSES as SHAPES
-from engine import config as configuration
-from engine.build import optimization
-from engine.build.classification import IMAGENET_CLASSES, classification_network, classified_counts
-from engine.build.data import official_images
-from engine.build.network import forward
-from engine.build.segmentation import loss, segmentation_network
+from engine.assemble import optimization
+from engine.assemble.classification import IMAGENET_CLASSES, classification_network, classified_counts
+from engine.assemble.data import official_images
+from engine.assemble.network import forward
+from engine.assemble.segmentation import loss, segmentation_network
+from engine.configuration import config as configuration
 from engine.console import logger
-from engine.learner import Learner
-from engine.memory_plan import largest_crop, most_crops
-from engine.memory_trace import Trace, traced
-from engine.peak_memory import peak_memory_mib
+from engine.learner import Learner, WeightAverage
+from engine.loop import Loss
+from engine.memory import peak_memory_mib
+from engine.planner.search import largest_crop, most_crops
+from engine.planner.trace import Trace, traced
 from engine.schema.classification import ClassificationData, ClassificationRun
 from engine.schema.data import CocoStuffData, Data, SegmentationData
 from engine.schema.memory import Memory
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
-from engine.training_step import Loss
-from engine.weight_average import WeightAverage
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -70,7 +69,7 @@ def training_images(data: Data) -> int:
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
-    """A learner, a loss and a minibatch for `engine.memory_trace.traced`.
+    """A learner, a loss and a minibatch for `engine.planner.trace.traced`.
 
     The optimiser works on all weights at once, as it does on CUDA devices.
     """
@@ -107,7 +106,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
     """The memory of a step of one of `devices` on square crops. With several, DDP has memory for all gradients.
 
-    `offloaded`: see `engine.memory_trace.traced`.
+    `offloaded`: see `engine.planner.trace.traced`.
     """
     trace = _kept_trace(config, crops, crop_size, offloaded)
     return replace(trace, at_peak=trace.at_peak | {"gradients": trace.parameters}) if devices > 1 else trace

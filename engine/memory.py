@@ -1,13 +1,12 @@
 """Memory of a run: its peak, failed allocations as helpful errors, and freed memory that stays in the process."""
 
+import ctypes
 import resource
-
-import torch
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import ctypes
+
 
 def peak_memory_mib(device: torch.device) -> float:
     """Peak in MiB: on CUDA, of the device's tensors since `reset_peak_memory`; on the CPU, of the whole process."""

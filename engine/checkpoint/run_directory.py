@@ -11,10 +11,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from engine import checkpoint
-from engine.config import fixed, of_checkpoint
+from engine.checkpoint import files as checkpoint
+from engine.checkpoint.host_copy import HostCopy
+from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
-from engine.host_copy import HostCopy
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone

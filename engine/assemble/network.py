@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import checkpoint
+from engine.checkpoint import files as checkpoint
 from engine.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import TrainingRun

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
+_REPOSITORY = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchvision", "numpy", "opencv-python-headless", "hydra-core")
 
 

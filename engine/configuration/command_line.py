@@ -16,20 +16,21 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.config import register
+from engine.configuration.config import register
 from engine.console import logger
 from engine.distributed import launched
-from engine.out_of_memory import is_out_of_memory
+from engine.memory import is_out_of_memory
 from engine.schema.keys import groups_of
 from engine.stopping import EXIT_CODE, Preempted
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -> None:
     """Make a command known to Hydra as command/NAME.
 
-    Hydra writes no logs and makes no folders (see engine/run_directory.py); --help lists the command's groups alone.
+    Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py); --help lists the command's
+    groups alone.
     """
     register(name, schema)
     defaults, groups = f"/schema/{name}", []

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from engine import checkpoint
-from engine.config import group_from_plain
+from engine.checkpoint import files as checkpoint
+from engine.configuration.config import group_from_plain
 from engine.schema.network import NORMS, Norm, PackageNorm
 from engine.schema.training import TrainingRun
 from models.checkpoints import official, torch_files

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint_migrations import FORMAT, migrated
-from engine.checkpoint_parts import OPTIONAL, PARTS
+from engine.checkpoint.migrations import FORMAT, migrated
+from engine.checkpoint.parts import OPTIONAL, PARTS
 from engine.console import logger
-from engine.out_of_memory import is_out_of_memory
+from engine.memory import is_out_of_memory
 from models.checkpoints import torch_files
 
 

@@ -10,15 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from datasets import minibatches_per_epoch
-from engine.build import optimization
-from engine.build.network import forward
+from engine.assemble import optimization
+from engine.assemble.network import forward
 from engine.distributed import World, node_group
-from engine.learner import Learner
+from engine.learner import Learner, WeightAverage
+from engine.records.waits import GradientExchange
 from engine.schedule import Schedule, in_steps
 from engine.schema.network import OurNorm
 from engine.schema.training import Trainer, TrainingRun
-from engine.waits import GradientExchange
-from engine.weight_average import WeightAverage
 from models.layers.norms.backends.compiled import check_compiler
 
 

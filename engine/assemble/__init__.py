@@ -1,0 +1,27 @@
+"""Build objects from configuration keys. Besides the entries, the planner and `engine/run.py`, no code knows both."""
+
+from engine.assemble.classification import (
+    IMAGENET_CLASSES,
+    classification_network,
+    classified_counts,
+    classified_crops,
+    classified_images,
+    classified_split,
+    classified_splits,
+    evaluated_split,
+)
+from engine.assemble.data import (
+    dataset,
+    evaluation_loader,
+    labelled_dataset,
+    labelled_splits,
+    loader,
+    official_images,
+    order_of,
+    training_crops,
+    training_loader,
+)
+from engine.assemble.network import body, forward, norm_act, trained_forward
+from engine.assemble.optimization import lr_schedule, optimizer
+from engine.assemble.segmentation import loss, segmentation_network, views
+from engine.assemble.training import arithmetic, learner, schedule_of

@@ -1,0 +1,1 @@
+"""What a run writes down: metrics, results, pictures, waits, where it ran."""
