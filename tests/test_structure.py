@@ -184,7 +184,7 @@ def is_string(node: ast.AST) -> bool:
 
 
 def test_keys_are_named_where_they_are_read():
-    """Only the schema, engine/build, the entries and the scripts spell keys as users do."""
+    """Only the schema, engine/assemble, the entries and the scripts spell keys as users do."""
     assert {"optim.lr", "norm.gamma_floor", "body.dropout", "data.lists", "data.colour_jitter.hue", "tta.flip"} <= KEYS
     assert {"window.size", "sampler.folder", "loss.fraction", "data.split", "init.weights"} <= KEYS
     keys = {source.name: source.keys() for source in sources(*MAY_IMPORT)}
