@@ -7,7 +7,7 @@ import torch
 
 from scripts.bench import abn, abn_strategies
 from scripts.bench.abn_page import chart
-from scripts.bench.abn_strategies import COMPILED, COPY, INPLACE_2, PACKAGE, STANDARD, Cell, Work
+from scripts.bench.abn_strategies import BUDGET, COMPILED, COPY, INPLACE_2, PACKAGE, STANDARD, SYNC, Cell, Work
 from scripts.bench.abn_targets import EAGER, PASS_IN_PART, SHOWN, targets
 from scripts.bench.frame import MISS, NOT_MEASURED, PASS, Clock
 from scripts.bench.measuring import peak_bytes
@@ -46,9 +46,9 @@ def rows_of(result: dict, group: str, layout: str) -> dict[str, dict]:
 @pytest.mark.parametrize("layout", abn.LAYOUTS)
 def test_every_strategy_has_a_row_with_its_bytes(record, layout):
     rows = rows_of(record[0], "bn_act_conv", layout)
-    assert {STANDARD, *OURS, abn_strategies.SYNC, COMPILED, abn_strategies.BUDGET, COPY} <= rows.keys()
+    assert {STANDARD, *OURS, SYNC, COMPILED, BUDGET, COPY} <= rows.keys()
     buffers = {name: row["saved_buffers"] for name, row in rows.items()}
-    assert all(buffers[name] == 1 for name in (*OURS, abn_strategies.SYNC, abn_strategies.BUDGET)), buffers
+    assert all(buffers[name] == 1 for name in (*OURS, SYNC, BUDGET)), buffers
     assert buffers[STANDARD] == 2 and buffers[COMPILED] == 3  # the compiler of these tests keeps y as well
     for name, row in rows.items():
         assert len(row["times_ms"]) == TINY["rounds"] and row["median_ms"] > 0
@@ -60,14 +60,7 @@ def test_every_strategy_has_a_row_with_its_bytes(record, layout):
 
 def test_alone_the_same_strategies_and_the_backends_and_all_in_the_page(record):
     rows = rows_of(record[0], "bn_act", "contiguous")
-    assert {
-        STANDARD,
-        *OURS,
-        abn_strategies.SYNC,
-        COMPILED,
-        EAGER,
-        COPY,
-    } <= rows.keys() and abn_strategies.BUDGET not in rows
+    assert {STANDARD, *OURS, SYNC, COMPILED, EAGER, COPY} <= rows.keys() and BUDGET not in rows
     assert rows[STANDARD]["ratio"] == 1
     assert rows[EAGER]["backend"] == rows[STANDARD]["backend"] == "eager" and rows[COMPILED]["backend"] == "aot_eager"
     assert record[1].count(f"| {INPLACE_2} |") == 5  # in the summary and in four tables
@@ -82,7 +75,7 @@ def test_the_network_is_measured_whole(monkeypatch):
     assert rows.keys() == {STANDARD, *OURS}
     assert rows[INPLACE_2]["saved_bytes"] < 0.65 * rows[STANDARD]["saved_bytes"]
     reasons = {entry["strategy"]: entry["reason"] for entry in result["left_out"]}
-    assert reasons == dict.fromkeys((COMPILED, abn_strategies.BUDGET, abn_strategies.INPLACE_COMPILED), "compiler=null")
+    assert reasons == dict.fromkeys((COMPILED, BUDGET, abn_strategies.INPLACE_COMPILED), "compiler=null")
     assert not torch.distributed.is_initialized()
 
 
@@ -131,11 +124,9 @@ def synthetic(group: str, size: list[int], times_ms: dict[str, float], **cell: s
     rows = []
     for name, ms in times_ms.items():
         buffers = 2 if name in (STANDARD, COMPILED) else 1
-        memory = {"saved_bytes": buffers * input_bytes + 8 * size[1], "saved_vector_bytes": 8 * size[1]}
-        times = {"median_ms": 2 * ms, "times_ms": [ms, 2 * ms, 4 * ms]}
-        rows.append(
-            {**known, "group": group, "size": size, "strategy": name, "input_bytes": input_bytes, **memory, **times}
-        )
+        row = {**known, "group": group, "size": size, "strategy": name, "input_bytes": input_bytes, "median_ms": 2 * ms}
+        row |= {"saved_bytes": buffers * input_bytes + 8 * size[1], "saved_vector_bytes": 8 * size[1]}
+        rows.append(row | {"times_ms": [ms, 2 * ms, 4 * ms]})
     return rows
 
 

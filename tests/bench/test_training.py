@@ -113,10 +113,8 @@ def test_the_overhead_is_judged_by_the_median_of_steps_of_about_200_ms():
 
 def test_a_compiled_network_is_one_graph_for_every_size():
     names = [switch.name for switch in GROUPS["compile"][1:3]]  # the second has micro-batches of two sizes
-    for graphs, warm, breaks, verdicts in (
-        *((1, 1, 0, [PASS, PASS]), (2, 2, 0, [MISS, PASS])),
-        *((1, 0, 0, [MISS, MISS]), (1, 1, 1, [MISS, MISS])),
-    ):
+    expected = {(1, 1, 0): [PASS, PASS], (2, 2, 0): [MISS, PASS], (1, 0, 0): [MISS, MISS], (1, 1, 1): [MISS, MISS]}
+    for (graphs, warm, breaks), verdicts in expected.items():
         facts = {"graphs": graphs, "graphs_warm": warm, "graph_breaks": breaks, "first_step_s": [30.0, 9.0]}
         found = targets({"overhead_ms": {}, "rows": [{"switch": name, **facts} for name in names]})
         assert [target.verdict for target in found] == verdicts, (graphs, warm, breaks)

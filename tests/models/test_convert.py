@@ -312,15 +312,11 @@ KEPT = {
     "half precision": (lambda: nn.Sequential(bn(), act()).bfloat16(), r"torch.bfloat16: .*\.float\(\)"),
     "mixed": (
         lambda: nn.Sequential(changed(bn(), running_mean=torch.zeros(C).double()), act()),
-        "float32, torch.float64",
+        "float32, torch.float",
     ),
     "lazy": (lambda: nn.Sequential(nn.LazyBatchNorm2d(), act()), "number of channels is not known"),
     "subclass": (lambda: nn.Sequential(subclassed(bn()), act()), "subclass, whose forward pass"),
     "subclass of ours": (lambda: nn.Sequential(subclassed(ABN(C)), act()), "subclass, whose forward pass"),
-    "parametrised": (
-        lambda: nn.Sequential(parametrizations.weight_norm(bn(), dim=None), act()),
-        "subclass, whose forw",
-    ),
     "hooks": (lambda: nn.Sequential(with_hook(bn()), act()), "it has hooks"),
     "hooks of ours": (lambda: nn.Sequential(with_hook(ABN(C)), act()), "it has hooks"),
     "hooks of the activation": (lambda: nn.Sequential(bn(), with_hook(act())), "the LeakyReLU that follows has hooks"),

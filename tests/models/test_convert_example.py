@@ -180,10 +180,7 @@ LEFT = {
     "relu6": (lambda b, y: b.relu(y), "followed by ReLU6, which an in", dict(relu=nn.ReLU6(inplace=True))),
     "relu": (lambda b, y: b.relu(y), "a ReLU cannot be inverted; relu_slope=0.01"),
     "called twice": (lambda b, y: b.norm(b.act(y)).tanh(), "only some of its calls; .* LeakyReLU, tanh in B"),
-    "called directly too": (
-        lambda b, y: b.act(b.norm.forward(b.act(y))),
-        "are followed by LeakyReLU, forward in Block",
-    ),
+    "called directly too": (lambda b, y: b.act(b.norm.forward(b.act(y))), "followed by LeakyReLU, forward in Block"),
     "followed by two kinds": (lambda b, y: b.tanh(b.norm(b.act(y))), "activations follow its calls: LeakyReLU, Tanh"),
     "dropout when training": (lambda b, y: b.act(F.dropout(y, 0.5, b.training)), "LeakyReLU, dropout in Block"),
     "returned": (lambda b, y: y, "the network returns its output", NOTHING_LAST),

@@ -87,9 +87,7 @@ def test_gradients_are_those_of_stored_activations_and_statistics_move_once(name
 
 COMPILED = [("preact", "inplace", "blocks"), ("densenet", "nn.BatchNorm2d", "sqrt"), ("wider-a2", "std", "selective")]
 BODIES_WITH_NORMS = list(zip(BODIES, cycle(["std", "inplace", "nn.BatchNorm2d"])))
-SLOW = [
-    pytest.param(*case, recompute, marks=pytest.mark.slow) for recompute in FORGETTING for case in BODIES_WITH_NORMS
-]
+SLOW = [pytest.param(*case, choice, marks=pytest.mark.slow) for choice in FORGETTING for case in BODIES_WITH_NORMS]
 
 
 @pytest.mark.parametrize("name, norm, recompute", [*COMPILED, *SLOW])

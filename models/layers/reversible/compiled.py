@@ -1,4 +1,4 @@
-"""Reversible modules inside `torch.compile`, which cannot trace the hooks of `reversal`: one node for a whole chain."""
+"""Reversible modules inside `torch.compile`, which cannot trace the hooks of `chain`: one node for a whole chain."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
