@@ -1,4 +1,4 @@
-"""Run the entries in tests as users do."""
+"""Run the entries in tests as users do, and compare what they leave."""
 
 import copy
 import functools
@@ -9,14 +9,16 @@ import pickle
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import hydra
+import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
 
 from engine.configuration import command_line, config
 from engine.configuration.command_line import CONFIGS
@@ -124,3 +126,13 @@ def run(entry: str, *overrides: str, **environment: str) -> subprocess.Completed
         text=True,
         timeout=300,
     )
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Equal names, and tensors equal to the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def without_counts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without `num_batches_tracked`, which released files lack."""
+    return {name: tensor for name, tensor in state.items() if "num_batches" not in name}

@@ -21,8 +21,7 @@ from tests import released_files as files
 from tests import trees
 from tests.bodies import small_resnext
 from tests.released_files import IMAGES, Released
-from tests.runs import classification_config, composed
-from tests.state_dicts import same, without_counts
+from tests.runs import classification_config, composed, same, without_counts
 
 
 def run(source, output, *overrides: str) -> str:

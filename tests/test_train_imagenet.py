@@ -34,8 +34,7 @@ from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of
 from tests.host_reads import host_reads
 from tests.ranks import Ranks
-from tests.runs import SHORT_SHAPES, classification_config, composed
-from tests.state_dicts import same
+from tests.runs import SHORT_SHAPES, classification_config, composed, same
 from train_imagenet import train
 
 MEAN_IMAGE = ("data.mean_image=true", "data.mean=[0,0,0]")

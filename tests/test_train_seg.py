@@ -13,8 +13,7 @@ from datasets.synthetic import write_streets
 from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
 from tests.faults.runs import before_call
-from tests.runs import SHORT, composed, run, run_config
-from tests.state_dicts import same
+from tests.runs import SHORT, composed, run, run_config, same
 from train_seg import train
 
 

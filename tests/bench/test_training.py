@@ -15,7 +15,7 @@ from scripts.bench.training import TrainingArguments, spread, targets
 from scripts.bench.training_steps import Overhead, Training, composed
 from scripts.bench.training_switches import DEFAULT, GROUPS, PLAIN, Switch
 from tests.bench.records import measured
-from tests.state_dicts import same
+from tests.runs import same
 
 SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
 TINY = TrainingArguments(recipe=None, crop_size=48)

@@ -15,7 +15,7 @@ from torch import nn
 
 from engine.checkpoint import files as checkpoint
 from engine.console import logger
-from tests.state_dicts import same
+from tests.runs import same
 
 
 def state_of(step: int, **more) -> dict:

@@ -24,8 +24,7 @@ from engine.stopping import Preempted
 from eval import evaluate
 from models.layers import ABN, renew_statistics
 from tests.ranks import Ranks
-from tests.runs import SHORT, composed, one_epoch, run_config
-from tests.state_dicts import same
+from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train
 
 SIZE = 3

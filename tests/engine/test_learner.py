@@ -12,7 +12,7 @@ from engine.distributed import World
 from engine.learner import Learner, WeightAverage
 from models.layers import InPlaceABN
 from tests.engine.learners import forward_of, learner_of
-from tests.state_dicts import same
+from tests.runs import same
 
 
 def small_learner(precision: str = "float32", averaged: bool = False) -> Learner:

@@ -16,7 +16,7 @@ from models.layers import InPlaceABN
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import learner_of
 from tests.host_reads import host_reads
-from tests.state_dicts import same
+from tests.runs import same
 
 
 def step(learner: Learner) -> tuple[float, float]:

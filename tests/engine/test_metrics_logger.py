@@ -20,8 +20,7 @@ from engine.checkpoint.run_directory import RunDirectory
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
 from engine.schema.data import Data
-from tests.runs import SHORT, composed, run_config
-from tests.state_dicts import same
+from tests.runs import SHORT, composed, run_config, same
 from train_seg import train
 
 SCORES = {"miou": 0.5, "iou": {"road": 0.5, "sky": None}, "pixel_accuracy": 0.75}

@@ -19,8 +19,7 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
 from engine.configuration import config as cfg
 from engine.schema.segmentation import SegmentationRun
-from tests.runs import run_config, with_key
-from tests.state_dicts import same
+from tests.runs import run_config, same, with_key
 
 
 @pytest.fixture(scope="module")

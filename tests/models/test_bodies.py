@@ -15,7 +15,7 @@ from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, res
 from models.layers import ABN, recompute_activations
 from scripts.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
-from tests.state_dicts import same
+from tests.runs import same
 
 CIFAR_RESNET_32 = partial(ResNet, structure=(5, 5, 5), base_channels=(16, 16), stem_channels=16, stem="cifar")
 CIFAR_DENSENET_100 = partial(DenseNet, structure=(16, 16, 16), growth=12, stem_channels=24, stem="cifar")

@@ -21,7 +21,7 @@ from models.segmentation import SegmentationNetwork
 from tests import released_files as files
 from tests.bodies import SMALL_BODIES, small_resnet, small_resnext, small_wider, small_wider_a2, trained
 from tests.released_files import IMAGES, Released
-from tests.state_dicts import same, without_counts
+from tests.runs import same, without_counts
 
 FULL = {
     "resnext101": ("resnext", dict(structure=[3, 4, 23, 3], base=[128, 128, 256], groups=64, channels=64)),

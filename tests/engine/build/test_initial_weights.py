@@ -15,8 +15,7 @@ from models.bodies import resnext101
 from models.checkpoints.official import load_released
 from models.layers import ABN
 from tests import released_files
-from tests.runs import classification_config, run_config
-from tests.state_dicts import same, without_counts
+from tests.runs import classification_config, run_config, same, without_counts
 
 CLASSES = ("road", "sky", "tree")
 
