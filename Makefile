@@ -14,7 +14,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
-test: $(INSTALLED)  ## run the tests (8 minutes on two cores); PYTEST="-k name" adds options
+test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" adds options
 	TORCHINDUCTOR_VEC_ISA_OK=0 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)  # 0: no vector code, whose checks take 20 s
 
 test-all: $(INSTALLED)  ## run the slow tests too (30 minutes)
