@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
+# TorchInductor compiles scalar C++: it takes 20 seconds to find out which vector instructions work.
+SCALAR := TORCHINDUCTOR_VEC_ISA_OK=0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all faults lint
@@ -15,7 +17,7 @@ demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
 test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" adds options
-	TORCHINDUCTOR_VEC_ISA_OK=0 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)  # 0: no vector code, whose checks take 20 s
+	$(SCALAR) $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 test-all: $(INSTALLED)  ## run the slow tests too (30 minutes)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not faults" $(PYTEST)

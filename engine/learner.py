@@ -20,6 +20,9 @@ from engine.forward import Forward
 from engine.records.waits import GradientExchange
 from models.layers import renew_statistics
 
+ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
+SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large
+
 
 class WeightAverage:
     """An average of the weights of `network`, updated after every step.
@@ -55,10 +58,6 @@ class WeightAverage:
             for own, new in zip(self.module.buffers(), network.buffers(), strict=True):
                 own.copy_(new, non_blocking=True)
         self._buffers_are_old = False
-
-
-ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
-SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large
 
 
 @dataclass

@@ -9,10 +9,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
 
 from engine.memory import keep_freed_memory  # noqa: E402
-from tests.runs import compose  # noqa: E402
+from tests.runs import hasten  # noqa: E402
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -36,24 +35,9 @@ def private_cache(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def configs_composed_once():
+def hastened():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hydra.compose", compose)
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def empty_confusion_pictures():
-    """Drawing them takes most of the time of a short run; tests of the pictures call `confusion_picture` itself."""
-
-    def empty(confusion, classes, title):
-        assert confusion.shape == (len(classes), len(classes))
-        assert isinstance(title, str)
-        return Figure()
-
-    with pytest.MonkeyPatch.context() as patch:
-        for task in ("segmentation", "classification"):
-            patch.setattr(f"engine.{task}.evaluation.confusion_picture", empty)
+        hasten(patch)
         yield
 
 

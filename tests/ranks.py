@@ -6,8 +6,11 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+
+from tests.runs import hasten
 
 # Processes are forked from one that has imported everything, which saves seconds in each of them.
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -50,6 +53,7 @@ class Ranks:
 
 
 def _serve(rank: int, world_size: int, store: str, connection) -> None:
+    hasten(pytest.MonkeyPatch())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while (task := connection.recv()) is not None:

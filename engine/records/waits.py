@@ -1,4 +1,4 @@
-"""How long a step waits: for data, and for the other ranks. A rank that keeps the others waiting waits least itself."""
+"""How long a step waits: for data, and for the other ranks. The slowest rank shows the shortest wait."""
 
 import time
 from collections.abc import Iterable, Iterator

@@ -46,6 +46,11 @@ def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Rep
 
 
 def batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
+    """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`.
+
+    Raises:
+        ValueError: it cannot be replaced; the message says why.
+    """
     check_batch_norm(layer)
     places = tree.places[layer]
     if len(places) > 1:

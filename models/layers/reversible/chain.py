@@ -324,7 +324,7 @@ class Pass:
 
 
 def _state_of(values: Values) -> State | None:
-    """The state that these tensors are the last values of, if they are the untouched outputs of one reversible pass."""
+    """The earlier pass's last state, if these are its unmodified outputs."""
     marks = [_metadata(tensor.grad_fn).get(_MARK) for tensor in values if tensor.grad_fn is not None]
     state = marks[0]() if marks and marks[0] is not None else None
     if state is None or state.taken or len(state.outputs) != len(values):
