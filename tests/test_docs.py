@@ -101,8 +101,7 @@ def test_links_in_the_documentation_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    "network, steps",
-    [("lraspp_mobilenet_v3_large", 2), pytest.param("deeplabv3_resnet50", 10, marks=pytest.mark.slow)],
+    "network, steps", [("lraspp_mobilenet_v3_large", 2), pytest.param("deeplabv3_resnet50", 10, marks=pytest.mark.slow)]
 )
 def test_the_example_in_the_readme_gives_the_same_losses_in_less_memory(tmp_path, network, steps):
     """In float64, with and without the line that it is about; in `make test` with a smaller network."""

@@ -11,7 +11,7 @@ from datasets.class_table import UnknownIds
 from engine.configuration.command_line import CONFIGS, choices, composed, errors_for_users
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun
-from tests.runs import REPOSITORY
+from tests.runs import REPOSITORY, _compose
 
 
 def test_memory_that_runs_out_anywhere_is_a_message():
@@ -49,6 +49,13 @@ def test_choices_that_refer_to_others_are_followed(tmp_path):
     assert choices("experiment", ClassificationRun, tmp_path) == ["mine/a", "mine/b", "mine/c"]
     assert choices("experiment", SegmentationRun, tmp_path) == ["d"]
     assert choices("data", SegmentationRun, tmp_path) == ["streets"]
+
+
+def test_tests_compose_what_hydra_composes(monkeypatch):
+    overrides = ("experiment=revnet/cifar10_resnet32", "optim.lr=0.5", "lr_schedule.steps=[1,2]", "run_dir='a b'")
+    quickly = composed("train_imagenet", *overrides)
+    monkeypatch.setattr(hydra, "compose", _compose)
+    assert quickly == composed("train_imagenet", *overrides)
 
 
 COMMANDS = {
