@@ -1,6 +1,6 @@
-"""Speed, memory and start-up of the training crops; see scripts/bench/loader.py."""
+"""Speed, memory and start-up of the training crops; see scripts/evidence/loader/measurement.py."""
 
-from scripts.bench.loader import main
+from scripts.evidence.loader.measurement import main
 
 if __name__ == "__main__":
     main()

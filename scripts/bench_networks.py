@@ -1,6 +1,6 @@
-"""What `recompute_activations` saves and costs in known networks; see scripts/bench/networks.py."""
+"""What `recompute_activations` saves and costs in known networks; see scripts/evidence/networks.py."""
 
-from scripts.bench.networks import main
+from scripts.evidence.networks import main
 
 if __name__ == "__main__":
     main()

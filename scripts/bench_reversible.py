@@ -1,6 +1,6 @@
-"""What reversible networks save and cost; see scripts/bench/reversible.py."""
+"""What reversible networks save and cost; see scripts/evidence/reversible.py."""
 
-from scripts.bench.reversible import main
+from scripts.evidence.reversible import main
 
 if __name__ == "__main__":
     main()

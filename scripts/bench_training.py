@@ -1,6 +1,6 @@
-"""Speed and memory of training steps under every switch; see scripts/bench/training.py."""
+"""Speed and memory of training steps under every switch; see scripts/evidence/training.py."""
 
-from scripts.bench.training import main
+from scripts.evidence.training import main
 
 if __name__ == "__main__":
     main()

@@ -30,7 +30,7 @@ from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
 from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS
-from scripts import papers
+from scripts.evidence import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
 SMALL_NETWORK = 80_000_000  # bytes of parameters

@@ -28,8 +28,8 @@ from engine.console import make_console
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.stopping import Preempted
-from scripts import papers
-from scripts.tables import Finished
+from scripts.evidence import papers
+from scripts.evidence.tables import Finished
 
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from scripts import documents, plan_experiments_page, reconstruction_error, tables
-from scripts.bench import abn_page, loader, networks_page, reversible, training
-from scripts.bench.loader_pictures import write_camvid
-from scripts.bench.measuring import kept_bytes
-from scripts.bench.training_switches import DEFAULT, GROUPS
 from scripts.compare_runs import Comparison, compare
-from scripts.tables import Tables
+from scripts.evidence import documents, networks, plan_experiments, reconstruction_error, reversible, tables, training
+from scripts.evidence.abn import page as abn_page
+from scripts.evidence.loader import measurement as loader
+from scripts.evidence.loader.crops import write_camvid
+from scripts.evidence.measuring import kept_bytes
+from scripts.evidence.tables import Tables
+from scripts.evidence.training_steps import DEFAULT, GROUPS
 from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -25,8 +26,8 @@ PAGES = {  # by the first word of the record's name: record, FILE.png -> the pag
     "abn": abn_page.markdown,
     "faults": lambda record, _: report.page(record),
     "loader": loader.page,
-    "memory": plan_experiments_page.markdown,
-    "networks": networks_page.markdown,
+    "memory": plan_experiments.markdown,
+    "networks": networks.markdown,
     "reversible": reversible.page,
     "revnet": reconstruction_error.page,
     "training": training.page,

@@ -13,8 +13,8 @@ from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.layers import ABN, InPlaceABN
 from models.recomputation import BLOCKS, recompute_blocks, run_blocks
-from scripts.bench.measuring import saved_for_backward
-from scripts.strategy_table import STRATEGIES
+from scripts.evidence.measuring import saved_for_backward
+from scripts.evidence.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES
 
 

@@ -1,0 +1,196 @@
+"""What `abn` measures: the strategies, by their names in the tables, and the inputs that they are compared on."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from models.blocks import NormAct
+from models.bodies import resnext101
+from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from models.layers.norms.backends import BACKENDS, backend_for, check_backend
+from scripts.evidence.measuring import saved_for_backward
+
+BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
+GROUPS = (*BLOCKS, "network", *HOST)
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# (N, C, H, W): 24.5 MiB on the CPU, more than 256 MiB on CUDA even in bfloat16.
+LARGE = {"cpu": (8, 64, 112, 112), "cuda": (64, 256, 112, 112)}
+
+NETWORK_IMAGES = (8, 3, 128, 128)
+
+HOST_SIZE = (2, 64, 4, 4)  # 8 KiB: computing takes next to nothing, so that the time is the host's
+
+
+class Cell(NamedTuple):
+    """One input, on which all strategies are measured in turn."""
+
+    group: str  # of GROUPS
+    shape: str  # CONV1 … CONV4, LARGE, NETWORK or TINY
+    size: tuple[int, int, int, int]  # (N, C, H, W)
+    layout: str  # of LAYOUTS
+    dtype: str  # of DTYPES
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.group} {self.shape} {self.layout} {self.dtype}"
+
+    def tensor(self, size: tuple[int, ...]) -> Tensor:
+        values = torch.randn(size, device=self.device, dtype=DTYPES[self.dtype])
+        return values.contiguous(memory_format=LAYOUTS[self.layout]) if len(size) == 4 else values
+
+    def block(self, norm_act: NormAct) -> nn.Module:
+        """Build the norm alone, the norm and a 1x1 convolution to half the channels, or a small network."""
+        block: nn.Module
+        if self.group == "network":
+            block = resnext101(
+                norm_act, classes=10, structure=(2, 2, 1, 1), base_channels=(32, 32, 64), groups=8, stem_channels=32
+            )
+        else:
+            channels = self.size[1]
+            layers = [norm_act(channels)]
+            if self.group == "bn_act_conv":
+                layers.append(nn.Conv2d(channels, channels // 2, 1, bias=False, dtype=DTYPES[self.dtype]))
+            block = nn.Sequential(*layers)
+            recompute_activations(block, checkpointed_only=True)
+        block.train(self.group != "host_eval")
+        return block.to(self.device, memory_format=LAYOUTS[self.layout])  # type: ignore[call-overload]  # torch lacks it
+
+
+class Work(NamedTuple):
+    """A block and the tensors of its forward and backward pass; `step` is timed."""
+
+    block: nn.Module
+    forward: Callable[[Tensor], Tensor]  # the block, or its compiled form
+    x: Tensor  # requires a gradient, except images
+    dz: Tensor  # the gradient of the block's output
+    overwrites: bool = False  # the block writes over its input, so it is given a copy
+
+    def step(self) -> tuple[Tensor, ...]:
+        """Run forward and backward; return the gradients of x and of all parameters. In eval mode, run forward only."""
+        if not self.block.training:
+            with torch.no_grad():
+                return (self.forward(self.x),)
+        return self._gradients(self.forward(self.x.clone() if self.overwrites else self.x))
+
+    def owning_step(self) -> tuple[Tensor, ...]:
+        """`step` for an x that nothing else holds, as in a network, so it is freed as soon as it is not needed."""
+        return self._gradients(self.forward(self.x.clone()))
+
+    def _gradients(self, output: Tensor) -> tuple[Tensor, ...]:
+        wanted = [tensor for tensor in (self.x, *self.block.parameters()) if tensor.requires_grad]
+        return torch.autograd.grad(output, wanted, self.dz)
+
+    def saved_bytes(self) -> tuple[int, int]:
+        """Bytes that autograd keeps, without parameters: of all tensors, and of tensors with at most C values.
+
+        x counts if it is kept, because that keeps it alive; images do not: the caller holds them anyway.
+        """
+        _, saved = saved_for_backward(lambda: self.forward(self.x.clone() if self.overwrites else self.x))
+        held = {tensor.untyped_storage()._cdata for tensor in self.block.parameters()}
+        if not self.x.requires_grad:
+            held.add(self.x.untyped_storage()._cdata)
+        sizes = [t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in held]
+        vector = self.x.shape[1] * torch.float32.itemsize
+        return sum(sizes), sum(size for size in sizes if size <= vector)
+
+
+STANDARD = "standard"
+ONE_LAYER = "standard, one layer"
+COMPILED = "standard, compiled"
+BUDGET = "standard, compiled, budget 0.5"
+CHECKPOINTING_B = "checkpointing (b)"
+CHECKPOINTING_C = "checkpointing (c)"
+INPLACE_1 = "in-place I"
+INPLACE_2 = "in-place II"
+INPLACE_COMPILED = "in-place II, compiled"
+SYNC = "in-place II, sync, alone"
+PACKAGE = "released package"
+COPY = "copy"  # of the input: not a strategy, but the unit of bandwidth, and what the package needs before it
+
+
+class Strategy(NamedTuple):
+    name: str
+    norm_act: NormAct
+    backend: str = "auto"
+    compiled: bool = False  # the whole block or network by torch.compile
+    budget: float = 1.0  # share of activations that the compiler may keep, of those it would keep by default
+    overwrites: bool = False  # the norm writes over its input
+
+
+def batch_norm_leaky_relu(channels: int) -> nn.Module:
+    """The standard layers in the form that compiles to the fastest code.
+
+    Given an *in-place* activation, TorchInductor 2.12 keeps a mask of the signs as well, in a loop over BN + ACT that
+    takes ten times as long on the CPU.
+    """
+    return nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01))
+
+
+def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tuple[list[Strategy], dict[str, str]]:
+    """Choose the strategies of a cell; return them, and {name: reason} for those left out.
+
+    `uncompiled` is the reason to leave out compiled strategies, or None to keep them. `backend` is for our layers.
+    """
+    chosen = [
+        Strategy(STANDARD, ABN, "eager"),
+        Strategy(CHECKPOINTING_B, functools.partial(CheckpointedABN, store="x", backend=backend), backend),
+        Strategy(CHECKPOINTING_C, functools.partial(CheckpointedABN, store="x_hat", backend=backend), backend),
+        Strategy(INPLACE_1, functools.partial(InPlaceABN, variant="I", backend=backend), backend),
+        Strategy(INPLACE_2, functools.partial(InPlaceABN, backend=backend), backend),
+    ]
+    left_out: dict[str, str] = {}
+    if cell.group in HOST:
+        chosen[:1] = [Strategy(STANDARD, batch_norm_leaky_relu, "modules"), Strategy(ONE_LAYER, ABN, backend)]
+        return chosen, left_out
+    rivals = [Strategy(COMPILED, batch_norm_leaky_relu, compiled=True)]
+    if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
+        rivals.append(Strategy(BUDGET, batch_norm_leaky_relu, compiled=True, budget=0.5))
+    if cell.group == "network":
+        rivals.append(Strategy(INPLACE_COMPILED, InPlaceABN, compiled=True))
+    if uncompiled is None:
+        chosen += rivals
+    else:
+        left_out |= {rival.name: uncompiled for rival in rivals}
+    if cell.group == "network":
+        return chosen, left_out
+
+    chosen.append(Strategy(SYNC, functools.partial(InPlaceABN, sync=True, backend=backend), backend))
+    if cell.group == "bn_act":
+        for each in BACKENDS[1:]:
+            name = f"in-place II, {each} backend"
+            reason = uncompiled if each == "compiled" and uncompiled else _missing(each, cell)
+            if reason is None:
+                chosen.append(Strategy(name, functools.partial(InPlaceABN, backend=each), each))
+            else:
+                left_out[name] = reason
+    try:
+        from inplace_abn import InPlaceABN as ReleasedABN
+    except ImportError as error:
+        left_out[PACKAGE] = f"not importable ({error})"
+    else:
+        if cell.dtype == "float32":
+            chosen.append(Strategy(PACKAGE, ReleasedABN, "released", overwrites=True))
+        else:
+            left_out[PACKAGE] = f"does not compute in {cell.dtype}"
+    return chosen, left_out
+
+
+def computing_backend(name: str, cell: Cell) -> str:
+    """Name of the backend that our layers use for a cell, e.g. what "auto" means there."""
+    backend = backend_for(name, cell.tensor(cell.size))
+    return type(backend).__name__.removesuffix("Backend").lower()
+
+
+def _missing(backend: str, cell: Cell) -> str | None:
+    """Why a backend cannot run here, or None."""
+    try:
+        check_backend(backend)
+        used = computing_backend(backend, cell)
+    except ValueError as error:
+        return str(error)
+    return None if used == backend else f"is not available for this input: {used} takes its place"

@@ -1,0 +1,202 @@
+"""Write the numbers into README.md, docs/memory.md and docs/training.md:
+
+    python -m scripts.evidence.documents
+
+A table, or a few words in a line, stands between `<!-- NAME start -->` and `<!-- NAME end -->`. Numbers come from the
+records in docs/results, or are counted now, on fake tensors. Other words in tables are written by hand and stay.
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+from omegaconf import DictConfig
+
+from engine.configuration.command_line import CONFIGS, configured
+from models.bodies import resnext101
+from scripts.evidence import strategy_table
+from scripts.evidence.abn.page import SHOWN, summary, targets
+from scripts.evidence.frame import MIB, ratio_of
+from scripts.evidence.methods import PLAIN, RECOMPUTED
+from scripts.evidence.networks import LIMITS
+from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
+from scripts.evidence.training import code, ratio
+from scripts.evidence.training_steps import DEFAULT
+
+REPOSITORY = CONFIGS.parent
+RESULTS = REPOSITORY / "docs" / "results"
+DOCUMENTS = tuple(REPOSITORY / name for name in ("README.md", "docs/memory.md", "docs/training.md"))
+BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")
+BUDGETS = (  # the methods in each row of the table
+    ["ResNet-110, std, compiled, budget 1"],
+    ["ResNet-110, inplace", "ResNet-110, std, compiled, budget 0.5"],
+    ["ResNet-110, inplace, blocks"],
+    ["ResNet-110, inplace, sqrt"],
+    ["RevNet-110, inplace, reversible"],
+)
+
+
+def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
+    """A document with new numbers in its blocks, or in those whose names `only` accepts. KeyError: an unknown name."""
+
+    def block(found: re.Match) -> str:
+        name, mark, before = found.groups()
+        return f"{name}{mark}{BLOCKS[name](before) if only(name) else before}"
+
+    return BLOCK.sub(block, text)
+
+
+def record(name: str) -> dict:
+    """A record in docs/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table's rows."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def filled(table: str, column: int, numbers: Iterable[Sequence[str]]) -> str:
+    """A table with `numbers` in the cells of its rows, from a column on."""
+    lines = table.splitlines()[:2]
+    for row, own in zip(rows(table), numbers, strict=True):
+        row[column : column + len(own)] = own
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+@cache
+def kept(body: str) -> dict[str, int]:
+    """{norm: bytes per input pixel that a whole network keeps}"""
+    return {norm: strategy_table.bytes_per_pixel(norm, body) for norm in STRATEGIES}
+
+
+def _costs(table: str) -> str:
+    """What networks keep, devices that hold a minibatch, and a training step, with standard and with in-place norms."""
+    norms, plan = ("std", "inplace"), record("memory_plan")
+    numbers = [[f"{kept(body)[norm]:,}" for norm in norms] for body in ("ResNeXt-101", "WideResNet-38")]
+    minibatch = ("cityscapes_resnext101", 16, 512)
+    peaks = {
+        row["combination"]: row["peak"] + plan["reserved"]
+        for row in plan["one_device"]
+        if (row["network"], row["crops"], row["crop_size"]) == minibatch
+    }
+    for kind in ("float32", "trainer.recompute=sqrt, bfloat16"):
+        numbers.append([f"{peaks[f'{norm} norms, {kind}'] / 2**30:.1f}" for norm in ("standard", "in-place")])
+    steps = _by_switch("training_cpu_norms")
+    chosen = [steps["norm=std"], steps[DEFAULT]]
+    numbers += [[f"{row[kind] / MIB:.1f}" for row in chosen] for kind in ("saved_bytes", "peak_bytes")]
+    numbers.append([f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}" for row in chosen])
+    return filled(table, 1, numbers)
+
+
+def _scores(table: str) -> str:
+    """The score of the results to which the last cell of each row leads."""
+    files = [re.findall(r"\((\S+)\)", row[-1])[0] for row in rows(table)]
+    results = [json.loads((REPOSITORY / file).read_text()) for file in files]
+    return filled(table, 2, [[f"{100 * found.get('miou', found.get('top1')):.2f}"] for found in results])
+
+
+def _by_switch(name: str) -> dict[str, dict]:
+    return {row["switch"]: row for row in record(name)["rows"]}
+
+
+def _switches(table: str) -> str:
+    """Time and saved bytes of every switch relative to the default. ValueError: a measured switch has no row."""
+    times: dict[str, list[str]] = {}
+    saved: dict[str, str] = {}
+    for file in sorted(RESULTS.glob("training_cpu*.json")):
+        measured = _by_switch(file.stem)
+        default = measured.pop(DEFAULT)
+        for name, row in measured.items():
+            times.setdefault(code(name), []).append(f"{ratio(row, default):.2f}")
+            saved[code(name)] = f"{row['saved_bytes'] / default['saved_bytes']:.2f}".replace("1.00", "1")
+    if missing := times.keys() - {row[0] for row in rows(table)}:
+        raise ValueError(f"docs/training.md has no row for {', '.join(missing)}")
+    numbers = {name: [" – ".join(sorted({min(own), max(own)})), saved[name]] for name, own in times.items()}
+    return filled(table, 1, [numbers.get(row[0], row[1:3]) for row in rows(table)])
+
+
+def _networks(table: str) -> str:
+    """Costs of `recompute_activations` in known networks, relative to the plain network."""
+    found = {(row["network"], row["method"]): row for row in record("networks_cpu")["rows"]}
+    numbers = []
+    for name in LIMITS:
+        plain, ours = found[name, PLAIN], found[name, RECOMPUTED]
+        shares = [ours[kind] / plain[kind] for kind in ("kept_bytes", "peak_bytes")]
+        shares.append(ratio_of(ours["times_ms"], plain["times_ms"]).median)
+        numbers.append([name, *(f"{share:.2f}" for share in shares)])
+    return filled(table, 0, numbers)
+
+
+def _budgets(table: str) -> str:
+    """Peak of a step and time to standard norms, of the methods of each row."""
+    found = {row["method"]: row for row in record("reversible")["budget"]}
+    standard = found["ResNet-110, std"]
+    numbers = []
+    for methods in BUDGETS:
+        chosen = [found[method] for method in methods]
+        times = [ratio_of(row["times_ms"], standard["times_ms"]).median for row in chosen]
+        peaks = (f"{row['peak_bytes'] / MIB:.0f}" for row in chosen)
+        numbers.append(["; ".join(peaks), "; ".join(f"{time:.2f}" for time in times)])
+    return re.sub(r"\(\d+ MiB\)", f"({standard['peak_bytes'] / MIB:.0f} MiB)", filled(table, 2, numbers), count=1)
+
+
+def _devices(table: str) -> str:
+    """The chosen rows of the plan's table: network and crops are its first two cells."""
+    page = (RESULTS / "memory_plan.md").read_text().splitlines()
+    chosen = [" | ".join(row[:2]) for row in rows(table)]
+    lines = [line for row in chosen for line in page if line.startswith(f"| {row} |") and " / " in line]
+    return "\n".join([*table.splitlines()[:2], *lines])
+
+
+def _loop(_: str) -> str:
+    """What the training loop adds to a step."""
+    times = record("training_cpu")["overhead_ms"]
+    overhead = ratio_of(times["real"], times["bare"])
+    quartiles = f"quartiles {overhead.lower:.3f} – {overhead.upper:.3f}"
+    return f"{overhead.median:.3f} ({quartiles}) of {statistics.median(times['bare']):.0f} ms"
+
+
+def _or_inplace(_: str) -> str:
+    """Standard norms whose activations are computed again, beside in-place norms."""
+    steps = _by_switch("training_cpu_recompute")
+    ours, default = steps["norm=std trainer.recompute=activations"], steps[DEFAULT]
+    inplace, recomputed = (f"{row['saved_bytes'] / MIB:.1f} MiB" for row in (default, ours))
+    return f"{inplace} against {recomputed}, in {ratio(ours, default):.2f} times the time"
+
+
+def _order(_: str) -> str:
+    """Overheads of the strategies with one loop per operation."""
+    eager = record("abn_cpu_eager")
+    return next(target.measured for target in targets(eager["rows"], eager["left_out"]) if target.verdict == SHOWN)
+
+
+BLOCKS: dict[str, Callable[[str], str]] = {
+    "costs": _costs,
+    "scores": _scores,
+    "strategies": lambda _: strategy_table.table([strategy_table.measure(norm) for norm in STRATEGIES]),
+    "bodies": lambda _: strategy_table.network_table({body: kept(body) for body in BODIES}),
+    "networks": _networks,
+    "recomputation": lambda _: recomputation_table(resnext101, RECOMPUTED_NORMS),
+    "budgets": _budgets,
+    "devices": _devices,
+    "ranges": lambda _: strategy_table.range_table(),
+    "speed": lambda _: "\n".join(summary(record("abn_cpu")["rows"])),
+    "switches": _switches,
+    "loop": _loop,
+    "or_inplace": _or_inplace,
+    "order": _order,
+}
+
+
+@configured("documents", strategy_table.NoKeys)
+def main(_: DictConfig) -> None:
+    for document in DOCUMENTS:
+        document.write_text(written(document.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Shared by all benchmarks: arguments, interleaved rounds, ratios, targets, records and pages."""
+
+import dataclasses
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from omegaconf import MISSING, DictConfig
+
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
+from engine.records.provenance import provenance
+
+PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
+MIB = 2**20
+
+ROUNDS = """
+- A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
+  ratios within a round, with quartiles.
+"""
+
+A = TypeVar("A", bound="Arguments")
+
+
+@dataclass
+class Arguments:
+    """Arguments of every benchmark."""
+
+    out: str = MISSING  # FILE.json; the page and the chart are written beside it
+    measure: bool = True  # false: make the page again from FILE.json
+
+
+class Clock:
+    """Time since a benchmark started, and its progress in the terminal."""
+
+    def __init__(self) -> None:
+        self.started_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_s
+
+    def report(self, done: object) -> None:
+        print(f"{self.seconds:6.1f} s  {done}", flush=True)
+
+
+def benchmark(
+    name: str, schema: type[A], measure: Callable[[A, Clock], dict | Iterator[dict]], page: Callable[[dict, Path], str]
+) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
+    """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
+
+    `name` is the command's module in `scripts`.
+
+    `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
+    record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
+    `page(record, FILE.png)` returns the page's text; it may draw the picture. `run` raises ValueError if an argument is
+    impossible, or if there is no record to make a page from.
+    """
+
+    def run(values: DictConfig) -> Path:
+        arguments = configuration.typed(values, schema)
+        out = Path(arguments.out)
+        if out.suffix != ".json":
+            raise ValueError(f"out={out}: expected a file that ends in .json")
+        if arguments.measure:
+            clock = Clock()
+            environment = {**provenance(), "threads": torch.get_num_threads()}  # as it was at the start
+            results = measure(arguments, clock)
+            for found in [results] if isinstance(results, dict) else results:
+                result = {
+                    "command": command_line(name, arguments),
+                    "arguments": known_of(arguments) | found.pop("arguments", {}),
+                    "environment": environment | found.pop("environment", {}),
+                    "seconds": round(clock.seconds, 1),
+                    **found,
+                }
+                out.parent.mkdir(parents=True, exist_ok=True)
+                partial = out.with_name(out.name + ".partial")
+                partial.write_text(as_text(result))
+                partial.replace(out)
+        elif not out.is_file():
+            raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+        text = out.with_suffix(".md")
+        text.write_text(page(json.loads(out.read_text()), out.with_suffix(".png")))
+        return text
+
+    @configured(name.rpartition(".")[2], schema, about=sys.modules[measure.__module__].__doc__)
+    def main(values: DictConfig) -> None:
+        print(run(values))
+
+    return run, main
+
+
+def known_of(arguments: Arguments) -> dict[str, Any]:
+    """The arguments that a record holds. Paths of files and data, which change no result, are left out."""
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", "root")}
+
+
+def command_line(name: str, arguments: Arguments) -> str:
+    """The command that measures the same again."""
+    changed = [
+        "root=DIR"
+        if entry.name == "root"
+        else f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
+        for entry in dataclasses.fields(arguments)
+        if entry.name not in ("out", "measure") and getattr(arguments, entry.name) != _default(entry)
+    ]
+    return " ".join([f"python -m scripts.{name}", *changed, "out=FILE.json"])
+
+
+def _default(entry: dataclasses.Field) -> object:
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+
+
+def check_choices(name: str, given: Sequence[str], known: Iterable[str]) -> None:
+    """Raise ValueError unless the list `name` names some of `known`."""
+    if not given or not set(given) <= set(known):
+        raise ValueError(f"{name}={list(given)}: expected some of {', '.join(known)}")
+
+
+def interleaved(timers: Mapping[str, Callable[[int], float | None]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each timer in every round. A round calls each timer once with its number, in a new random order.
+
+    A timer that returns None sits the round out.
+    """
+    shuffle = random.Random(0)
+    times_ms: dict[str, list[float]] = {name: [] for name in timers}
+    for number in range(rounds):
+        for name in shuffle.sample(list(timers), len(timers)):
+            ms = timers[name](number)
+            if ms is not None:
+                times_ms[name].append(round(ms, 5))
+    return times_ms
+
+
+class Ratio(NamedTuple):
+    """Median and quartiles; f"{ratio:.2f}" prints them all."""
+
+    median: float
+    lower: float
+    upper: float
+
+    def __format__(self, spec: str) -> str:
+        return f"{self.median:{spec}} ({self.lower:{spec}} – {self.upper:{spec}})"
+
+
+def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
+    """The ratios of our times to others' within each round."""
+    ratios = [own / other for own, other in zip(ours, others, strict=True)]
+    lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    return Ratio(statistics.median(ratios), lower, upper)
+
+
+def reason(error: Exception) -> str:
+    """Why something could not be measured, for the record."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"failed: {type(error).__name__}: {first}"
+
+
+class Target(NamedTuple):
+    """A row of the table of targets."""
+
+    about: str
+    to_reach: str
+    measured: str = "–"
+    verdict: str = NOT_MEASURED
+    paper: str = ""  # the paper's own figure
+
+
+def judged(
+    about: str,
+    to_reach: str,
+    values: Mapping[str, float],
+    *,
+    at_most: float = math.inf,
+    below: float = math.inf,
+    at_least: float = -math.inf,
+    text: str = "{:.2f}",
+    paper: str = "",
+) -> Target:
+    """Judge a target that every one of `values`, {name of the case: value}, must reach."""
+    if not values:
+        return Target(about, to_reach, paper=paper)
+    reached = [at_least <= value <= at_most and value < below for value in values.values()]
+    worst = (min if at_least > -math.inf else max)(values, key=lambda name: values[name])
+    if len(values) == 1:
+        measured = text.format(values[worst]) + (f" ({worst})" if worst else "")
+    else:
+        low, high = (text.format(bound(values.values())) for bound in (min, max))
+        measured = f"{low} – {high}, {sum(reached)} of {len(values)}; worst {worst}"
+    return Target(about, to_reach, measured, PASS if all(reached) else MISS, paper)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a Markdown table; the columns after the first `left` hold numbers."""
+    rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
+    return [_row(titles), rule, *map(_row, rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def target_table(targets: Sequence[Target]) -> list[str]:
+    """Lines of the section of targets, with a column for the paper if any target has its figure."""
+    titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
+    if any(target.paper for target in targets):
+        titles.insert(1, "paper")
+        for row, target in zip(rows, targets, strict=True):
+            row.insert(1, target.paper or "–")
+    return ["", "## Targets", "", *table(titles, rows, left=len(titles))]
+
+
+def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
+    """The page: title, command, hardware and versions, `about` (what was measured, how often), sections, method."""
+    environment = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    threads = f"{environment['threads']} thread" + "s" * (environment["threads"] > 1)
+    conditions = f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
+    minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
+    opening = [f"# {title}", "", "```", result["command"], "```", "", f"{conditions}. {about}; {minutes}."]
+    method = (ROUNDS.strip() if "rounds" in result["arguments"] else "") + method.rstrip()
+    return "\n".join([*opening, *sections, "", "## How it was measured", "", method.strip()]) + "\n"
+
+
+def as_text(result: dict) -> str:
+    """JSON with one line for each row of a list of rows."""
+    return "{\n" + ",\n".join(f'"{key}": {_value(value)}' for key, value in result.items()) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        return "[\n" + ",\n".join(json.dumps(entry) for entry in value) + "\n]"
+    return json.dumps(value, indent=1)
+
+
+def environment_with(packages: Iterable[str]) -> dict:
+    """`provenance()` with the versions of more packages, if they are installed."""
+    found = provenance()
+    for package in packages:
+        try:
+            found["versions"][package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def begun(arguments: Arguments, environment: dict) -> dict:
+    """The record that an earlier call with the same arguments, except for `only`, has left; {} if there is none.
+
+    Raises:
+        ValueError: the record is of other arguments, hardware or versions than `environment` has. Versions of packages
+            may be added.
+    """
+    out = Path(arguments.out)
+    if not out.is_file():
+        return {}
+    record = json.loads(out.read_text())
+    earlier, now = record["arguments"], known_of(arguments)
+    differing = [f"{name}={earlier.get(name)}" for name in now if name != "only" and earlier.get(name) != now[name]]
+    if record["environment"]["hardware"] != environment["hardware"]:
+        differing.append("hardware")
+    versions = record["environment"]["versions"]
+    differing += [f"{name} {known}" for name, known in versions.items() if environment["versions"].get(name) != known]
+    if differing:
+        raise ValueError(
+            f"out={out} holds results of a call that differs ({', '.join(differing)}): repeat that call to continue "
+            f"it, or give another file"
+        )
+    return record
+
+
+def commits(record: dict, environment: dict) -> str | None:
+    """The commits of a record and of the code that runs now."""
+    before = record.get("environment", {}).get("commit") or ""
+    return ", ".join(dict.fromkeys(filter(None, [*before.split(", "), environment["commit"]]))) or None

@@ -1,0 +1,180 @@
+"""Speed of classification's training images: crops of JPEG files one by one, and of CIFAR in memory by the minibatch.
+
+For a key, ours and the rivals make the same crop of ImageNet-like files. On CIFAR they draw their own.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+from torchvision import io, transforms
+from torchvision.transforms import functional as pillow_functional
+from torchvision.transforms import v2
+
+from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated, imagenet
+from datasets.file_list import listed
+from scripts.evidence import frame
+from scripts.evidence.loader.crops import OURS, Key, opencv_image, torchvision_image, write_imagenet
+
+PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
+DECODE_OPENCV, DECODE_TORCHVISION = "bare decode, OpenCV", "bare decode, torchvision"
+PHOTOGRAPHS, CIFAR = "ImageNet-like JPEG", "CIFAR in memory"
+
+_REQUIRED = {"photograph_size": [375, 500], "photograph_crop_size": 224, "minibatch": 128}
+
+METHOD = """
+- *ImageNet-like JPEG*: drawn photographs of 0.8, 1 and 1.2 times the given size, half of them upright, with so much
+  grain that the files (quality 95, 4:2:0) are about as large as ImageNet's. A random part is resized (antialiased) and
+  mirrored, without colour changes; all pipelines take the same part of the same file, and their results differ by at
+  most two levels. torchvision's own training scripts use Pillow.
+- *CIFAR in memory*: pad by 4, crop, mirror, and collate a minibatch. Ours augments the whole minibatch; torchvision's
+  transforms take one image at a time, from an array as in its own CIFAR dataset. They draw their own random numbers.
+"""
+
+
+class Arguments(Protocol):
+    """What is needed of the benchmark's arguments."""
+
+    photograph_size: list[int]
+    photograph_crop_size: int
+    photographs: int
+    minibatch: int
+    rounds: int
+
+
+def measure(arguments: Arguments, folder: Path) -> dict:
+    """Times in ms of all pipelines, by source, and the mean size of a JPEG file."""
+    height, width = arguments.photograph_size
+    write_imagenet(folder, arguments.photographs, (height, width))
+    photographs = imagenet(folder, "train")
+    transform = RandomResizedCrop(arguments.photograph_crop_size, colours=())
+    crops = ClassificationCrops(photographs, transform, seed=0)
+    keys = [(epoch, epoch % len(photographs)) for epoch in range(arguments.rounds)]
+    return {
+        "times_ms": {
+            PHOTOGRAPHS: _times_ms(of_photographs(crops), keys),
+            CIFAR: _times_ms(of_cifar(drawn_cifar(), arguments.minibatch), range(arguments.rounds)),
+        },
+        "bytes_per_file": int(photographs.files.sizes.mean()),
+    }
+
+
+def _times_ms(pipelines: dict[str, Callable], keys: Sequence) -> dict[str, list[float]]:
+    def timed(pipeline: Callable, number: int) -> float:
+        start_s = time.perf_counter()
+        pipeline(keys[number])
+        return 1e3 * (time.perf_counter() - start_s)
+
+    for pipeline in pipelines.values():
+        pipeline(keys[0])
+    return frame.interleaved({name: partial(timed, pipeline) for name, pipeline in pipelines.items()}, len(keys))
+
+
+def of_photographs(crops: ClassificationCrops) -> dict[str, Callable[[Key], object]]:
+    """Ours and the rivals make a crop, uint8 (3, h, w), from a key; the others decode its file."""
+    return {
+        OURS: lambda key: crops[key]["image"],
+        PILLOW: partial(_pillow, crops),
+        V2: partial(_v2, crops),
+        DECODE_OPENCV: lambda key: opencv_image(crops.dataset.path(key[1])),
+        DECODE_TORCHVISION: lambda key: torchvision_image(crops.dataset.path(key[1])),
+    }
+
+
+def _drawn(crops: ClassificationCrops, key: Key, size: tuple[int, int]) -> tuple[list[int], bool]:
+    """Top, left, height and width of our crop of an image of `size` (H, W), and whether it is mirrored."""
+    assert isinstance(crops.transform, RandomResizedCrop)
+    rng = np.random.default_rng([crops.seed, *key])
+    part = crops.transform.draw(size, rng)
+    return list(part), bool(rng.random() < crops.transform.flip)
+
+
+def _pillow(crops: ClassificationCrops, key: Key) -> torch.Tensor:
+    with Image.open(crops.dataset.path(key[1])) as file:
+        image = file.convert("RGB")
+    part, mirrored = _drawn(crops, key, image.size[::-1])
+    image = pillow_functional.resized_crop(image, *part, size=[crops.transform.size] * 2)
+    return pillow_functional.pil_to_tensor(pillow_functional.hflip(image) if mirrored else image)
+
+
+def _v2(crops: ClassificationCrops, key: Key) -> torch.Tensor:
+    image = io.decode_jpeg(io.read_file(str(crops.dataset.path(key[1]))), io.ImageReadMode.RGB)
+    part, mirrored = _drawn(crops, key, (image.shape[1], image.shape[2]))
+    image = v2.functional.resized_crop(image, *part, size=[crops.transform.size] * 2, antialias=True)
+    return (v2.functional.horizontal_flip(image) if mirrored else image).contiguous()
+
+
+def drawn_cifar(images: int = 10_000) -> ClassificationDataset:
+    """Noise in the shape of CIFAR-10: the time does not depend on the pixels' values."""
+    pixels = np.random.default_rng(0).integers(0, 256, (images, 3, 32, 32), dtype=np.uint8)
+    names = np.array([f"{number:05d}" for number in range(images)])
+    classes = tuple(map(str, range(10)))
+    return ClassificationDataset(
+        "noise", "train", classes, np.arange(images) % 10, listed(Path(), []), pixels=pixels, names=names
+    )
+
+
+def of_cifar(dataset: ClassificationDataset, minibatch: int) -> dict[str, Callable[[int], dict]]:
+    """Each makes minibatch number n: {"image": uint8 (minibatch, 3, 32, 32), "label": int64 (minibatch,), …}."""
+    assert dataset.pixels is not None
+    crops = ClassificationCrops(dataset, PaddedCrop(), seed=0)
+    images = dataset.pixels.transpose(0, 2, 3, 1).copy()  # (n, H, W, 3), as torchvision keeps them
+    tensors = torch.from_numpy(dataset.pixels)
+    order = np.random.default_rng(0).permutation(len(dataset)).tolist()
+    one_by_one = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()]
+    on_pillow = transforms.Compose([transforms.ToPILImage(), *one_by_one, transforms.PILToTensor()])
+    on_tensors = v2.Compose([v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()])
+
+    def numbers(number: int) -> list[int]:
+        return [order[(number * minibatch + place) % len(order)] for place in range(minibatch)]
+
+    def ours(number: int) -> dict:
+        return collated(crops.__getitems__([(0, image) for image in numbers(number)]))
+
+    def rival(source: np.ndarray | torch.Tensor, transform: Callable, number: int) -> dict:
+        chosen = numbers(number)
+        return default_collate([{"image": transform(source[i]), "label": dataset.label(i)} for i in chosen])
+
+    return {OURS: ours, PILLOW: partial(rival, images, on_pillow), V2: partial(rival, tensors, on_tensors)}
+
+
+def targets(result: dict) -> list[frame.Target]:
+    """Not measured if the arguments are others, or the record is older than this part."""
+    arguments, times = result["arguments"], result.get("classification", {}).get("times_ms", {})
+    complete = all(arguments.get(name) == value for name, value in _REQUIRED.items())
+    found = []
+    for source, rivals, least in ((PHOTOGRAPHS, (PILLOW,), 1.0), (PHOTOGRAPHS, (V2,), 1.0), (CIFAR, (PILLOW, V2), 8.0)):
+        ratios = {}
+        if complete and source in times:
+            ours = times[source][OURS]
+            ratios = {name: frame.ratio_of(times[source][name], ours).median for name in rivals}
+        about = f"{source}: throughput relative to {' and '.join(rivals)}"
+        found.append(frame.judged(about, f"at least {least:g}", ratios, at_least=least))
+    return found
+
+
+def sections(result: dict) -> Iterator[str]:
+    """A table for each source; nothing for a record without this part."""
+    measured = result.get("classification")
+    if measured is None:
+        return
+    arguments, titles = result["arguments"], ["pipeline", "ms", "images/s per core", "time to ours"]
+    height, width = arguments["photograph_size"]
+    about = {
+        PHOTOGRAPHS: f"{width}x{height} pixels, files of {measured['bytes_per_file'] / 1024:.0f} KiB",
+        CIFAR: f"minibatches of {arguments['minibatch']}",
+    }
+    for source, images in ((PHOTOGRAPHS, 1), (CIFAR, arguments["minibatch"])):
+        times, lines = measured["times_ms"][source], []
+        for name, own in times.items():
+            ms = statistics.median(own)
+            ratio = "1" if name == OURS else f"{frame.ratio_of(own, times[OURS]):.2f}"
+            lines.append([name, f"{ms:.2f}", f"{1e3 * images / ms:,.0f}", ratio])
+        yield from ("", f"## {source}: {about[source]}", "", *frame.table(titles, lines))

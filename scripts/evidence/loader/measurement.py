@@ -1,0 +1,337 @@
+"""Speed of the training crops, against decoding their files and against resizing whole images; memory and start-up:
+
+    python -m scripts.bench_loader [rounds=40] out=FILE.json
+
+Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page again from FILE.json.
+"""
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import cv2
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from datasets import (
+    ClassUniformMinibatches,
+    SegmentationDataset,
+    TrainingCrops,
+    TrainingTransform,
+    camvid,
+    cityscapes,
+    index_classes,
+    verify,
+    vistas,
+    worker_init,
+)
+from datasets.class_index import POSITIONS, index_label
+from engine.schema.keys import key
+from scripts.evidence import frame
+from scripts.evidence.loader import classification
+from scripts.evidence.loader.crops import (
+    DECODES,
+    METHOD,
+    OPENCV,
+    OURS,
+    RIVALS,
+    Key,
+    pipelines,
+    write_camvid,
+    write_cityscapes,
+    write_vistas,
+)
+
+Minibatches = Sequence[Sequence[Key]]
+
+
+@contextmanager
+def like_a_worker() -> Iterator[None]:
+    """Context in which this process is set up like a DataLoader worker, with one thread per library."""
+    threads, blocks = (cv2.getNumThreads(), torch.get_num_threads()), Image.core.get_blocks_max()
+    worker_init(0)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        cv2.setNumThreads(threads[0])
+        torch.set_num_threads(threads[1])
+        Image.core.set_blocks_max(blocks)
+
+
+def worker_mib(
+    crops: TrainingCrops, minibatches: Sequence[Sequence[Key]], interval_s: float = 0.002
+) -> dict[str, float]:
+    """Measure a worker's own MiB before, while and after it makes `minibatches`: {"idle", "peak", "after"}."""
+    return {"idle": _watched(crops, [], interval_s)["after"], **_watched(crops, minibatches, interval_s)}
+
+
+def unique_mib(pid: int) -> float:
+    """MiB of the pages that no other process has (Linux only)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+def _watched(crops: TrainingCrops, minibatches: Minibatches, interval_s: float) -> dict[str, float]:
+    before = set(multiprocessing.active_children())
+    batch_sampler = [list(keys) for keys in minibatches]
+    loader = iter(DataLoader(crops, batch_sampler=batch_sampler, num_workers=1, worker_init_fn=worker_init))
+    (worker,) = set(multiprocessing.active_children()) - before
+    assert worker.pid is not None
+    pid, done = worker.pid, threading.Event()
+    seen = [unique_mib(pid)]
+
+    def watch() -> None:
+        while not done.wait(interval_s):
+            seen.append(unique_mib(pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for _ in minibatches:
+            next(loader)
+        done.wait(0.5)  # until the worker has started, or freed its last minibatch
+    finally:
+        done.set()
+        watcher.join()
+    return {"peak": max(seen), "after": unique_mib(pid)}
+
+
+def start_s(root: Path, cache: Path) -> dict[str, float]:
+    """Seconds that a new process spends on each step from its imports to the first keys of a training.
+
+    `cache` is the folder that remembers which files were verified and indexed.
+    """
+    with patch.dict(os.environ, XDG_CACHE_HOME=str(cache)):
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(_start, root).result()
+
+
+def _start(root: Path) -> dict[str, float]:
+    times_s = [time.perf_counter()]
+    dataset = vistas(root, "train")
+    times_s.append(time.perf_counter())
+    verify(dataset)
+    times_s.append(time.perf_counter())
+    index = index_classes(dataset)
+    times_s.append(time.perf_counter())
+    next(iter(ClassUniformMinibatches(index, crops_per_minibatch=1, seed=0, steps=1)))
+    times_s.append(time.perf_counter())
+    steps = ("list and pair files", "verify", "class index", "first keys")
+    return {step: times_s[i + 1] - times_s[i] for i, step in enumerate(steps)}
+
+
+SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
+
+# The targets hold for these arguments; for others they are neither reached nor missed.
+_REQUIRED = {
+    **{"small_size": [360, 480], "small_crop_size": 240},
+    **{"png_size": [1024, 2048], "jpeg_size": [3648, 5472], "crop_size": 872, "files": 18000},
+}
+
+Times = dict[str, list[float]]  # of one source, by pipeline
+
+
+@dataclass
+class LoaderArguments(frame.Arguments):
+    small_size: list[int] = key([360, 480], least=64)  # CamVid's
+    small_crop_size: int = key(240, above=0)  # configs/data/camvid.yaml
+    png_size: list[int] = key([1024, 2048], least=64)  # height, width
+    jpeg_size: list[int] = key([3648, 5472], least=64)
+    base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
+    crop_size: int = key(872, above=0)
+    pictures: int = key(4, above=0)  # different files of each kind
+    rounds: int = key(40, above=0)
+    minibatches: int = key(8, above=0)  # of four crops, for a worker's memory
+    files: int = key(18000, above=0)  # images, for the start
+    starts: int = key(5, above=0)
+    photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
+    photograph_crop_size: int = key(224, above=0)
+    photographs: int = key(24, above=0)  # different files
+    minibatch: int = key(128, above=0)  # of CIFAR images
+
+
+def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
+    """Times of all pipelines and of the class index, memory of a worker, starts."""
+    rows: list[dict] = []
+    index_ms: dict[str, list[float]] = {}
+    keys = [(epoch, epoch % arguments.pictures) for epoch in range(max(arguments.rounds, 4 * arguments.minibatches))]
+    with tempfile.TemporaryDirectory() as folder, like_a_worker():
+        small, png, jpeg, many = (Path(folder) / name for name in ("small", "png", "jpeg", "many"))
+        write_camvid(small, arguments.pictures, _size(arguments.small_size))
+        write_cityscapes(png, arguments.pictures, _size(arguments.png_size))
+        write_vistas(jpeg, arguments.pictures, _size(arguments.jpeg_size))
+        write_vistas(many, images=1, size=(24, 32), files=arguments.files)
+        photographs, large = vistas(jpeg, "train"), arguments.crop_size
+        sources = {
+            name: TrainingCrops(dataset, TrainingTransform((side, side), base_size=base_size), seed=0)
+            for name, dataset, side, base_size in (
+                (SMALL, camvid(small, "train"), arguments.small_crop_size, None),
+                (PNG, cityscapes(png, "train"), large, None),
+                (JPEG, photographs, large, None),
+                (JPEG_BASE, photographs, large, arguments.base_size),
+            )
+        }
+        for source, crops in sources.items():
+            chosen = pipelines(crops, palette=crops.dataset is photographs)
+            timers = {name: timer(pipeline, keys) for name, pipeline in chosen.items()}
+            rows += [
+                {"source": source, "pipeline": name, "median_ms": round(statistics.median(times), 3), "times_ms": times}
+                for name, times in frame.interleaved(timers, arguments.rounds).items()
+            ]
+            clock.report(source)
+        for source in (PNG, JPEG):
+            index = timer(partial(index_of, sources[source].dataset), keys)
+            index_ms |= frame.interleaved({source: index}, arguments.rounds)
+        minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
+        memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
+        images = classification.measure(arguments, Path(folder) / "photographs")
+        clock.report("classification")
+        first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
+        return {
+            "environment": {"threads": 1},
+            "bytes_per_file": {source: _bytes_per_file(sources[source]) for source in (SMALL, PNG, JPEG)},
+            "index_ms": index_ms,
+            "memory_mib": memory,
+            "first_start_s": first_start,
+            "cached_starts_s": cached_starts,
+            "classification": images,
+            "rows": rows,
+        }
+
+
+def timer(pipeline: Callable[[Key], object], keys: Sequence[Key]) -> Callable[[int], float]:
+    """A timer for `interleaved`: round number i makes the crop of key i. Warms the pipeline up."""
+    pipeline(keys[0])
+
+    def milliseconds(number: int) -> float:
+        start_s = time.perf_counter()
+        pipeline(keys[number])
+        return 1e3 * (time.perf_counter() - start_s)
+
+    return milliseconds
+
+
+def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.ndarray]:
+    """Read a label and return what the class index keeps of it."""
+    label = dataset.read_label(key[1])
+    return index_label(label, len(dataset.classes), POSITIONS, np.random.default_rng(key))
+
+
+def _size(numbers: list[int]) -> tuple[int, int]:
+    height, width = numbers
+    return height, width
+
+
+def _bytes_per_file(crops: TrainingCrops) -> dict[str, int]:
+    files = crops.dataset.files
+    return {kind: sum(getattr(f, kind).stat().st_size for f in files) // len(files) for kind in ("image", "label")}
+
+
+def page(result: dict, _: Path) -> str:
+    arguments = result["arguments"]
+    of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
+    about = f"Crops of {arguments['crop_size']} pixels ({SMALL}: {arguments['small_crop_size']}), {of_each}"
+    found = frame.target_table([*targets(result), *classification.targets(result)])
+    sections = [*found, *_pipelines(result), *classification.sections(result), *_others(result)]
+    return frame.page_text(
+        result, "Speed of the training crops", about, sections, METHOD + classification.METHOD.lstrip()
+    )
+
+
+def _pipelines(result: dict) -> Iterator[str]:
+    titles = ["pipeline", "ms", "samples/s per core", "time to bare decode", "time to ours"]
+    for source, times in by_source(result["rows"]).items():
+        others = (fastest(times, DECODES), OURS)
+        lines = []
+        for row in result["rows"]:
+            if row["source"] == source:
+                name, ms = row["pipeline"], row["median_ms"]
+                ratios = [
+                    "1" if name == other else f"{frame.ratio_of(times[name], times[other]):.2f}" for other in others
+                ]
+                lines.append([name, f"{ms:.1f}", f"{1e3 / ms:.1f}", *ratios])
+        yield from ("", f"## {_title(source, result)}", "", *frame.table(titles, lines))
+
+
+def _others(result: dict) -> Iterator[str]:
+    lines = [[source, f"{statistics.median(ms):.1f}"] for source, ms in result["index_ms"].items()]
+    yield from ("", "## Class index", "", *frame.table(["source", "a label read and indexed, ms"], lines))
+    lines = [
+        [source, *(f"{mib[moment]:.0f}" for moment in ("idle", "peak", "after"))]
+        for source, mib in result["memory_mib"].items()
+    ]
+    titles = ["source", "idle, MiB", "peak, MiB", "afterwards, MiB"]
+    yield from ("", "## Memory of a worker", "", *frame.table(titles, lines))
+    lines = [
+        [step, f"{first:.2f}", f"{statistics.median(start[step] for start in result['cached_starts_s']):.2f}"]
+        for step, first in result["first_start_s"].items()
+    ]
+    heading = f"## Start with {result['arguments']['files']} images"
+    yield from ("", heading, "", *frame.table(["", "first, s", "cached, s"], lines))
+
+
+def targets(result: dict) -> list[frame.Target]:
+    sources = by_source(result["rows"])
+    found = []
+    for source, limit in ((PNG, 1.20), (JPEG, 1.10)):
+        times = sources[source]
+        ratio = frame.ratio_of(times[OURS], times[fastest(times, DECODES)]).median
+        found.append(frame.judged(f"{source}: time to bare decode", f"at most {limit:.2f}", {"": ratio}, at_most=limit))
+    for source, limit in ((PNG, 1.1), (JPEG, 1.8)):
+        times = sources[source]
+        rival = fastest(times, RIVALS)
+        ratio = frame.ratio_of(times[rival], times[OURS]).median
+        about = f"{source}: throughput relative to the fastest rival"
+        found.append(frame.judged(about, f"at least {limit}", {rival: ratio}, at_least=limit))
+    times = sources[SMALL]
+    ratio = frame.ratio_of(times[OURS], times[OPENCV]).median
+    found.append(frame.judged(f"{SMALL}: time to {OPENCV}", "at most 1.00", {"": ratio}, at_most=1))
+    index_ms = statistics.median(result["index_ms"][PNG])
+    about = "PNG: a label read and indexed"
+    found.append(frame.judged(about, "at most 30 ms", {"": index_ms}, at_most=30, text="{:.1f} ms"))
+    added = max(mib["peak"] - mib["idle"] for mib in result["memory_mib"].values())
+    about = "JPEG: unique memory that a worker adds"
+    found.append(frame.judged(about, "at most 400 MiB", {"": added}, at_most=400, text="{:.0f} MiB"))
+    start_s = statistics.median(sum(parts.values()) for parts in result["cached_starts_s"])
+    about = f"start with {result['arguments']['files']} images, cached"
+    found.append(frame.judged(about, "under 2 s", {"": start_s}, below=2, text="{:.2f} s"))
+    if any(result["arguments"][name] != value for name, value in _REQUIRED.items()):
+        return [target._replace(verdict=frame.NOT_MEASURED) for target in found]
+    return found
+
+
+def by_source(rows: list[dict]) -> dict[str, Times]:
+    sources: dict[str, Times] = {}
+    for row in rows:
+        sources.setdefault(row["source"], {})[row["pipeline"]] = row["times_ms"]
+    return sources
+
+
+def fastest(times: Times, among: tuple[str, ...]) -> str:
+    """The pipeline with the smallest time relative to ours."""
+    return min(among, key=lambda name: frame.ratio_of(times[name], times[OURS]).median)
+
+
+def _title(source: str, result: dict) -> str:
+    """The source with the size of its pictures and files."""
+    kind = JPEG if source == JPEG_BASE else source
+    height, width = result["arguments"][{SMALL: "small_size", PNG: "png_size", JPEG: "jpeg_size"}[kind]]
+    size = f"{source}={result['arguments']['base_size']}" if source == JPEG_BASE else source
+    kib = {name: bytes_ / 1024 for name, bytes_ in result["bytes_per_file"][kind].items()}
+    return f"{size}: {width}x{height} pixels, files of {kib['image']:.0f} KiB, labels of {kib['label']:.0f} KiB"
+
+
+run, main = frame.benchmark("bench_loader", LoaderArguments, measure, page)

@@ -1,0 +1,172 @@
+"""Measure a step: its time, what autograd keeps for the backward pass, and the peak of its memory; also compiled, or in
+a process of its own."""
+
+import functools
+import multiprocessing
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from scripts.evidence.frame import interleaved
+
+T = TypeVar("T")
+Step = Callable[[], object]
+
+
+def captured(step: Step) -> Step:
+    """Record a step as a CUDA graph; its replay spends no time launching kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def timer(step: Step, sample_ms: float, device: str) -> Callable[[int], float]:
+    """A timer for `interleaved`: the mean over enough repeats to take about `sample_ms`."""
+    milliseconds(step, 2, device)
+    repeats = max(1, round(sample_ms / milliseconds(step, 2, device)))
+    return lambda _: milliseconds(step, repeats, device)
+
+
+def milliseconds(step: Step, repeats: int, device: str) -> float:
+    """Mean time of a step over some repeats, back to back."""
+    if device == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(repeats):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / repeats
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    return 1e3 * (time.perf_counter() - start_s) / repeats
+
+
+def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list[float]]:
+    """Milliseconds of each step in interleaved rounds, after one step of each."""
+    for step in steps.values():
+        step()
+    timers = {name: lambda _, step=step: milliseconds(step, 1, device) for name, step in steps.items()}
+    return interleaved(timers, rounds)
+
+
+class _Saved:
+    """A tensor that autograd has saved."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
+    """Run a forward pass; return its result and a tensor for each storage that the result's graph keeps."""
+    saved: list[weakref.ref[_Saved]] = []  # autograd may drop them again during the forward pass
+
+    def pack(tensor: Tensor) -> _Saved:
+        entry = _Saved(tensor.detach())  # an operation's own output would keep its graph alive for ever
+        saved.append(weakref.ref(entry))
+        return entry
+
+    with saved_tensors_hooks(pack, attrgetter("tensor")):
+        result = forward()
+    kept = [entry.tensor for reference in saved if (entry := reference()) is not None]
+    return result, list({tensor.untyped_storage()._cdata: tensor for tensor in kept}.values())
+
+
+def kept_bytes(network: torch.nn.Module, forward: Callable[[], object], inputs: Sequence[Tensor]) -> int:
+    """Bytes that a graph keeps, without parameters and inputs."""
+    _, saved = saved_for_backward(forward)
+    others = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *inputs)}
+    return sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in others)
+
+
+def peak_bytes(step: Callable[[], object], device_type: str) -> int:
+    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it."""
+    if device_type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = held = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:
+    """Compile a block with torch.compile, for static shapes and as one graph."""
+    backend = functools.partial(_compile_within, compiler=compiler, budget=budget)
+    return torch.compile(block, fullgraph=True, dynamic=False, backend=backend)
+
+
+def _compile_within(graph: fx.GraphModule, inputs: list[Tensor], *, compiler: str, budget: float) -> Callable:
+    """A compiler that sees the memory budget, which is a global setting, for this graph only."""
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+
+class Elsewhere:
+    """`make(*arguments)` in a new process; `call` calls its methods there. A context manager: the process ends with it.
+
+    It also ends if this process is killed, even in the middle of a call.
+    `make` is pickled by name, so it must be defined at the top of a module. If it fails, every call raises its error.
+    """
+
+    def __init__(self, make: Callable[..., object], *arguments: object):
+        self.process = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        self.made = self.process.submit(_make, make, arguments)
+
+    def __enter__(self) -> "Elsewhere":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.shutdown()
+
+    def call(self, method: str, *arguments: object) -> Any:
+        """Call a method and return its result. Raises its error, or BrokenProcessPool if the process has died."""
+        self.made.result()
+        return self.process.submit(_call, method, arguments).result()
+
+
+_made: list[object] = []  # the one object of this process
+
+
+def _make(make: Callable[..., object], arguments: tuple) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _made.append(make(*arguments))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call(method: str, arguments: tuple) -> Any:
+    return getattr(_made[0], method)(*arguments)

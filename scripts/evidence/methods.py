@@ -1,0 +1,254 @@
+"""Methods to train a network in less memory: what each keeps, costs and changes; and the networks they are tried on."""
+
+import copy
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from engine.memory import keep_freed_memory
+from models.layers import recompute_activations
+from scripts.evidence.frame import reason
+from scripts.evidence.measuring import compiled, kept_bytes, peak_bytes, timed
+
+NETWORKS = (
+    *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
+    *("resnet18", "resnet50", "resnet101", "resnext50_32x4d", "wide_resnet50_2", "densenet121", "densenet169"),
+    *("mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet1_0", "shufflenet_v2_x1_0"),
+    *("regnet_x_400mf", "regnet_y_400mf", "efficientnet_b0", "efficientnet_v2_s"),
+    *("convnext_tiny", "swin_t", "swin_v2_t", "vit_b_16", "maxvit_t"),
+    *("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"),
+    *("timm/densenet121", "timm/efficientnet_b0", "timm/mobilenetv4_conv_small", "timm/convnextv2_atto"),
+    *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
+)
+PACKAGES = {"": "torchvision", "timm": "timm", "smp": "segmentation_models_pytorch"}  # by the part before the slash
+OPTIONS: dict[str, dict[str, Any]] = {
+    "googlenet": {"init_weights": False},  # the default is slow
+    "inception_v3": {"init_weights": False, "aux_logits": False},  # its auxiliary logits need images of 299 pixels
+    **{name: {"weights_backbone": None} for name in NETWORKS if name.startswith(("fcn", "deeplabv3", "lraspp"))},
+}
+SIZED: dict[str, Callable[[int], dict[str, Any]]] = {  # options of networks for images of one size
+    "vit_b_16": lambda size: {"image_size": size},
+    "maxvit_t": lambda size: {"input_size": (size, size)},
+    "timm/vit_small_patch16_224": lambda size: {"img_size": size},
+}
+# Pixels of the small images on which gradients are compared.
+EXACT_DEFAULT = 64
+EXACT_SIZE = {"inception_v3": 96, "maxvit_t": 224}  # they take no smaller ones
+
+# The modules that the authors of these networks call blocks, by the names of their classes.
+BLOCK_NAMES = frozenset(
+    """
+    Fire Inception InceptionA InceptionB InceptionC InceptionD InceptionE BasicBlock Bottleneck _DenseLayer
+    InvertedResidual _InvertedResidual ResBottleneckBlock MBConv FusedMBConv CNBlock SwinTransformerBlock
+    SwinTransformerBlockV2 EncoderBlock MaxVitLayer DenseLayer DepthwiseSeparableConv UniversalInvertedResidual
+    ConvNeXtBlock Block UnetDecoderBlock FPNBlock
+    """.split()
+)
+
+
+def build(name: str, size: int) -> nn.Module:
+    """A network of `NETWORKS` for square images of `size` pixels."""
+    package, _, own = name.rpartition("/")
+    options = OPTIONS.get(name, {}) | SIZED.get(name, lambda size: {})(size)
+    if package == "timm":
+        return importlib.import_module("timm").create_model(own, pretrained=False, **options)
+    if package == "smp":
+        architecture, _, encoder = own.partition("-")
+        models = importlib.import_module("segmentation_models_pytorch")
+        return getattr(models, architecture)(encoder, encoder_weights=None, classes=19, **options)
+    return torchvision.models.get_model(own, weights=None, **options)
+
+
+def chosen(only: Iterable[str]) -> list[str]:
+    """Names of the networks to measure, in the order of `NETWORKS`; all if `only` is empty.
+
+    Raises:
+        ValueError: a name is unknown, or its package is not installed.
+    """
+    names = set(only)
+    for name in sorted(names):
+        if name not in NETWORKS:
+            nearest = ", ".join(difflib.get_close_matches(name, NETWORKS, n=3, cutoff=0))
+            known = "scripts/evidence/methods.py lists them all"
+            raise ValueError(f"only={name}: there is no such network; the nearest names are {nearest}; {known}")
+        if not installed(name):
+            raise ValueError(f"only={name}: {package_of(name)} is not installed: pip install '.[networks]'")
+    return [name for name in NETWORKS if name in names or not names]
+
+
+def package_of(name: str) -> str:
+    """The package that has a network."""
+    return PACKAGES[name.rpartition("/")[0]]
+
+
+def installed(name: str) -> bool:
+    """Whether the package that has a network is installed."""
+    return importlib.util.find_spec(package_of(name)) is not None
+
+
+def blocks_of(network: nn.Module) -> list[nn.Module]:
+    """The outermost modules that are blocks, in the order of the module tree."""
+    if type(network).__name__ in BLOCK_NAMES:
+        return [network]
+    return [block for child in network.children() for block in blocks_of(child)]
+
+
+PLAIN, RECOMPUTED, BLOCKS = "plain", "recompute_activations", "checkpoint per block"
+ON_CPU, COMPILED, BUDGET = "save_on_cpu", "compiled", "compiled, budget 0.5"
+ALL = "all methods"
+METHODS = (PLAIN, RECOMPUTED, BLOCKS, ON_CPU, COMPILED, BUDGET)
+WITH_COMPILER = ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y_400mf", "convnext_tiny", "vit_b_16")
+EXACT_IMAGES = 4  # on which gradients are compared
+
+Forward = Callable[[Tensor], object]  # images -> tensors, maybe in containers
+
+
+def methods_of(name: str, network: nn.Module, device: str, compiler: str | None) -> list[str]:
+    """The methods that apply to a network."""
+    applies = {
+        BLOCKS: bool(blocks_of(network)),
+        ON_CPU: device == "cuda",
+        COMPILED: compiler is not None and name in WITH_COMPILER,
+        BUDGET: compiler is not None and name in WITH_COMPILER,
+    }
+    return [method for method in METHODS if applies.get(method, True)]
+
+
+def forward_of(network: nn.Module, method: str, compiler: str | None = None) -> Forward:
+    """A network's forward pass by one of the methods. This may change the network."""
+    if method == RECOMPUTED:
+        return recompute_activations(network)
+    if method == BLOCKS:
+        for block in blocks_of(network):
+            block.forward = partial(_checkpointed, block.forward)
+    elif method == ON_CPU:
+        return partial(_saved_on_cpu, network)
+    elif method in (COMPILED, BUDGET):
+        assert compiler is not None
+        return compiled(network, compiler, budget=0.5 if method == BUDGET else 1.0)
+    return network
+
+
+def _checkpointed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block that keeps its inputs alone. They are passed one by one, so that those in lists are counted as kept."""
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        return forward(*args, **kwargs)
+
+    return checkpoint(run, *leaves, use_reentrant=False)
+
+
+def _saved_on_cpu(network: nn.Module, images: Tensor) -> object:
+    with save_on_cpu(pin_memory=True):
+        return network(images)
+
+
+class Measurement:
+    """What a process that measures networks holds, see `Elsewhere`."""
+
+    def __init__(self, threads: int):
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+
+    def of(self, *arguments: Any) -> tuple[list[dict], list[dict]]:
+        """See `measured`."""
+        return measured(*arguments)
+
+
+def measured(
+    name: str, device: str, images: int, size: int, rounds: int, compiler: str | None
+) -> tuple[list[dict], list[dict]]:
+    """Steps of a network in training mode and float32, on `images` images of `size` pixels.
+
+    Returns:
+        A row for each method that works, and the reason for each that fails:
+        {"network", "method", "kept_bytes": None if it cannot be counted, "peak_bytes", "times_ms",
+        "deviation", "same_outputs": see `exactness`}, {"network", "method", "reason"}
+
+    Raises:
+        Exception: the plain network fails.
+    """
+    plain = _network(name, size)
+    pixels = torch.randn(images, 3, size, size, device=device)
+    rows: dict[str, dict] = {}
+    left_out: dict[str, str] = {}
+    steps: dict[str, Callable[[], None]] = {}
+    for method in methods_of(name, plain, device, compiler):
+        try:
+            network = copy.deepcopy(plain).to(device)
+            step = partial(_step, network, forward := forward_of(network, method, compiler), pixels)
+            step()  # gradients exist; compiles
+            kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
+            exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
+            network.zero_grad()  # the peak has the gradients of one step
+            rows[method] = {"kept_bytes": kept, "peak_bytes": peak_bytes(step, device), **exact}
+            steps[method] = step
+        except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
+            if method == PLAIN:  # nothing to compare with
+                raise
+            left_out[method] = reason(error)
+    times_ms = timed(steps, rounds, device)
+    torch._dynamo.reset()  # frees compiled code
+    return (
+        [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],
+        [{"network": name, "method": method, "reason": why} for method, why in left_out.items()],
+    )
+
+
+def _network(name: str, size: int) -> nn.Module:
+    """A network with random weights, also where it starts from zeros: behind zeros, all gradients would be zero."""
+    torch.manual_seed(0)
+    network = build(name, size)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if not parameter.any():
+                parameter.normal_(std=0.02)
+    return network
+
+
+def _step(network: nn.Module, forward: Forward, pixels: Tensor) -> None:
+    loss = _loss(forward(pixels))
+    network.zero_grad()
+    loss.backward()
+
+
+def _loss(outputs: object) -> Tensor:
+    """A loss for whatever a network returns: the mean squares of its outputs, added."""
+    return torch.stack([output.square().mean() for output in tree_leaves(outputs)]).sum()
+
+
+def exactness(name: str, method: str, device: str) -> dict:
+    """Compare a method with the plain network in float64, on small images and with the same random numbers.
+
+    Returns:
+        {"deviation": largest deviation of a gradient, relative to the largest gradient,
+        "same_outputs": whether the outputs are equal to the bit}
+    """
+    size = EXACT_SIZE.get(name, EXACT_DEFAULT)
+    plain = _network(name, size).to(device, torch.float64)
+    pixels = torch.randn(EXACT_IMAGES, 3, size, size, device=device, dtype=torch.float64)
+    network = copy.deepcopy(plain)
+    found = []
+    for module, forward in ((plain, plain), (network, forward_of(network, method))):
+        torch.manual_seed(0)
+        outputs = forward(pixels)
+        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        gradients = torch.autograd.grad(_loss(outputs), parameters, materialize_grads=True)
+        found.append((torch.cat([g.flatten() for g in gradients]), tree_leaves(outputs)))
+    (gradient, outputs), (own_gradient, own_outputs) = found
+    return {
+        "deviation": ((own_gradient - gradient).abs().max() / gradient.abs().max()).item(),
+        "same_outputs": all(map(torch.equal, own_outputs, outputs)),
+    }

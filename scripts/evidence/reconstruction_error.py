@@ -1,0 +1,219 @@
+"""What restored activations do to training (RevNet, Figure 4): a CIFAR RevNet trained twice, side by side:
+
+    python -m scripts.evidence.reconstruction_error root=DIR out=FILE.json
+
+One network stores its activations, the other restores them; both start from the same weights and see the same crops.
+Writes FILE.json, FILE.md and FILE.png: the angle between restored and stored gradients, the loss and the test error,
+in float32 and bfloat16. `measure=false` makes the page again from FILE.json.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.optim.lr_scheduler import MultiStepLR
+
+from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cifar10
+from engine.distributed import device_of
+from engine.schema.keys import key
+from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
+from models.layers.reversible.drift import drift
+from scripts.evidence import frame
+from scripts.evidence.reversible_costs import NORMS, angle
+
+BODIES: dict[str, Callable[..., RevNet]] = {
+    "revnet38": revnet38_cifar,
+    "revnet110": revnet110_cifar,
+    "revnet164": revnet164_cifar,
+}
+PRECISIONS = ("float32", "bfloat16")
+MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
+
+METHOD = """
+- Both networks take the same minibatches, with RevNet's crops, momentum 0.9, weight decay 2e-4 and its steps of the
+  rate (after one half and three quarters). Sums between units are in float32; in bfloat16 the residual functions run
+  under autocast.
+- *Angle*: between the gradient of the restoring network on one minibatch, from restored and from stored activations,
+  at the same weights. *To float32*: between stored gradients in bfloat16 and in float32, which rounding alone makes.
+- *Drift*: the largest error of a stage's restored input, relative to its largest value.
+"""
+
+
+@dataclass
+class ReconstructionArguments(frame.Arguments):
+    """Arguments of the command."""
+
+    root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
+    body: str = key("revnet38", one_of=tuple(BODIES))
+    norm: str = key("std", one_of=tuple(NORMS))
+    steps: int = key(600, above=0)
+    every: int = key(25, above=0)  # steps between two measurements
+    images: int = key(100, above=1)  # per step
+    lr: float = key(0.1, above=0)
+    test_images: int = key(10_000, above=0)
+    device: str = key("cpu", one_of=("cpu", "cuda"))
+    precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))
+
+    def check(self) -> None:
+        """Raise ValueError for an impossible argument."""
+        device_of(self.device)
+        frame.check_choices("precisions", self.precisions, PRECISIONS)
+
+
+def measure(arguments: ReconstructionArguments, clock: frame.Clock) -> dict:
+    """Train both networks in each precision. ValueError if there is no CIFAR-10 in `root`."""
+    train, test = (cifar10(arguments.root, split) for split in ("train", "test"))
+    rows, errors = [], []
+    for precision in arguments.precisions:
+        torch.manual_seed(0)
+        restored = BODIES[arguments.body](NORMS[arguments.norm], classes=10).to(arguments.device)
+        stored = copy.deepcopy(restored)
+        stored.keep_activations = True
+        for row in _train(arguments, stored, restored, train, precision):
+            rows.append({"precision": precision, **row})
+            clock.report(f"{precision} step {row['step']}: {row['angle']:.4f} degrees")
+        for name, network in (("stored", stored), ("restored", restored)):
+            errors.append(
+                {"precision": precision, "network": name, "error": _error(network, test, arguments, precision)}
+            )
+    return {"rows": rows, "errors": errors}
+
+
+def _train(
+    arguments: ReconstructionArguments, stored: RevNet, restored: RevNet, train: ClassificationDataset, precision: str
+) -> Iterator[dict]:
+    networks = {"stored": stored, "restored": restored}
+    optimizers = [
+        torch.optim.SGD(network.parameters(), arguments.lr, momentum=0.9, weight_decay=2e-4)
+        for network in networks.values()
+    ]
+    milestones = [arguments.steps // 2, 3 * arguments.steps // 4]
+    schedules = [MultiStepLR(optimizer, milestones) for optimizer in optimizers]
+    for step, (images, labels) in enumerate(_minibatches(train, arguments)):
+        if step % arguments.every == 0:
+            measured = _angles(restored, images, labels, precision)
+        losses = {}
+        for (name, network), optimizer, schedule in zip(networks.items(), optimizers, schedules, strict=True):
+            losses[name] = _backward(network, images, labels, precision).item()
+            optimizer.step()
+            schedule.step()
+        if step % arguments.every == 0:
+            yield {"step": step, **measured, **{f"loss_{name}": loss for name, loss in losses.items()}}
+
+
+def _angles(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> dict[str, float]:
+    """Angles at the present weights, and the drift. The network's statistics and mode stay as they are."""
+    twin = copy.deepcopy(network)
+
+    def gradient(keep_activations: bool, precision: str) -> Tensor:
+        twin.keep_activations = keep_activations
+        _backward(twin, images, labels, precision)
+        return torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None])
+
+    exact = gradient(True, precision)
+    found = {"angle": angle(gradient(False, precision), exact)}
+    if precision != "float32":
+        found["angle_to_float32"] = angle(exact, gradient(True, "float32"))
+    with _autocast(images, precision):
+        found["drift"] = drift(twin.reversible_blocks, images).item()
+    return found
+
+
+def _backward(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> Tensor:
+    network.zero_grad()
+    with _autocast(images, precision):
+        loss = F.cross_entropy(network(images), labels)
+    loss.backward()
+    return loss.detach()
+
+
+def _autocast(images: Tensor, precision: str) -> torch.autocast:
+    return torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16")
+
+
+def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArguments) -> Iterator[tuple[Tensor, Tensor]]:
+    crops = ClassificationCrops(dataset, PaddedCrop(padding=2, fill=MEAN), seed=0)
+    per_epoch = len(dataset) // arguments.images
+    for step in range(arguments.steps):
+        epoch, place = divmod(step, per_epoch)
+        order = np.random.default_rng(epoch).permutation(len(dataset))
+        numbers = order[place * arguments.images :][: arguments.images].tolist()
+        minibatch = crops.__getitems__([(epoch, number) for number in numbers])
+        assert isinstance(minibatch, dict)
+        yield _normalised(minibatch["image"], arguments.device), minibatch["label"].to(arguments.device)
+
+
+def _normalised(images: Tensor, device: str) -> Tensor:
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return (images.to(device) - mean) / std
+
+
+@torch.no_grad()
+def _error(network: RevNet, test: ClassificationDataset, arguments: ReconstructionArguments, precision: str) -> float:
+    """Percentage of test images that are classified wrong."""
+    assert test.pixels is not None
+    network.eval()
+    wrong, count = 0, min(arguments.test_images, len(test))
+    for chosen in np.array_split(np.arange(count) * len(test) // count, max(1, count // 500)):
+        images = _normalised(torch.from_numpy(test.pixels[chosen]), arguments.device)
+        with _autocast(images, precision):
+            predicted = network(images).argmax(1).cpu()
+        wrong += int((predicted != torch.from_numpy(test.labels[chosen])).sum())
+    return round(100 * wrong / count, 2)
+
+
+def page(result: dict, picture: Path) -> str:
+    """The page, with its figure."""
+    arguments = result["arguments"]
+    _figure(result["rows"]).savefig(picture, dpi=110)
+    titles = ["", "largest angle", "median angle", "largest drift", "error stored, %", "error restored, %"]
+    lines = []
+    for precision in arguments["precisions"]:
+        rows = [row for row in result["rows"] if row["precision"] == precision]
+        errors = {row["network"]: row["error"] for row in result["errors"] if row["precision"] == precision}
+        angles = [row["angle"] for row in rows]
+        numbers = [f"{max(angles):.2g}°", f"{np.median(angles):.2g}°", f"{max(row['drift'] for row in rows):.1g}"]
+        lines.append([precision, *numbers, f"{errors['stored']:.2f}", f"{errors['restored']:.2f}"])
+    sections = ["", *frame.table(titles, lines), "", f"![angle, loss and drift over steps]({picture.name})"]
+    about = f"{arguments['body']}, norm={arguments['norm']}, {arguments['steps']} steps of {arguments['images']} images"
+    return frame.page_text(result, "What restored activations do to training", about, sections, METHOD)
+
+
+def _figure(rows: list[dict]) -> Figure:
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    angles, losses, drifts = figure.subplots(1, 3)
+    for number, precision in enumerate(dict.fromkeys(row["precision"] for row in rows)):
+        chosen = [row for row in rows if row["precision"] == precision]
+        curve = partial(_curve, chosen, color=f"C{number}")
+        curve(angles, "angle", label=f"restored to stored, {precision}")
+        if "angle_to_float32" in chosen[0]:
+            curve(angles, "angle_to_float32", label=f"stored, {precision} to float32", linestyle=":")
+        curve(losses, "loss_stored", label=f"stored, {precision}", linestyle=":")
+        curve(losses, "loss_restored", label=f"restored, {precision}")
+        curve(drifts, "drift", label=precision)
+    angles.set(yscale="log", title="angle of the gradient, degrees", xlabel="step")
+    losses.set(title="training loss", xlabel="step")
+    drifts.set(yscale="log", title="drift", xlabel="step")
+    for axis in (angles, losses, drifts):
+        axis.grid(alpha=0.3)
+        axis.legend(frameon=False)
+    return figure
+
+
+def _curve(rows: list[dict], axis: Axes, name: str, *, color: str, label: str, linestyle: str = "-") -> None:
+    steps = [row["step"] for row in rows]
+    axis.plot(steps, [row[name] for row in rows], color=color, label=label, linestyle=linestyle)
+
+
+run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Write the papers' tables, with our scores beside the published ones:
+
+    python -m scripts.tables runs=[docs/results] out=docs/results
+
+`runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
+its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it
+has the same configuration; other runs are listed with the keys that they changed. `plan`, a record of
+scripts.evidence.plan_experiments, gives the planned memory.
+"""
+
+import itertools
+import json
+import os
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+
+from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
+from engine.configuration import config as configuration
+from engine.configuration.command_line import configured
+from scripts.compare_runs import Run
+from scripts.evidence import papers
+from scripts.evidence.frame import MIB, table
+
+GIB = 2**30
+SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
+VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
+NOTES = {
+    "table1": "The table's other two rows are evaluations of table2/resnext101_std_256.",
+    "table4": "The paper also quotes four networks of the LSUN 2017 winner on Vistas (PSPNet, 16 x 713²), which this "
+    "code does not train: 49.76; 50.28 with hybrid dilated convolutions; 51.50 with reweighted labels as well; 51.59 "
+    "when it also starts from Cityscapes.",
+    "memcnn": "Times in the papers are in the experiments' headers.",
+}
+ABOUT = """Each row has the published score and ours. Ours is the last checkpoint's: the mean over seeds, and the
+standard deviation. A run counts only if its configuration is the experiment's. Memory is per device. *Planned* is the
+peak of its tensors ([memory_plan](memory_plan.md)). *Measured* is the same on a GPU; on a CPU it is the peak of the
+whole process."""
+START, END = "<!-- tables start -->", "<!-- tables end -->"
+
+
+@dataclass
+class Tables:
+    runs: Any = "docs/results"  # folder that holds run directories, or a list of such folders
+    out: str = "docs/results"  # folder
+    plan: str = "docs/results/memory_plan.json"  # record of scripts.evidence.plan_experiments
+
+
+class Finished(Run):
+    """A run that has ended, with its configuration."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.folder = folder
+        self.task = "train_seg" if self.scores.best == "miou" else "train_imagenet"
+        state = {"format": SEGMENTATION_ONLY if self.task == "train_seg" else FORMAT, "config": self.results["config"]}
+        config = cast(dict, migrated(state))["config"]
+        self.typed = configuration.from_plain(config, papers.SCHEMAS[self.task], f"{folder}")
+        named = re.search(r"experiment=([\w/.-]+)", self.command)
+        self.experiment = named[1] if named else None  # that it was started as
+
+    def classes(self) -> list[str]:
+        return list(self.results[self.scores.of_classes])
+
+
+class Row(NamedTuple):
+    """An experiment and its runs."""
+
+    experiment: str
+    runs: list[Finished]  # with its configuration
+    others: list[tuple[Finished, list[str]]]  # started as it, with changed keys
+    planned: int | None  # bytes on each device
+
+
+def write(values: DictConfig) -> Path:
+    """Write the page; return its path. Raises ValueError for folders without runs, or runs that do not go together."""
+    arguments = configuration.typed(values, Tables)
+    out = Path(arguments.out)
+    page = out / "README.md"
+    before, _, rest = (page.read_text() if page.is_file() else f"# Results\n\n{START}\n{END}\n").partition(START)
+    _, _, after = rest.partition(END)
+    if not after:
+        raise ValueError(f"out={out}: {page} has no lines {START!r} and {END!r}, between which the tables would go")
+    runs, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs)
+    planned = planned_memory(Path(arguments.plan))
+    tables = rows_of(runs, planned)
+    shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
+    left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
+    out.mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for name, rows in tables.items():
+        if counted := runs_of(rows):
+            pictures[name] = f"table_{name}.png"
+            chart(counted).savefig(out / pictures[name], dpi=110)
+    text = as_markdown(tables, pictures, left_out, out)
+    page.write_text(f"{before}{START}\n{text}\n{END}{after}")
+    return page
+
+
+def found_runs(folders: list[str]) -> tuple[list[Finished], dict[Path, str]]:
+    """The runs below folders, and run directories that cannot be read, with the reason."""
+    finished: dict[str, Finished] = {}  # by its records, as a page may hold a copy of another page's run
+    left_out = {}
+    for folder in folders:
+        if not Path(folder).is_dir():
+            raise ValueError(f"runs: {folder} is not a folder")
+        found = sorted(file.parent for file in Path(folder).rglob("config.yaml"))
+        if not found:
+            raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
+        for path in found:
+            if not (path / "results.json").is_file():
+                left_out[path] = "it has not ended"
+                continue
+            try:
+                run = Finished(path)
+            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+                left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
+            else:
+                finished.setdefault(run.metrics, run)
+    return list(finished.values()), left_out
+
+
+def planned_memory(file: Path) -> dict[str, int]:
+    """{experiment: bytes on each device} of a record of scripts.evidence.plan_experiments; empty without one.
+
+    Raises:
+        ValueError: the file is another benchmark's, or damaged.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        record = json.loads(file.read_text())
+        if "plan_experiments" not in record["command"]:
+            raise ValueError(f"it was made by {record['command']}")
+        return {row["experiment"]: row["peak"] for row in record["experiments"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"plan={file} is not a record of scripts.evidence.plan_experiments: {error}") from error
+
+
+def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row]]:
+    """The rows of each table, one per experiment.
+
+    A row has the runs with its configuration. A run that is in no row is listed with the experiment that it was started
+    as, and with the keys that differ.
+
+    Raises:
+        ValueError: two runs of a row have other classes.
+    """
+    names = {table: papers.experiments_of(table) for table in papers.TABLES}
+    changes = {
+        (name, run.folder): papers.changed_keys(run.typed, name, run.processes)
+        for name in itertools.chain(*names.values())
+        for run in runs
+        if run.task == papers.all_experiments()[name]
+    }
+    in_rows = {folder for (_, folder), changed in changes.items() if not changed}
+
+    def row(name: str) -> Row:
+        counted = [run for run in runs if changes.get((name, run.folder)) == []]
+        for run in counted[1:]:
+            if run.classes() != counted[0].classes():
+                raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
+        others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
+        changed = [(run, changes[name, run.folder]) for run in others]
+        return Row(name, counted, changed, planned.get(name))
+
+    return {table: [row(name) for name in own] for table, own in names.items()}
+
+
+def runs_of(rows: list[Row]) -> list[Finished]:
+    """All runs of a table, each once."""
+    found = {run.folder: run for row in rows for run in [*row.runs, *(run for run, _ in row.others)]}
+    return list(found.values())
+
+
+def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out: dict[Path, str], out: Path) -> str:
+    """All tables. `left_out`: run directories that are in none, and why. Links are relative to the folder `out`."""
+    lines = [ABOUT]
+    for name, rows in tables.items():
+        lines += ["", f"### {papers.TABLES[name]}", ""]
+        titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
+        lines += table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)
+        if name in NOTES:
+            lines += ["", NOTES[name]]
+        if others := [other for row in rows for other in row.others]:
+            lines += ["", "Runs that changed keys of their experiment, and so are not rows of it:", ""]
+            lines += [f"- {_link(run, out)}, with `{' '.join(changed)}`: {_score(run)}" for run, changed in others]
+        if runs := runs_of(rows):
+            lines += ["", *(_provenance(run, out) for run in runs)]
+            lines += ["", f"![validation score over steps, and scores of classes]({pictures[name]})"]
+    if left_out:
+        lines += ["", "### Run directories that are in no table", ""]
+        lines += [f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items()]
+    return "\n".join(lines)
+
+
+def _cells(row: Row, out: Path) -> Iterator[list[str]]:
+    """A line for every published evaluation of the experiment; one for its own score if nothing is published."""
+    published = papers.published(row.experiment)
+    evaluations = dict.fromkeys((entry.file, entry.source) for entry in published) or {("results", ""): None}
+    for number, (file, source) in enumerate(evaluations):
+        entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
+        found = [entry.score for entry in entries] or [_own_score(row)]
+        about = " / ".join(SCORE_TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
+        ours = [_values(row.runs, file, score) for score in found]
+        difference = [
+            f"{statistics.mean(own) - entry.percent:+.2f}" for own, entry in zip(ours, entries, strict=False) if own
+        ]
+        yield [
+            row.experiment if not number else "",
+            about,
+            " / ".join(f"{entry.percent:.2f}" for entry in entries) or "–",
+            " / ".join(_mean(own) for own in ours if own) or ("not run" if not row.runs else "not evaluated"),
+            " / ".join(difference) or "–",
+            "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
+            _measured(row.runs) if not number else "",
+            _runs(row, out) if not number else "",
+        ]
+
+
+def _own_score(row: Row) -> str:
+    return "miou" if papers.all_experiments()[row.experiment] == "train_seg" else "top1"
+
+
+def _view(file: str) -> str:
+    """How an evaluation differs from the training's own, from the name of its results*.json."""
+    about = file.removeprefix("results")
+    views = {view: f", {words}" for view, words in VIEWS.items() if about.endswith(view)}
+    for view in views:
+        about = about.removesuffix(view)
+    activation = f", activation={about.removeprefix('_')}" if about else ""
+    return "".join(views.values()) + activation
+
+
+def _values(runs: list[Finished], file: str, score: str) -> list[float]:
+    """The percentages of the runs that have the evaluation."""
+    found = (run.results if file == "results" else run.others.get(file.removeprefix("results_")) for run in runs)
+    return [100 * results[score] for results in found if results is not None]
+
+
+def _mean(values: list[float]) -> str:
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2f}{deviation}"
+
+
+def _measured(runs: list[Finished]) -> str:
+    return ", ".join(f"{run.peak_memory() * MIB / GIB:.2f}" for run in runs) or "–"
+
+
+def _runs(row: Row, out: Path) -> str:
+    if row.runs:
+        return ", ".join(_link(run, out) for run in row.runs)
+    shared = papers.sharing(row.experiment)
+    same = f"; the same training as {', '.join(shared)}" if shared else ""
+    return f"`{papers.command_of(row.experiment)}`{same}"
+
+
+def _link(run: Finished, out: Path) -> str:
+    return f"[{run.folder.parent.name}/{run.folder.name}]({_relative(run.folder / 'results.json', out)})"
+
+
+def _relative(path: Path, out: Path) -> str:
+    return Path(os.path.relpath(path.resolve(), out.resolve())).as_posix()
+
+
+def _score(run: Finished) -> str:
+    return f"{SCORE_TITLES[run.scores.best]} {100 * run.results[run.scores.best]:.2f}"
+
+
+def _provenance(run: Finished, out: Path) -> str:
+    environment = run.results["environment"]
+    versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
+    seed, on = run.typed.seed, f"; {run.processes} processes" if (run.processes or 1) > 1 else ""
+    hardware, commit = environment["hardware"], environment["commit"]
+    return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
+
+
+def chart(runs: list[Finished]) -> Figure:
+    """Validation scores over steps beside the last checkpoint's scores of each class; runs of other classes below."""
+    groups: dict[tuple[str, ...], list[Finished]] = {}
+    for run in runs:
+        groups.setdefault(tuple(run.classes()), []).append(run)
+    figure = Figure(figsize=(12, 4.2 * len(groups)), layout="constrained")
+    panels = figure.subplots(len(groups), 2, width_ratios=(1, 2), squeeze=False)
+    for (curves, bars), (classes, own) in zip(panels, groups.items(), strict=True):
+        _curves(curves, own)
+        _bars(bars, own, classes)
+    return figure
+
+
+def _curves(axes: Axes, runs: list[Finished]) -> None:
+    for run in runs:
+        steps, values = run.curve("val", run.scores.best)
+        axes.plot(steps, [100 * value for value in values], label=f"{run.folder.parent.name}/{run.name}")
+    axes.set_xlabel("steps")
+    axes.set_ylabel(f"validation {runs[0].scores.best_title}")
+    axes.legend(fontsize=7)
+
+
+def _bars(axes: Axes, runs: list[Finished], classes: tuple[str, ...]) -> None:
+    width = 0.8 / len(runs)
+    for number, run in enumerate(runs):
+        values = run.results[run.scores.of_classes]
+        places = [index + (number - (len(runs) - 1) / 2) * width for index in range(len(classes))]
+        axes.bar(places, [100 * (values[name] or 0) for name in classes], width)
+    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=7)
+    axes.set_ylabel(f"{runs[0].scores.of_classes.replace('iou', 'IoU')} of each class, %")
+
+
+@configured("tables", Tables)
+def main(values: DictConfig) -> None:
+    print(write(values))
+
+
+if __name__ == "__main__":
+    main()

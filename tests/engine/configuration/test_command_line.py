@@ -1,0 +1,81 @@
+"""Errors that a user can fix become one message; others keep their traceback."""
+
+import importlib
+import re
+
+import hydra
+import pytest
+import torch
+
+from datasets.class_table import UnknownIds
+from engine.configuration.command_line import CONFIGS, choices, composed, errors_for_users
+from engine.schema.classification import ClassificationRun
+from engine.schema.segmentation import SegmentationRun
+from tests.runs import REPOSITORY, _compose
+
+
+def test_memory_that_runs_out_anywhere_is_a_message():
+    with pytest.raises(SystemExit, match="error: out of memory outside of steps and images: .*smaller body"):
+        with errors_for_users():
+            torch.empty(2**60, dtype=torch.uint8)
+    for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
+        with pytest.raises(kind, match="our own"), errors_for_users():
+            raise kind("our own mistake")
+
+
+@pytest.mark.parametrize("kind, name", [(ValueError, "ValueError"), (UnknownIds, "datasets.class_table.UnknownIds")])
+def test_users_see_the_message_of_a_worker_and_no_traceback(kind, name, monkeypatch):
+    error = kind(f"Caught {kind.__name__} in DataLoader worker process 0.\n  File\n{name}: a.png: is bad")
+    with pytest.raises(SystemExit, match="^error: a.png: is bad$"), errors_for_users():
+        raise error
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")  # on request it is kept
+    with pytest.raises(kind, match="Caught"), errors_for_users():
+        raise error
+
+
+def test_choices_that_refer_to_others_are_followed(tmp_path):
+    """Relative to their folder, as Hydra does; what cannot be found is left to Hydra's message."""
+
+    def write(name: str, *defaults: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("defaults:\n" + "".join(f"  - {entry}\n" for entry in defaults))
+
+    write("data/streets.yaml", "/schema/data/cityscapes", "_self_")
+    write("data/photographs.yaml", "/schema/data/imagenet")
+    write("experiment/mine/a.yaml", "override /data: photographs")
+    write("experiment/mine/b.yaml", "a", "_self_")
+    write("experiment/mine/c.yaml", "b", "override /head: null", "optional gone")
+    write("experiment/d.yaml", "override /data: streets")
+    assert choices("experiment", ClassificationRun, tmp_path) == ["mine/a", "mine/b", "mine/c"]
+    assert choices("experiment", SegmentationRun, tmp_path) == ["d"]
+    assert choices("data", SegmentationRun, tmp_path) == ["streets"]
+
+
+def test_tests_compose_what_hydra_composes(monkeypatch):
+    overrides = ("experiment=revnet/cifar10_resnet32", "optim.lr=0.5", "lr_schedule.steps=[1,2]", "run_dir='a b'")
+    quickly = composed("train_imagenet", *overrides)
+    monkeypatch.setattr(hydra, "compose", _compose)
+    assert quickly == composed("train_imagenet", *overrides)
+
+
+COMMANDS = {
+    name: path.relative_to(REPOSITORY).with_suffix("").as_posix().replace("/", ".")
+    for path in [*REPOSITORY.glob("*.py"), *(REPOSITORY / "scripts").rglob("*.py")]
+    for name in re.findall(r'(?:@configured|benchmark)\("(?:evidence\.)?(\w+)"', path.read_text(), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_what_a_command_does_and_lists_the_choices_that_it_accepts(name):
+    importlib.import_module(COMMANDS[name])  # which declares it
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        text = hydra.compose(f"command/{name}", return_hydra_config=True).hydra.help.template
+    about, _, listed = text.partition("Groups (group=choice):\n")
+    assert name in about
+    groups = dict(line.strip().split(": ") for line in listed.partition("\n\n")[0].split("\n") if line)
+    assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file() and "schema" not in listed.partition("\n\n")[0]
+    for end in (0, -1):  # it raises if the command does not accept the first or the last choice of a group
+        chosen = [f"{group}={names.split(', ')[end]}" for group, names in groups.items()]
+        alone = [choice for choice in chosen if choice.startswith("experiment=")]  # it sets keys of what it chooses
+        for together in filter(None, (alone, [choice for choice in chosen if choice not in alone])):
+            composed(name, *together)

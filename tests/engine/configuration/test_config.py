@@ -1,0 +1,480 @@
+"""Configurations: every shipped one composes, builds and steps; wrong ones are refused, naming the key."""
+
+import functools
+import importlib.util
+import math
+
+import pytest
+import torch
+import yaml
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from datasets import WholeImages
+from engine import assemble
+from engine.configuration import command_line
+from engine.configuration import config as cfg
+from engine.distributed import World
+from engine.schema.classification import ClassificationRun
+from engine.schema.data import SEGMENTATION_DATASETS
+from engine.schema.keys import check_values
+from engine.schema.network import BODIES, NORMS
+from engine.schema.segmentation import SegmentationRun
+from engine.segmentation.losses import CrossEntropy
+from models.layers import ABN, CheckpointedABN, InPlaceABN
+from scripts.evidence.papers import header
+from tests import runs
+from tests.runs import classification_config, run_config, with_key
+
+CPU = torch.device("cpu")
+ENTRIES = {SegmentationRun: run_config, ClassificationRun: classification_config}
+EXPERIMENTS = {name: schema for schema in ENTRIES for name in command_line.choices("experiment", schema)}
+
+
+def experiment(name: str) -> SegmentationRun | ClassificationRun:
+    return ENTRIES[EXPERIMENTS[name]](f"experiment={name}")
+
+
+def test_what_an_experiment_says_is_what_its_run_does():
+    """No key of the entry's own defaults overrides it."""
+    assert {name for name in EXPERIMENTS if name.startswith(("table3/", "table4/"))} == SEGMENTATION.keys()
+    for name in EXPERIMENTS:
+        said = OmegaConf.to_container(OmegaConf.load(runs.REPOSITORY / "configs" / "experiment" / f"{name}.yaml"))
+        del said["defaults"]
+        found = cfg.flat(cfg.plain(experiment(name)))
+        assert {key: found[key] for key in cfg.flat(said)} == cfg.flat(said), name
+        (number,) = {found["trainer.epochs"], found["trainer.steps"]} - {None}
+        assert number in (6, 20, 30, 90, 360, 5600, 6000, 80_000, 600_000), name
+
+
+def reached(config: ClassificationRun) -> dict:
+    """What the keys of an experiment become: of its network, optimiser, schedule and loaders."""
+    schedule = assemble.schedule_of(config, images=1_281_167 if config.data.name == "imagenet" else 50_000)
+    with torch.device("meta"):
+        network = assemble.classification_network(config, classes=10)
+    optimizer = assemble.optimizer(config.optim, network, config.head_modules)
+    scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, schedule)
+    norms = {(type(m), m.activation, m.eps, m.momentum) for m in network.modules() if isinstance(m, ABN)}
+    decays = {(p.ndim > 1, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    groups = {(group["lr"], group["momentum"], group["nesterov"]) for group in optimizer.param_groups}
+    return {
+        "body": (type(network).__name__, sum(p.numel() for p in network.parameters()), network.reversible),
+        "norms": norms,
+        "decays": decays,
+        "groups": groups,
+        "schedule": (sorted(scheduler.milestones), scheduler.gamma, schedule.total_steps),
+        "minibatch": (config.data.crops_per_minibatch, config.trainer.accumulation_steps),
+        "data": config.data.name,
+    }
+
+
+REVNET_PARAMETERS = {  # with ten classes
+    "cifar10_resnet32": 464_154,
+    "cifar10_resnet110": 1_727_962,
+    "cifar10_resnet164": 1_703_258,
+    "cifar10_revnet38": 464_890,
+    "cifar10_revnet110": 1_729_194,
+    "cifar10_revnet164": 1_748_778,
+    "imagenet_resnet101": 44_541_480 - 2049 * 990,
+    "imagenet_revnet104": 45_428_072 - 3329 * 990,
+}
+
+
+@pytest.mark.parametrize("name", REVNET_PARAMETERS)
+def test_revnet_s_and_memcnn_s_experiments_are_the_paper_s(name):
+    """Section 7.1 and table 2. MemCNN trains the same on CIFAR."""
+    config, (dataset, network) = experiment(f"revnet/{name}"), name.split("_")
+    cifar = dataset == "cifar10"
+    assert reached(config) == {
+        "body": ("RevNet", REVNET_PARAMETERS[name], network.startswith("revnet")),
+        "norms": {(ABN, "relu", 1e-3, 0.01)},
+        "decays": {(True, 2e-4 if cifar else 1e-4), (False, 0.0)},  # weights of convolutions and linear layers only
+        "groups": {(0.1, 0.9, False)},
+        "schedule": ([40_000, 60_000], 0.1, 80_000) if cifar else ([160_000, 320_000, 480_000], 0.1, 600_000),
+        "minibatch": (100, 1) if cifar else (256, 2 if network == "resnet101" else 1),
+        "data": dataset,
+    }
+    data = config.data
+    if not cifar:
+        assert (data.crops, data.crop_size) == ("release", 224)
+        return
+    assert (data.crop_size, data.padding, data.flip, data.mean_image, data.mean) == (32, 2, 0.5, True, [0, 0, 0])
+    assert data.std == pytest.approx([1 / 255] * 3)
+    assert config == experiment(f"memcnn/{name}")
+    of_100_classes = with_key(config, "data.name", "cifar100")
+    assert of_100_classes == experiment(f"revnet/cifar100_{network}") == experiment(f"memcnn/cifar100_{network}")
+
+
+@pytest.mark.parametrize("name, base", [("preact_resnet32", "cifar10_resnet32"), ("revnet38", "cifar10_revnet38")])
+def test_the_short_runs_are_revnet_s_in_fewer_steps_and_in_bfloat16(name, base):
+    short, whole = experiment(f"cifar10/{name}"), experiment(f"revnet/{base}")
+    keys, whole_keys = (cfg.flat(cfg.plain(config)) for config in (short, whole))
+    assert {key for key in keys if keys[key] != whole_keys[key]} == {
+        *("lr_schedule.steps", "trainer.steps", "trainer.precision", "trainer.evaluate_every_epochs")
+    }
+    factor = whole.trainer.steps / short.trainer.steps
+    assert [factor * step for step in short.lr_schedule.steps] == whole.lr_schedule.steps
+    assert short.trainer.precision == "bfloat16"
+
+
+# Crops per minibatch, their size, and thousands of steps in tables 3 and 4.
+TABLE_3 = {
+    ("cityscapes", "resnext101"): ((16, 512, 66.9), (28, 512, 38.2), (16, 672, 66.9), (16, 672, 66.9)),
+    ("coco_stuff", "resnext101"): ((16, 480, 75), (24, 480, 50), (16, 600, 75), (16, 600, 75)),
+    ("cityscapes", "wrn38"): ((20, 512, 53.5), (28, 512, 38.2), (20, 640, 53.5), (20, 640, 53.5)),
+    ("coco_stuff", "wrn38"): ((20, 496, 60), (28, 496, 42.9), (20, 576, 60), (20, 576, 60)),
+}
+ROWS = ("std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch")
+TABLE_4 = {
+    "cityscapes_resnext152_680_sync": (12, 680, 89.25),
+    "cityscapes_wrn38_712": (16, 712, 66.9),
+    "cityscapes_wrn38_712_sync": (16, 712, 66.9),
+    "cityscapes_wrn38_872_sync": (12, 872, 89.25),
+    "cityscapes_wrn38_872_sync_cus": (12, 872, 89.25),
+    "vistas_wrn38_776_sync_cus": (12, 776, 135),
+}
+SEGMENTATION = {
+    f"table3/{data}_{body}_{row}": numbers
+    for (data, body), rows in TABLE_3.items()
+    for row, numbers in zip(ROWS, rows, strict=True)
+} | {f"table4/{name}": numbers for name, numbers in TABLE_4.items()}
+FULL_NETWORKS = {  # parameters without the classifier, which has 257 for each class
+    "resnext101": 56_393_299 - 257 * 19,
+    "resnext152": 71_650_899 - 257 * 19,
+    "wrn38": 135_815_251 - 257 * 19,
+}
+
+
+@pytest.mark.parametrize("name", SEGMENTATION)
+def test_segmentation_experiments_are_the_paper_s(name):
+    config = experiment(name)
+    data, body, *_ = name.partition("/")[2].replace("coco_stuff", "coco").split("_")
+    crops, size, thousands_of_steps = SEGMENTATION[name]
+    assert (config.data.crops_per_minibatch, config.data.crop_size) == (crops, size)
+    images, classes = {"cityscapes": (2975, 19), "coco": (40_000, 91), "vistas": (18_000, 65)}[data]
+    assert assemble.official_images(config.data)["train"] == images
+    steps = images * config.trainer.epochs / crops
+    assert abs(steps / 1000 - thousands_of_steps) < 0.06 and f"{thousands_of_steps}k steps" in header(name)
+    assert (config.norm.name, config.norm.activation) == ("std" if name.endswith("_std") else "inplace", "leaky_relu")
+    assert config.norm.sync == ("_sync" in name)
+    lr = 3.5e-3 if data == "vistas" else 2.5e-3
+    assert (config.optim.lr, config.optim.momentum, config.optim.weight_decay) == (lr, 0.9, 1e-4)
+    assert (config.lr_schedule.name, config.loss.name, config.loss.fraction) == ("poly", "bootstrapped", 0.25)
+    assert (config.sampler.name == "class_uniform") == name.endswith("_cus")
+    assert f"experiment={name} " in header(name)
+    with torch.device("meta"):
+        network = assemble.segmentation_network(config, classes)
+    assert sum(p.numel() for p in network.parameters()) == FULL_NETWORKS[body] + 257 * classes
+
+
+def test_the_command_line_wins_over_an_experiment_that_extends_another():
+    choices_made = ("norm=inplace", "norm.activation=leaky_relu", "body=resnet50", "optim.lr=0.3")
+    config = classification_config("experiment=memcnn/cifar100_revnet38", *choices_made)
+    assert (config.norm.name, config.norm.eps, config.body.name, config.optim.lr) == ("inplace", 1e-3, "resnet", 0.3)
+
+
+def step_on_fake_tensors(config: SegmentationRun | ClassificationRun) -> None:
+    """Shapes and dtypes of a whole training step without arithmetic, with one block or layer per stage."""
+    config.body.structure = [1] * len(config.body.structure)
+    config.optim.fused = False  # for which PyTorch would make real tensors of the fake ones
+    segments = isinstance(config, SegmentationRun)
+    size = (64, 96) if segments else (config.data.crop_size,) * 2
+    with FakeTensorMode():
+        network = (assemble.segmentation_network if segments else assemble.classification_network)(config, classes=10)
+        forward = assemble.forward(config, torch.nn.Identity(), CPU).through(network)  # fake parameters cannot be moved
+        optimizer = assemble.optimizer(config.optim, network, config.head_modules)
+        scheduler = assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=1000))
+        logits = forward(torch.zeros(2, 3, *size, dtype=torch.uint8))
+        if segments:
+            loss = assemble.loss(config.loss, ignore_index=255)(logits, torch.zeros(2, *size, dtype=torch.uint8))
+        else:
+            loss = torch.nn.functional.cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+    assert logits.shape == (2, 10, *(size if segments else ())) and (loss.dtype == torch.float32 or not segments)
+    assert all(p.grad.shape == p.shape for p in network.parameters())
+    assert all(m.sync == config.norm.sync for m in network.modules() if isinstance(m, ABN))
+
+
+# Of every kind; see `test_bodies_are_the_named_networks` for the others.
+KINDS = ("densenet121", "resnet34", "resnext_cifar_small", "preact_resnet101", "revnet_tiny", "wider_resnet38_a2")
+GROUPS = ("norm", "head", "data", "sampler", "loss", "optim", "lr_schedule", "trainer", "debug")
+SHARED = ("data", "optim", "lr_schedule", "trainer", "debug")  # that both entries have, besides body and norm
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+@pytest.mark.parametrize("schema, groups", [(SegmentationRun, GROUPS), (ClassificationRun, SHARED)])
+def test_every_choice_composes_builds_and_steps(schema, groups, number):
+    """Each choice with some of the other groups, which do not know each other. Choices must fit the entry's task."""
+    overrides = [f"body={KINDS[number]}", "norm.sync=true"]
+    for group in groups:
+        names = [name for name in command_line.choices(group, schema) if name != "package"]  # not installed everywhere
+        assert len(names) <= len(KINDS), group
+        overrides.append(f"{group}={names[number % len(names)]}")
+    config = ENTRIES[schema](*overrides)
+    assert cfg.from_plain(cfg.plain(config), schema) == config
+    step_on_fake_tensors(config)
+
+
+def test_experiments_step_and_survive_a_checkpoint():
+    """One of each kind of body and norm; tests/models/test_bodies.py has all variants of the bodies."""
+    of_a_kind = {}
+    for name, schema in EXPERIMENTS.items():
+        config = experiment(name)
+        of_a_kind[schema, type(config.body), type(config.norm)] = config
+    for (schema, *_), config in of_a_kind.items():
+        assert cfg.from_plain(cfg.plain(config), schema) == config
+        step_on_fake_tensors(config)
+
+
+def test_groups_reach_what_they_build():
+    config = run_config(
+        *("norm=inplace_1", "norm.activation=elu", "norm.activation_param=0.5", "norm.gamma_floor=0.01"),
+        *("norm.momentum=0.3", "norm.eps=0.002", "norm.learn_scale=false", "body=wider_resnet38_a2"),
+        *("head.dilations=[2,4]", "head.pooling_size=[5,6]", "body.output_stride=16"),
+        *("loss.fraction=0.5", "optim.momentum=0.7", "optim.nesterov=true", "lr_schedule.power=2"),
+    )
+    with torch.device("meta"):
+        network = assemble.segmentation_network(config, classes=3)
+    norm = network.head.red_bn
+    assert (norm.variant, norm.activation, norm.activation_param) == ("I", "elu", 0.5)
+    assert (norm.gamma_floor, norm.momentum, norm.eps, norm.weight) == (0.01, 0.3, 0.002, None)
+    assert [conv.dilation for conv in network.head.map_convs] == [(1, 1), (2, 2), (4, 4)]
+    assert network.head.pooling_size == (5, 6) and network.body.output_stride == 16
+    loss = assemble.loss(config.loss, ignore_index=7)
+    assert (loss.fraction, loss.ignore_index) == (0.5, 7)
+    assert type(assemble.loss(run_config("loss=cross_entropy").loss, ignore_index=255)) is CrossEntropy
+    optimizer = assemble.optimizer(config.optim, torch.nn.Linear(1, 1), ())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"], group["nesterov"], group["weight_decay"]) == (0.05, 0.7, True, 5e-4)
+    assert assemble.lr_schedule(config.lr_schedule, optimizer, assemble.schedule_of(config, images=100)).power == 2
+
+
+NAMED_BODIES = {
+    "resnet34": ({}, "ResNet", 21_284_672, 8),
+    "resnet50": ({"stem": "cifar", "stem_channels": 32}, "ResNet", 23_489_184, 8),
+    "resnet101": ({"output_stride": 32}, "ResNet", 42_500_160, 32),
+    "densenet264": ({}, "DenseNet", 30_714_880, 8),
+    "densenet121": ({}, "DenseNet", 7_020_032, 8),
+    "densenet169": ({}, "DenseNet", 12_550_656, 8),
+    "densenet201": ({}, "DenseNet", 18_159_104, 8),
+    "resnet_cifar_small": ({"output_stride": 2}, "ResNet", 695_328, 2),
+    "resnext_cifar_small": ({}, "ResNeXt", 294_816, 4),
+    "revnet104": ({}, "RevNet", 45_428_072 - 3329 * 1000, 8),
+    "preact_resnet101": ({}, "RevNet", 44_541_480 - 2049 * 1000, 8),
+    "revnet38_cifar": ({"output_stride": 2}, "RevNet", 464_890 - 113 * 10, 2),
+    "revnet_tiny": ({}, "RevNet", 92_432, 4),
+    "wider_resnet38": ({}, "WiderResNet", 105_070_912, 32),
+}
+
+
+def test_bodies_are_the_named_networks():
+    """The bodies without numbers here repeat the same blocks less or more often, or are narrower: they build."""
+    names = command_line.choices("body", SegmentationRun)
+    assert NAMED_BODIES.keys() <= {*names}
+    for name in names:
+        keys, *expected = NAMED_BODIES.get(name, ({},))
+        config = run_config(f"body={name}")
+        for key, value in keys.items():
+            config = with_key(config, f"body.{key}", value)
+        with torch.device("meta"):
+            body = assemble.body(config.body, assemble.norm_act(config.norm))
+        found = [type(body).__name__, sum(p.numel() for p in body.parameters()), body.output_stride]
+        assert found == (expected or found), name
+
+
+def test_norm_choices_are_the_layers_of_figure_2():
+    for norm, cls, option in (
+        ("std", ABN, {}),
+        ("checkpoint", CheckpointedABN, {"store": "x"}),
+        ("checkpoint_xhat", CheckpointedABN, {"store": "x_hat"}),
+        ("inplace_1", InPlaceABN, {"variant": "I"}),
+        ("inplace", InPlaceABN, {"variant": "II"}),
+    ):
+        layer = assemble.norm_act(run_config(f"norm={norm}", "norm.sync=true", "norm.backend=eager").norm)(4)
+        assert type(layer) is cls and option.items() <= vars(layer).items()
+        assert layer.sync and layer.backend == "eager"
+
+
+def test_the_released_package_is_a_norm_choice():
+    """If it is not installed, the message says how to install it; if it is, a residual network takes a step."""
+    config = run_config("norm=package", "norm.activation=elu")
+    if importlib.util.find_spec("inplace_abn") is None:
+        with pytest.raises(ValueError, match="pip install --no-build-isolation inplace-abn"):
+            assemble.segmentation_network(config, classes=3)
+        return
+    network = assemble.segmentation_network(config, classes=3)
+    network(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    assert network.head.red_bn.activation == "elu"
+    assert all(parameter.grad.isfinite().all() for parameter in network.parameters())
+
+
+def test_data_keys_reach_the_loader():
+    config = run_config(
+        *("data.crop_size=24", "data.scale=[0.8,0.9]", "data.flip=0.25", "data.mean=[0.1,0.2,0.4]"),
+        *("data.std=[0.25,0.5,1]", "data.crops_per_minibatch=5", "seed=3", "data.workers=0"),
+    )
+    dataset = assemble.dataset(config.data, "train")
+    loader = assemble.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
+    transform = loader.dataset.transform
+    assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
+    assert (transform.fill, transform.ignore_index, loader.dataset.seed) == ((26, 51, 102), 255, 3)
+    assert (len(loader), loader.batch_sampler.seed, loader.batch_sampler.crops_per_minibatch) == (7, 3, 5)
+    assert len(assemble.evaluation_loader(WholeImages(dataset), config.data, World(), images=3)) == 3
+
+
+def test_sampler_keys_reach_the_loader(tmp_path):
+    sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
+    config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
+    dataset = assemble.dataset(config.data, "train")
+    seen = []
+    loader = assemble.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
+    assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
+    sampler = loader.batch_sampler
+    assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
+    assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
+    rank = assemble.training_loader(config, dataset, 9, World(rank=1, size=2), 2).batch_sampler
+    assert list(rank) == [minibatch[3:] for minibatch in sampler]
+    worlds = [World(rank=rank, size=3) for rank in range(3)]
+    shares = [assemble.evaluation_loader(WholeImages(dataset), config.data, world, 7) for world in worlds]
+    assert [len(share) for share in shares] == [3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "overrides, error, message",
+    [
+        (["optim.lr=abc"], ConfigCompositionException, "optim.lr"),
+        (["optim.lrr=0.1"], ConfigCompositionException, "optim.lrr"),
+        (["trainer.epochs=1.5"], ConfigCompositionException, "trainer.epochs"),
+        (["norm=typo"], ConfigCompositionException, "typo"),
+        (["norm=std", "norm.variant=I"], ConfigCompositionException, "norm.variant"),  # an option of another norm
+        # What Hydra lets pass. The next test has the other bounds.
+        (["+surprise=1"], ValueError, "surprise is not a configuration key"),
+        (["+optim.surprise=1"], ValueError, "optim.surprise is not a configuration key"),
+        (["optim.lr=???"], ValueError, "optim.lr has no value: give optim.lr=… on the command line"),
+        (["norm.eps=-1"], ValueError, "norm.eps=-1.0: expected a number above 0"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
+    with pytest.raises(error) as raised:
+        run_config(*overrides)
+    assert message in f"{raised.value} {raised.value.__cause__}"
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ("trainer.epochs=null", "trainer.epochs and trainer.steps are both null"),
+        ("norm=package trainer.precision=bfloat16", "norm=package.*trainer.precision=float32 .*or norm=inplace"),
+        ("norm=package norm.activation=relu", "norm.activation=relu with norm=package.*leaky_relu, elu, identity"),
+        ("norm.backend=cuda", "norm.backend=cuda: expected one of auto, eager, compiled, triton"),
+        ("norm.name=std", "norm.name=std does not change the norm: give norm=std"),
+        ("norm.momentum=5.0", "norm.momentum=5.0.*at most 1"),
+        ("body.name=vgg", f"body.name=vgg: expected one of {', '.join(BODIES)}$"),
+        ("body.groups=0", "body.groups=0: expected a number above 0"),
+        ("body.output_stride=4", "body.output_stride=4: expected one of 8, 16, 32 with body.stem=3x3"),
+        ("body=wider_resnet38_a2 body.output_stride=4", "body.output_stride=4: expected one of 8, 16, 32"),
+        ("body=resnet_cifar_small body.output_stride=1", "output_stride=1: expected one of 2, 4, 8, 16, 32"),
+        ("body=revnet104 body.output_stride=4", "body.output_stride=4: .* 8, 16, 32 with body.stem=7x7"),
+        ("body=resnet50 body.stem=5x5", "body.stem=5x5: expected one of 3x3, 7x7, cifar"),
+        ("body=resnet32_cifar body.keep_activations=true", "body.reversible=false: a ResNet keeps its activations"),
+        ("head.dilations=[1,0]", r"head.dilations=\[1, 0\]: expected a number above 0"),
+        ("data.name=kitti", f"data.name=kitti: expected one of {', '.join(SEGMENTATION_DATASETS)}$"),
+        ("data.mean=[124.0,116.0,104.0]", "data.mean.*at most 1"),
+        ("data.std=[0.2,0.0,0.2]", "data.std.*above 0"),
+        ("data.flip=2.0", "data.flip=2.0: expected 0 or more, at most 1"),
+        ("data.scale=[2.0,0.7]", "data.scale.*lowest factor first"),
+        ("data.scale=[0.5]", r"data.scale=\[0.5\]: expected 2 numbers: lowest factor, highest factor"),
+        ("sampler=class_uniform sampler.fraction=2.0", "sampler.fraction=2.0.*above 0, at most 1"),
+        ("sampler=class_uniform sampler.fraction=0.0", "sampler.fraction=0.0.*above 0, at most 1"),
+        ("sampler=class_uniform sampler.positions=0", "sampler.positions=0: expected a number above 0"),
+        ("loss.fraction=3.0", "loss.fraction=3.0.*at most 1"),
+        ("optim.lr=.nan", "optim.lr=nan: expected a number above 0"),
+        ("optim.lr=-1.0", "optim.lr=-1.0: expected a number above 0"),
+        ("trainer.steps=0", "trainer.steps=0: expected a number above 0"),
+        ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
+        ("trainer.ema_statistics_minibatches=4", "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
+        ("trainer.precision=fp64", "trainer.precision=fp64: expected one of float32, bfloat16"),
+        ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, selective, sqrt"),
+        ("trainer.recompute=activations trainer.compile=true", "activations with trainer.compile=true: the compiler "),
+        ("body=revnet_tiny trainer.recompute=sqrt", "trainer.recompute=sqrt with body=revnet: .* already forget"),
+        ("trainer.device=tpu", "trainer.device=tpu: expected one of auto, cpu, cuda"),
+        ("resume=auto", "resume=auto needs run_dir"),
+        ("seed=-1", "seed=-1: expected 0 or more"),
+        ("init.format=standard_bn", "init.format=standard_bn needs init.weights=FILE"),
+        ("init.scale=raw", "init.scale=raw needs init.weights=FILE"),
+        ("init.part=body", "init.part=body needs init.weights=FILE"),
+        ("init.format=caffe init.weights=a.pt", "=caffe: expected one of standard_bn, released, torchvision"),
+        ("init.scale=raw init.weights=a.pt", "init.scale=raw needs init.format=released"),
+    ],
+)
+def test_bounds_and_rules_across_keys(overrides, message):
+    """Choices are composed, and keys then set: Hydra would read every file again for each of them."""
+    given = dict(override.split("=") for override in overrides.split())
+    config = run_config(*(f"{group}={choice}" for group, choice in given.items() if group in (*GROUPS, "body")))
+    for key in given.keys() - {*GROUPS, "body"}:
+        config = with_key(config, key, yaml.safe_load(given[key]))
+    with pytest.raises(ValueError, match=message):
+        check_values(config)
+
+
+def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
+    values = cfg.plain(run_config("norm=inplace_1", "norm.eps=0.25"))
+    norm = cfg.group_from_plain({"norm": values["norm"], "data": "unheard of"}, "norm", NORMS, "checkpoint a.pt")
+    assert type(norm) is NORMS["inplace_1"] and norm == run_config("norm=inplace_1", "norm.eps=0.25").norm
+    for wrong in ({}, {"norm": None}, {"norm": {"name": "batch"}}, {"norm": {**values["norm"], "surprise": 1}}):
+        with pytest.raises(ValueError, match="(?s)^checkpoint a.pt: its configuration does not fit .*"):
+            cfg.group_from_plain(wrong, "norm", NORMS, "checkpoint a.pt")
+    with pytest.raises(ValueError, match="^checkpoint a.pt: its .*: norm.eps=nan: expected a number above 0"):
+        cfg.group_from_plain({"norm": {**values["norm"], "eps": math.nan}}, "norm", NORMS, "checkpoint a.pt")
+
+
+def test_a_checkpoint_of_another_task_or_of_too_many_classes_is_refused():
+    """Labels and predictions are uint8, and 255 is ignored."""
+    config = run_config()
+    state = {"task": "segmentation", "config": cfg.plain(config), "classes": [f"class {i}" for i in range(255)]}
+    assert cfg.of_checkpoint(state, SegmentationRun, "checkpoint a.pt") == config
+    for wrong, message in (
+        ({"task": "shapes", "config": {}}, "is for the task shapes: expected segmentation"),
+        ({"classes": [*state["classes"], "more"]}, "has 256 classes: expected at most 255 for segmentation"),
+    ):
+        with pytest.raises(ValueError, match=f"^checkpoint a.pt {message}$"):
+            cfg.of_checkpoint({**state, **wrong}, SegmentationRun, "checkpoint a.pt")
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("trainer.precision", "load", "trainer.precision=load: expected one of float32"),
+        ("data.mean", [1.0], r"data.mean=\[1.0\]: expected 3 numbers: red, green, blue"),
+        ("data.mean", "red", "data.mean"),
+        ("body.stem_channels", -1, "body.stem_channels=-1: expected a number above 0"),
+        ("body", "resnext", f"body.name=None: expected one of {', '.join(BODIES)}$"),
+        ("head.pooling_size", [3], r"head.pooling_size=\[3\]: expected 2 numbers: height, width"),
+        ("norm.name", ["std"], rf"norm.name=\['std'\]: expected one of {', '.join(NORMS)}$"),
+        ("norm.eps", math.nan, "norm.eps=nan: expected a number above 0"),
+        ("norm.eps", torch.ones(1), "eps"),
+        ("trainer.unheard_of", 1, "unheard_of"),
+        ("trainer", None, "trainer"),
+        ("trainer", 5, "5.*Trainer|Trainer.*5"),
+        ("seed", "${nothing}", "nothing"),
+    ],
+)
+def test_a_checkpoint_with_a_wrong_value_for_an_evaluation_is_refused_by_file_and_key(key, value, message):
+    values = cfg.plain(run_config())
+    values["optim"]["lr"], values["trainer"]["epochs"], values["trainer"]["steps"] = 0.0, None, None  # for training
+    assert cfg.from_plain(values, SegmentationRun).optim.lr == 0
+    *groups, name = key.split(".")
+    functools.reduce(dict.get, groups, values)[name] = value
+    with pytest.raises(ValueError, match=f"(?s)^checkpoint a.pt: its configuration does not fit .*{message}"):
+        cfg.from_plain(values, SegmentationRun, "checkpoint a.pt")
+
+
+def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
+    shared = cfg.shared(run_config()).keys()
+    intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
+    assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume"} <= shared
+    of_a_machine = {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device", "run_dir"}
+    assert not of_a_machine & shared

@@ -1,0 +1,51 @@
+"""results.json: JSON without NaN, either complete or unchanged."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from datasets import synthetic
+from engine.records.confusion_picture import confusion_picture
+from engine.records.evaluated import Evaluated
+from engine.records.results import write_results
+from tests.engine.checkpoint.test_files import files_of_at_most
+
+SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
+
+
+def write(path: Path | None) -> dict:
+    """Write the results of an evaluation without a labelled pixel."""
+    dataset, confusion = synthetic(None, "val"), torch.zeros(19, 19, dtype=torch.int64)
+    evaluated = Evaluated(
+        SCORES,
+        summary="",
+        images=0,
+        details={"confusion_matrix": confusion.tolist(), "views": {}},
+        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, "synthetic val"),
+    )
+    return write_results(path, evaluated, dataset, checkpoint=Path("last.pt"), config={})
+
+
+def test_the_file_holds_what_is_returned_with_null_for_what_is_not_a_number(tmp_path):
+    results, written = write(None), write(tmp_path / "results.json")
+    text = (tmp_path / "results.json").read_text()
+    assert "NaN" not in text and json.loads(text)["miou"] is None
+    assert results.keys() == written.keys() == json.loads(text).keys()
+    assert results.keys() == {
+        *("dataset", "split", "images", "checkpoint", "config", "environment"),
+        *("miou", "iou", "pixel_accuracy", "confusion_matrix", "views"),
+    }
+    assert results["environment"].keys() == {"hardware", "versions", "commit"}
+    assert (results["dataset"], results["split"], results["checkpoint"]) == ("synthetic", "val", "last.pt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.json", "results_confusion.png"]
+
+
+def test_a_full_disk_keeps_the_results_that_were_there(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text("old results")
+    with files_of_at_most(100), pytest.raises(OSError):
+        write(file)
+    assert file.read_text() == "old results"

@@ -1,0 +1,208 @@
+"""The papers' tables: what was published, which runs count, and the commands for the rest."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from scripts import run_table
+from scripts.evidence import papers, tables
+from scripts.evidence.tables import END, START, Tables
+from scripts.run_table import RunTable
+from tests.runs import REPOSITORY, composed
+
+RESULTS = REPOSITORY / "docs" / "results"
+PAPERS = ("table1", "table2", "table3", "table4", "revnet", "memcnn")
+
+
+def written(tmp_path: Path, *runs: Path, before: str = f"{START}\n{END}\n") -> str:
+    """The page that `tables` makes of runs."""
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "README.md").write_text(before)
+    plan = str(tmp_path / "out" / "memory_plan.json")
+    values = OmegaConf.structured(Tables(runs=[str(run) for run in runs], out=str(tmp_path / "out"), plan=plan))
+    return tables.write(values).read_text()
+
+
+@pytest.fixture
+def of_few_tables(monkeypatch):
+    """Composing every experiment takes ten seconds."""
+    known = {name: entry for name, entry in papers.all_experiments().items() if name.startswith("cifar10/")}
+    monkeypatch.setattr(papers, "all_experiments", lambda: known)
+    monkeypatch.setattr(papers, "TABLES", {"cifar10": papers.TABLES["cifar10"]})
+
+
+def copy_of_a_run(folder: Path, seed: int = 0, score: float = 0.9, **changed: object) -> Path:
+    """A run of cifar10/resnet14 with another seed, score and keys."""
+    shutil.copytree(RESULTS / "cifar10" / "inplace", folder)
+    results = json.loads((folder / "results.json").read_text())
+    results["config"]["seed"], results["top1"] = seed, score
+    results["config"].update(changed)
+    (folder / "results.json").write_text(json.dumps(results))
+    *records, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
+    return folder
+
+
+def test_every_row_has_a_published_score_and_a_command():
+    for name in itertools.chain(*map(papers.experiments_of, PAPERS)):
+        assert papers.published(name), name
+        assert f"experiment={name}" in papers.command_of(name) and papers.devices_of(name) in (1, 4), name
+
+
+def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_order():
+    assert papers.published("table3/cityscapes_wrn38_std") == [("miou", "results", 75.82, "")]
+    scores = papers.published("table1/resnext101_relu")
+    assert scores[0] == ("top1", "results", 77.74, "")
+    assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
+    sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
+    assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
+    names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
+    assert names == ["std", "inplace_fixed_crop", "inplace_fixed_batch", "inplace_sync_fixed_batch"]
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
+    copy_of_a_run(tmp_path / "runs" / "first", seed=0, score=0.88)
+    copy_of_a_run(tmp_path / "runs" / "second", seed=1, score=0.90)
+    data = json.loads((tmp_path / "runs" / "first" / "results.json").read_text())["config"]["data"]
+    copy_of_a_run(tmp_path / "runs" / "larger", score=0.99, data={**data, "crops_per_minibatch": 64})
+    shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "copy")  # counts once
+    text = written(tmp_path, tmp_path / "runs", before=f"# Mine\n{START}\nold\n{END}\nafter\n")
+    (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
+    assert " 89.00 ± 1.41 |" in row and "larger" not in row
+    assert "larger](../runs/larger/results.json), with `data.crops_per_minibatch=64`: top-1 99.00" in text
+    assert text.startswith(f"# Mine\n{START}\n") and text.endswith(f"{END}\nafter\n") and "\nold\n" not in text
+    assert (tmp_path / "out" / "table_cifar10.png").is_file()
+    (missing,) = [line for line in text.splitlines() if line.startswith("| cifar10/revnet38 |")]
+    assert " not run |" in missing and "`python train_imagenet.py experiment=cifar10/revnet38 data.root=DIR" in missing
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_planned_memory_comes_from_the_plan(tmp_path):
+    copy_of_a_run(tmp_path / "runs" / "run")
+    rows = [{"experiment": "cifar10/resnet14", "peak": 3 * 2**29}]
+    record = {"command": "python -m scripts.evidence.plan_experiments out=FILE.json", "experiments": rows}
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "memory_plan.json").write_text(json.dumps(record))
+    assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
+    other = json.dumps({**record, "command": "python -m scripts.bench_abn"})
+    for text, found in ((other, ": .*bench_abn"), ("[]", "")):
+        (tmp_path / "out" / "memory_plan.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=f"memory_plan.json is not a record of scripts.evidence.plan_experiments{found}"
+        ):
+            written(tmp_path, tmp_path / "runs")
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_unusable_folders_are_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for folder, message in (
+        ("nowhere", "runs: .*nowhere is not a folder"),
+        ("empty", r"runs: there is no run directory \(with a config.yaml\) below .*empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            written(tmp_path, tmp_path / folder)
+    with pytest.raises(ValueError, match="README.md has no lines '<!-- tables start -->' and '<!-- tables end -->'"):
+        written(tmp_path, RESULTS / "cifar10", before="# Mine\n")
+    run = copy_of_a_run(tmp_path / "runs" / "one")
+    other = copy_of_a_run(tmp_path / "runs" / "two", seed=1, score=0.8)
+    results = json.loads((other / "results.json").read_text())
+    results["accuracy"] = {"cat": 1.0}
+    (other / "results.json").write_text(json.dumps(results))
+    with pytest.raises(ValueError, match=f"runs: {run} and {other} are both cifar10/resnet14, but of other classes"):
+        written(tmp_path, tmp_path / "runs")
+    (run / "results.json").unlink()
+    (other / "results.json").write_text("{")
+    config = json.loads((RESULTS / "cifar10" / "inplace" / "results.json").read_text())["config"]
+    copy_of_a_run(tmp_path / "runs" / "mine", optim={**config["optim"], "lr": 1e-9})
+    header, rest = (tmp_path / "runs" / "mine" / "config.yaml").read_text().split("\n", 1)
+    (tmp_path / "runs" / "mine" / "config.yaml").write_text(f"# python train_imagenet.py\n{rest}")
+    text = written(tmp_path, tmp_path / "runs")
+    assert "- ../runs/one: it has not ended\n- ../runs/two: it cannot be read (JSONDecodeError: " in text
+    assert "- ../runs/mine: it is of no experiment\n" in text
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def finished(command):
+        commands.append(command)
+        run_dir = Path(next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir="))
+        if "preact_resnet32" in str(run_dir) and len(commands) < 4:
+            return 1
+        name = run_dir.parent.name
+        source = {"resnet14": "cifar10/inplace", "revnet38": "revnet_cifar10/revnet38_seed0"}
+        shutil.copytree(RESULTS / source.get(name, "revnet_cifar10/resnet32_seed0"), run_dir)
+        return 0
+
+    monkeypatch.setattr(run_table, "_finished", finished)
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
+    arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments, dry_run=True))) == 0 and not commands
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 1
+    assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
+    assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
+    assert "2 run, 0 had been run before, 1 failed" in capsys.readouterr().out
+    assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
+    assert "1 run, 2 had been run before, 0 failed" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="holds a run with other keys than these: give another folder as runs="):
+        run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"])))
+
+
+def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
+    arguments = RunTable(table="table3", runs=str(tmp_path), roots={"cityscapes": "DIR"}, weights={"wrn38": "FILE"})
+    job = run_table.job_of("table3/cityscapes_wrn38_std", 0, arguments)
+    assert job.command[1:6] == ["-m", "torch.distributed.run", "--nproc-per-node", "4", "train_seg.py"]
+    assert 'init.weights="FILE"' in job.command and not job.missing and job.steps == 360 * (2975 // 20)
+    assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0) == pytest.approx(job.flops / 4e13 / 3600)
+    missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
+    assert missing == ["roots={coco_stuff: DIR}", "weights={coco_stuff_resnext101_std: FILE}"]
+
+
+@pytest.mark.usefixtures("of_few_tables")
+def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
+    options = ["roots={cifar10: DIR, cifar100: DIR}", "weights={a: b}"]
+    values = composed("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
+    assert run_table.run(values) == 0
+    printed = capsys.readouterr().out
+    assert printed.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in printed
+    for table, message in (
+        ("cifar10", r"cifar10 needs roots=\{cifar10: DIR\}"),
+        ("table9", "table9: expected one of cifar10"),
+    ):
+        with pytest.raises(ValueError, match=f"table={message}"):  # before anything runs
+            run_table.run(OmegaConf.structured(RunTable(table=table, runs=str(tmp_path))))
+
+
+@pytest.mark.parametrize(
+    "overrides, processes, changed",
+    [
+        (["init.weights=FILE"], 4, []),
+        (["init.weights=FILE", "init.format=released", "seed=3", "trainer.recompute=sqrt"], 4, []),
+        ([], 4, ["init.weights=null"]),
+        (["init.weights=FILE"], 1, ["processes=1 trainer.accumulation_steps=1"]),
+        (["init.weights=FILE", "trainer.accumulation_steps=4"], 1, []),
+        (["init.weights=FILE", "trainer.accumulation_steps=2"], None, ["trainer.accumulation_steps=2"]),
+        (["init.weights=FILE", "norm.sync=true"], 4, ["norm.sync=True"]),
+        (["init.weights=FILE", "trainer.precision=bfloat16"], 4, ["trainer.precision=bfloat16"]),
+    ],
+)
+def test_what_makes_a_run_another_than_the_row(overrides, processes, changed):
+    config = papers.configured_as("table3/cityscapes_resnext101_std", *overrides)
+    assert papers.changed_keys(config, "table3/cityscapes_resnext101_std", processes) == changed
+
+
+def test_operations_of_a_crop_are_counted():
+    """Those of ResNet-14's forward pass, three times: the gradients of inputs and weights take as many each."""
+    config = papers.configured_as("cifar10/resnet14")
+    forward = run_table.crop_flops(config) / 3
+    assert forward == pytest.approx(run_table.crop_flops(papers.configured_as("cifar10/resnet14", "norm=std")) / 3)
+    assert 5e7 < forward < 2e9

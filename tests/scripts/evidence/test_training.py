@@ -1,0 +1,127 @@
+"""The benchmark of training steps: what it runs, what it counts, how it judges. No test asserts a time."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine import loop
+from scripts.evidence import training
+from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, Target
+from scripts.evidence.measuring import Elsewhere
+from scripts.evidence.training import TrainingArguments, spread, targets
+from scripts.evidence.training_steps import DEFAULT, GROUPS, PLAIN, Overhead, Switch, Training, composed
+from tests.runs import same
+from tests.scripts.evidence.records import measured
+
+SWITCHES = list(dict.fromkeys(switch for group in GROUPS.values() for switch in group))
+TINY = TrainingArguments(recipe=None, crop_size=48)
+
+
+def tiny(*overrides: str) -> tuple[str, ...]:
+    return (*TINY.overrides(crops=4), "norm.backend=eager", *overrides)
+
+
+def here(make: Callable[..., object], *arguments: object) -> AbstractContextManager:
+    """`Elsewhere` without a process: tests of it start the processes."""
+    made = make(*arguments)
+    return nullcontext(SimpleNamespace(call=lambda method, *given: getattr(made, method)(*given)))
+
+
+def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(monkeypatch, tmp_path):
+    """A whole run on tiny crops: two switches that run here, one that needs CUDA, one that cannot work."""
+    options = ["recipe=null", "threads=1", "crop_size=48", "crops=4", "starts=1", "rounds=2"]
+    options += ["parts=[overhead,switches]", "overhead_crops=2", "overhead_steps=2", "overhead_rounds=2"]
+    some = [s for s in SWITCHES if s.name in ("trainer.accumulation_steps=2", "trainer.tf32=true")]
+    monkeypatch.setattr(training, "Elsewhere", here)
+    monkeypatch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
+    result, text = measured("bench_training", training.run, tmp_path, *options)
+    assert {name: len(times) for name, times in result["overhead_ms"].items()} == {"bare": 2, "real": 2}
+    rows = {row["switch"]: row for row in result["rows"]}
+    assert rows.keys() == {DEFAULT, "trainer.accumulation_steps=2"}
+    for row in rows.values():
+        assert [len(times) for times in row["times_ms"]] == [2] and row["loss"] > 0
+        assert row["peak_bytes"] > row["saved_bytes"] > 0 and row["process_mib"][0] > 100
+    # Half of the crops at a time, beside what does not depend on them.
+    half, whole = rows["trainer.accumulation_steps=2"]["saved_bytes"], rows[DEFAULT]["saved_bytes"]
+    assert 0.5 <= half / whole < 0.6
+    reasons = {entry["switch"]: entry["reason"] for entry in result["left_out"]}
+    assert reasons["trainer.tf32=true"] == "needs a CUDA device"
+    assert reasons["optim.lr=1e30"].startswith("failed: FloatingPointError: the loss is nan")
+    assert "| `trainer.tf32=true` | not measured: needs a CUDA device |" in text
+
+
+def test_both_loops_train_the_same():
+    """One turn of each from the same weights: what the loop adds is no arithmetic."""
+    real, bare = (Overhead(tiny(), threads=1, steps=3) for _ in range(2))
+    before = {name: tensor.clone() for name, tensor in bare.learner.network.state_dict().items()}
+    real.learner.scheduler.step = lambda: None  # the bare loop has no schedule
+    real.bare = lambda: 0.0
+    real.rounds(0)  # the one that warms up
+    bare.bare()
+    after = real.learner.network.state_dict()
+    assert same(after, bare.learner.network.state_dict())
+    assert not any(torch.equal(before[name], after[name]) for name in before if name.endswith("weight"))
+
+
+def test_rounds_alternate_which_loop_comes_first_and_leave_the_first_round_out(monkeypatch):
+    """Three rounds of two steps, of which the first warms up."""
+    calls = []
+    monkeypatch.setattr(loop, "train_step", lambda *_: calls.append("real") or (0.0, 0.0))
+    loops = Overhead(tiny(), threads=1, steps=2)
+    loops.bare = lambda: calls.append("bare") or 7.0
+    times = loops.rounds(2)
+    assert " ".join(calls) == "real real bare bare real real real real bare"
+    assert times["bare"] == [7.0, 7.0] and len(times["real"]) == 2
+
+
+def test_saved_bytes_are_counted_once_and_without_parameters():
+    inplace, standard = (Training(tiny(f"norm={norm}"), PLAIN, threads=1) for norm in ("inplace", "std"))
+    assert 0.4 < inplace.saved_bytes() / standard.saved_bytes() < 0.75
+
+
+def test_every_switch_changes_the_training_that_it_is_compared_with():
+    shared = TrainingArguments().overrides(crops=8)
+    default = composed(*shared)
+    for override in {override for switch in SWITCHES for override in switch.overrides}:
+        assert composed(*shared, override) != default, override
+    for switch in SWITCHES:
+        assert switch.overrides or switch == PLAIN or not (switch.freed_memory_kept and switch.data == "in memory")
+
+
+@pytest.mark.slow
+def test_a_compiled_training_counts_its_own_graphs():
+    """In a fresh process, which also looks whether there is a compiler."""
+    with Elsewhere(Training, tiny(), Switch(("trainer.compile=true",)), 1) as there:
+        there.call("warm_up", 2)
+        facts = there.call("facts")
+    assert (facts["graphs"], facts["graph_breaks"]) == (1, 0)
+
+
+def test_the_overhead_is_judged_by_the_median_of_steps_of_about_200_ms():
+    def target(bare_ms: float, *ratios: float) -> Target:
+        times = {"bare": [bare_ms] * 3, "real": [bare_ms * ratio for ratio in ratios]}
+        return targets({"overhead_ms": times, "rows": []})[0]
+
+    assert target(200, 1.0, 1.02, 1.5)[2:4] == ("1.020 (1.010 – 1.260) of 200 ms, 3 rounds", PASS)
+    assert target(200, 1.0, 1.04, 1.04).verdict == MISS
+    assert target(20, 1.0, 1.01, 1.01).verdict == NOT_MEASURED
+
+
+def test_a_compiled_network_is_one_graph_for_every_size():
+    names = [switch.name for switch in GROUPS["compile"][1:3]]  # the second has micro-batches of two sizes
+    expected = {(1, 1, 0): [PASS, PASS], (2, 2, 0): [MISS, PASS], (1, 0, 0): [MISS, MISS], (1, 1, 1): [MISS, MISS]}
+    for (graphs, warm, breaks), verdicts in expected.items():
+        facts = {"graphs": graphs, "graphs_warm": warm, "graph_breaks": breaks, "first_step_s": [30.0, 9.0]}
+        found = targets({"overhead_ms": {}, "rows": [{"switch": name, **facts} for name in names]})
+        assert [target.verdict for target in found] == verdicts, (graphs, warm, breaks)
+
+
+def test_ratios_are_those_within_a_round():
+    default = {"times_ms": [[100.0, 200.0, 400.0], [100.0, 100.0, 100.0]]}
+    row = {"times_ms": [[90.0, 180.0, 360.0], [110.0, 110.0, 110.0]]}
+    assert spread(row, default) == "1.00 (0.90, 1.10)"
+    slow = {"times_ms": [[2000.0, 4000.0]]}
+    assert spread(slow, {"times_ms": default["times_ms"][:1]}) == "20.00"
