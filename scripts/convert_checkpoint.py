@@ -13,6 +13,7 @@ command prints what a reader of the file must use.
 """
 
 import colorsys
+import importlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from engine.assemble import initial_weights
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.migrations import FORMAT
 from engine.configuration import config as configuration
-from engine.configuration.command_line import composed, configured, declare
+from engine.configuration.command_line import composed, configured
 from engine.console import make_console
 from engine.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
@@ -166,7 +167,7 @@ def _write_checkpoint(
 
 
 def _classification_config(architecture: Architecture, norm: str) -> ClassificationRun:
-    declare("train_imagenet", ClassificationRun)
+    importlib.import_module("train_imagenet")  # declares its command
     values = composed("train_imagenet", "data=imagenet", "optim=sgd", f"norm={norm}")
     config = configuration.typed(values, ClassificationRun)
     config.body = _body(architecture, output_stride=32, downsampling="pool", dropout=[0.0] * 6)
@@ -181,7 +182,7 @@ def _segmentation_config(
             f"input={source} segments {count} classes: expected the {VISTAS_CLASSES} of Vistas, because no other "
             f"segmentation network was published; start a training from it with init.weights and init.format=released"
         )
-    declare("train_seg", SegmentationRun)
+    importlib.import_module("train_seg")
     values = composed("train_seg", "data=vistas", "head=deeplabv3", "optim=sgd", f"norm={norm}")
     config = configuration.typed(values, SegmentationRun)
     config.body = _body(architecture, output_stride=8)

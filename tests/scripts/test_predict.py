@@ -32,6 +32,7 @@ def trained(tmp_path_factory) -> tuple[Path, tuple]:
     folder = tmp_path_factory.mktemp("trained")
     config = run_config("data=vistas", f"data.root={trees.vistas(folder / 'data')}", "data.base_size=48")
     dataset = vistas(folder / "data", "val")
+    torch.manual_seed(0)
     network = assemble.segmentation_network(config, 65)
     torch.nn.init.normal_(network.cls.weight)  # or it might predict one class everywhere
     state = {"task": "segmentation", "step": 2, "config": cfg.plain(config), "network": network.state_dict()}
