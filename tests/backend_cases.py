@@ -10,7 +10,7 @@ from torch import Tensor
 from models.layers.norms.activations import Activation
 from models.layers.norms.backends import compiled
 from models.layers.norms.backends.eager import EagerBackend
-from models.layers.norms.backends.interface import Backend, Kept
+from models.layers.norms.backends.interface import Backend, BackwardInputs
 
 EAGER = EagerBackend()
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
@@ -47,23 +47,23 @@ def case(
     return Case(x, dz, gamma.to(device, vectors), beta.to(device, vectors), phi)
 
 
-def double(kept: Kept) -> Kept:
-    return Kept(*(value.double() if isinstance(value, Tensor) else value for value in kept))
+def double(kept: BackwardInputs) -> BackwardInputs:
+    return BackwardInputs(*(value.double() if isinstance(value, Tensor) else value for value in kept))
 
 
-def keep(case: Case, what: str, eps: float = 1e-5) -> Kept:
+def keep(case: Case, what: str, eps: float = 1e-5) -> BackwardInputs:
     """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
     x, _, gamma, beta, activation = case
     z, mean, invstd = EAGER.forward(x.double(), gamma.double(), beta.double(), None, None, 0.0, eps, activation)
     mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)
     zero, one = torch.zeros_like(gamma), torch.ones_like(gamma)
     if what == "z":
-        return Kept(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
+        return BackwardInputs(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
     if what == "x":
-        return Kept(x, False, mean, invstd, gamma, beta, invstd, activation)
+        return BackwardInputs(x, False, mean, invstd, gamma, beta, invstd, activation)
     vectors = (vector.double() for vector in (mean, invstd, one, zero))
     x_hat = EAGER.normalise(x.double(), *vectors, Activation("identity"))
-    return Kept(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
+    return BackwardInputs(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
 
 
 def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor | float) -> None:
@@ -88,7 +88,7 @@ def assert_forward(backend: Backend, case: Case) -> None:
     assert_close(again, z.double(), rounding, z.double().abs() + 1)
 
 
-def assert_backward(backend: Backend, case: Case, kept: Kept, dz: Tensor | None = None) -> tuple[Tensor, ...]:
+def assert_backward(backend: Backend, case: Case, kept: BackwardInputs, dz: Tensor | None = None) -> tuple[Tensor, ...]:
     """Errors are relative to the terms that a result sums up. Returns the gradients of x, gamma and beta."""
     dz = case.dz if dz is None else dz
     others = [d for d in range(dz.dim()) if d != 1]
@@ -103,7 +103,7 @@ def assert_backward(backend: Backend, case: Case, kept: Kept, dz: Tensor | None 
     return dx, dgamma, dbeta
 
 
-def assert_pieces(backend: Backend, case: Case, kept: Kept) -> None:
+def assert_pieces(backend: Backend, case: Case, kept: BackwardInputs) -> None:
     """`backward` is right, and `sums` and `input_gradient` make it up."""
     dx, dgamma, dbeta = assert_backward(backend, case, kept)
     sums = backend.sums(kept, case.dz)

@@ -17,7 +17,7 @@ from ..norms.inplace_abn import InPlaceABN
 from ..norms.report import Report, log_report
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
-from .example import TracedNorms
+from .example import NormsOnExample
 from .replacements import OWN_LAYERS, Replacement, batch_norm_to_inplace, check_plain, like, own_to_inplace
 
 
@@ -38,10 +38,10 @@ def to_inplace(
     Code that picks single modules out of it finds the activation in place of the batch normalisation.
 
     With an example, the network runs on it in training and in evaluation mode, and is left as it was (see
-    `traced_calls`). Every call of a norm must have the same activation module as its only reader. The activation may
-    act elsewhere too, e.g. after a sum: a `MergedActivation` tells what is already activated. If another input takes a
-    way through the network on which the replacement would be wrong, an error is raised. A norm without activation
-    is replaced if an operation reads its output that keeps it. timm's `BatchNormAct2d` is recognised.
+    `calls_on_example`). At every call of a norm, the same activation module must be the only reader of its output. That
+    module may also act elsewhere, e.g. after a sum: a `MergedActivation` knows which tensors are activated already. If
+    another input takes a path on which the replacement would be wrong, an error is raised. A norm without activation is
+    replaced if an operation that keeps its input reads the output. timm's `BatchNormAct2d` is recognised.
 
     An in-place layer keeps its output. If a forward pass writes over it, as in `x += shortcut`, the backward pass
     raises PyTorch's error about a modified variable; write `x = x + shortcut`. With an example such norms are left.
@@ -62,16 +62,16 @@ def to_inplace(
     if relu_slope is not None and not relu_slope > 0:
         raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0 (0.01 in the paper), or None")
     tree = CallOrder(module)
-    traced = None if example is None else TracedNorms(tree, module, example)
+    on_example = None if example is None else NormsOnExample(tree, module, example)
 
     def planned(layer: nn.Module) -> Replacement | None:
         if isinstance(layer, _BatchNorm):
-            if traced is not None:
-                return traced.batch_norm_to_inplace(layer, relu_slope)
+            if on_example is not None:
+                return on_example.batch_norm_to_inplace(layer, relu_slope)
             return batch_norm_to_inplace(tree, layer, relu_slope)
         if isinstance(layer, ABN) and not isinstance(layer, InPlaceABN):
-            if traced is not None:
-                return traced.own_to_inplace(layer, relu_slope)
+            if on_example is not None:
+                return on_example.own_to_inplace(layer, relu_slope)
             return own_to_inplace(tree, layer, relu_slope)
         return None
 

@@ -59,7 +59,7 @@ class NormCall:
         readers: everything else that got the output, or a view of it.
         writer: what wrote over the output, or over the result of the activation.
         is_returned: whether the network returns the output without an activation.
-        does_as_twin: whether the layer computed the same as its twin, if `traced_calls` has one.
+        does_as_twin: whether the layer computed the same as its twin, if `calls_on_example` has one.
     """
 
     activations: list[nn.Module] = field(default_factory=list)
@@ -69,7 +69,7 @@ class NormCall:
     does_as_twin: bool = True
 
 
-def traced_calls(
+def calls_on_example(
     network: nn.Module,
     example: Example,
     norms: Iterable[nn.Module],
@@ -106,9 +106,9 @@ def traced_calls(
     for training in (True, False):
         with _unchanged(network, args):
             twins = {norm: made for norm in calls if (made := twin(norm)) is not None}
-            trace = _Trace(calls, activations, twins)
+            observer = _Observer(calls, activations, twins)
             try:
-                trace.run(network.train(training), args)
+                observer.run(network.train(training), args)
             except Exception as error:
                 shapes = ", ".join(str(tuple(x.shape)) for x in tree_leaves(args) if isinstance(x, Tensor))
                 raise ValueError(
@@ -143,7 +143,7 @@ def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
             object.__setattr__(module, "__dict__", state)
 
 
-class _Trace(TorchFunctionMode):
+class _Observer(TorchFunctionMode):
     """Sees every function of PyTorch that gets a norm's output."""
 
     def __init__(
@@ -255,14 +255,14 @@ KEEP_INPUT = {
 }
 
 
-class TracedNorms:
-    """The norms of a network and their calls on an example, see `traced_calls`."""
+class NormsOnExample:
+    """The norms of a network and their calls on an example, see `calls_on_example`."""
 
     def __init__(self, tree: CallOrder, network: nn.Module, example: Any):
         self.tree = tree
         norms = [module for module in tree.names if isinstance(module, (_BatchNorm, ABN))]
         activations = {module for module in tree.names if type(module) in ACTIVATIONS and not is_customised(module)}
-        self.calls = traced_calls(network, example, norms, activations, _twin)
+        self.calls = calls_on_example(network, example, norms, activations, _twin)
 
     def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
         replacement = own_to_inplace(self.tree, layer, relu_slope)

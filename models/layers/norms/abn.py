@@ -46,7 +46,7 @@ class ABN(nn.Module):
         backend: "eager" (PyTorch's operators), "compiled" (TorchInductor), "triton" (fused CUDA kernels), or "auto".
             Here "auto" means "eager" unless synchronised: the standard baseline. A fused backend computes the
             activation's derivative from x, so only operations that need z keep it. Inside `torch.compile` every backend
-            is traced as formulas for the compiler to fuse.
+            puts its formulas in the graph, for the compiler to fuse.
     """
 
     _version = 2  # like torch.nn.BatchNorm2d: state dicts below 2 have no num_batches_tracked

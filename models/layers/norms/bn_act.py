@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .activations import Activation
-from .backends import Kept, backend_for, update_running_statistics
+from .backends import BackwardInputs, backend_for, update_running_statistics
 from .synchronisation import joint_moments, joint_sums
 
 
@@ -41,7 +41,7 @@ class Node(FunctionCtx):
     call: Call
     strategy: Strategy
     count: Tensor  # (), values per channel over all ranks; only set with a group
-    kept: Kept | None  # includes z, from its recomputation until this node's backward pass
+    kept: BackwardInputs | None  # includes z, from its recomputation until this node's backward pass
     output_version: int  # version of z; only set if z can be recomputed
 
 
@@ -139,7 +139,7 @@ def is_node(value: object) -> TypeGuard[Node]:
     return isinstance(value, BatchNormActivation._backward_cls)
 
 
-def kept_by(node: Node) -> Kept:
+def kept_by(node: Node) -> BackwardInputs:
     """What a node keeps, as the backends expect it."""
     values, gamma, beta, invstd, *rest = node.saved_tensors
     if not is_packed(values):  # z, written over an x with gaps
@@ -153,7 +153,7 @@ def kept_by(node: Node) -> Kept:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
         scale = gamma if node.call.use_batch_statistics else floored(gamma, strategy.gamma_floor)
         offset, factor = beta, scale.reciprocal()
-    return Kept(
+    return BackwardInputs(
         values,
         strategy.keep == "z",
         offset,

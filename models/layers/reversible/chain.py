@@ -114,7 +114,7 @@ class Update(NamedTuple):
         return undone
 
 
-class Call(NamedTuple):
+class Apply(NamedTuple):
     """A function of some tensors, with its inverse if it has one: the backward pass inverts it, and runs it again."""
 
     function: Callable
@@ -143,7 +143,7 @@ class Step:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        move: Update | Call,
+        move: Update | Apply,
         before: State,
         inputs: Values,
         hooks: Hooks | None,
@@ -168,11 +168,11 @@ class Step:
 
     def repeat(self) -> None:
         """Fill the section, and restore the state before."""
-        self._again(self.section.recording())
+        self._again(self.section.filling())
 
     def restore(self) -> None:
         """Restore the state before."""
-        self._again(self.section.recording() if self.section.is_asked_for() else torch.no_grad())
+        self._again(self.section.filling() if self.section.is_asked_for() else torch.no_grad())
 
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
@@ -249,7 +249,7 @@ class Pass:
             for half in coupling.half_steps():
                 self._run([half.branch], Update(half))
         else:
-            self._run([coupling], Call(coupling.couple))
+            self._run([coupling], Apply(coupling.couple))
 
     def uncouple(self, coupling: Coupling) -> None:
         """Run the inverse of a coupling."""
@@ -260,12 +260,12 @@ class Pass:
     def invert(self, module: nn.Module, function: Callable, inverse: Callable) -> None:
         """Run a function of a module that has an inverse."""
         self._join()
-        self._run([module], Call(function, inverse))
+        self._run([module], Apply(function, inverse))
 
     def keep_input(self, modules: Sequence[nn.Module], function: Callable) -> None:
         """Run a function of some modules, and keep its input instead of their activations."""
         self._join()
-        self._run(modules, Call(function))
+        self._run(modules, Apply(function))
 
     def finish(self) -> Values:
         """The outputs; the last state is kept."""
@@ -281,7 +281,7 @@ class Pass:
                     _metadata(tensor.grad_fn)[_MARK] = weakref.ref(self.state)
         return self.values
 
-    def _run(self, modules: Sequence[nn.Module], move: Update | Call) -> None:
+    def _run(self, modules: Sequence[nn.Module], move: Update | Apply) -> None:
         if not self.forget:
             self.values = move.run(self.values)
             return

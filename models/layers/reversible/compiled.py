@@ -1,4 +1,4 @@
-"""Reversible modules inside `torch.compile`, which cannot trace the hooks of `chain`: one node for a whole chain."""
+"""Reversible modules inside `torch.compile`, which cannot follow the hooks of `chain`: one node for a whole chain."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,10 +46,10 @@ _REPEATABLE = {
 }
 
 
-def is_traceable(coupling: Coupling, row: Sequence[Coupling]) -> bool:
+def is_compilable(coupling: Coupling, row: Sequence[Coupling]) -> bool:
     """Whether a coupling is known to compute the same each time, and can join others in a row.
 
-    Others split another dimension, or share parameters: PyTorch traces wrong gradients for repeated arguments.
+    Others split another dimension, or share parameters: PyTorch compiles wrong gradients for repeated arguments.
     """
     parts = [part for child in coupling.children() for part in child.modules()]
     tensors = [parameter for other in (*row, coupling) for move in moves_of(other) for parameter in _trained(move)]
@@ -71,7 +71,7 @@ def _is_repeatable(module: nn.Module) -> bool:
     return known and "forward" not in vars(module)
 
 
-def run_traced(row: list[Coupling], x: Tensor) -> Tensor:
+def run_row(row: list[Coupling], x: Tensor) -> Tensor:
     """Run couplings of one `split_dim`. Only the last output is kept, and the inputs of couplings without inverse."""
     moves = [move for coupling in row for move in moves_of(coupling)]
     parameters = [parameter for move in moves for parameter in _trained(move)]

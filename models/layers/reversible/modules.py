@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .chain import Pass, as_tuple
-from .compiled import is_traceable, run_traced
+from .compiled import is_compilable, run_row
 from .couplings import Coupling, in_halves
 from .environment import statistics_kept
 
@@ -165,13 +165,13 @@ def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
     row: list[Coupling] = []
     for block in blocks:
-        if in_halves(block) and is_traceable(block, row):
+        if in_halves(block) and is_compilable(block, row):
             row.append(block)
             continue
-        x = run_traced(row, x) if row else x
-        row = [block] if in_halves(block) and is_traceable(block, []) else []
+        x = run_row(row, x) if row else x
+        row = [block] if in_halves(block) and is_compilable(block, []) else []
         x = x if row else in_turn(block if isinstance(block, tuple) else (block,), x)
-    return run_traced(row, x) if row else x
+    return run_row(row, x) if row else x
 
 
 def in_turn(modules: Iterable[nn.Module], x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Section:
 
     @contextmanager
     def dropping(self, repeat: Callable[[], None]) -> Iterator[None]:
-        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `recording`."""
+        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `filling`."""
         ended = False
 
         def pack(tensor: Tensor) -> _Slot | Kept:
@@ -79,7 +79,7 @@ class Section:
             ended = True
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def filling(self) -> Iterator[None]:
         """Context of the repetition: saved tensors fill the slots. RuntimeError if they differ in number or form.
 
         The graph made here is for nothing else, and cannot be differentiated after the context has ended.

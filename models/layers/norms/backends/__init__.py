@@ -11,11 +11,19 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
-from .interface import Backend, Kept, update_running_statistics
+from .interface import Backend, BackwardInputs, update_running_statistics
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
-__all__ = ["BACKENDS", "Backend", "EagerBackend", "Kept", "backend_for", "check_backend", "update_running_statistics"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "EagerBackend",
+    "BackwardInputs",
+    "backend_for",
+    "check_backend",
+    "update_running_statistics",
+]
 
 
 class _TritonKernels(Protocol):

@@ -1,4 +1,4 @@
-"""The formulas, compiled by TorchInductor or traced into the graph of a compiled network."""
+"""The formulas, compiled by TorchInductor, or inlined in the graph of a compiled network."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .formulas import (
     wide_dtype,
     written,
 )
-from .interface import Backend, Kept, update_running_statistics
+from .interface import Backend, BackwardInputs, update_running_statistics
 
 CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32; a core has 1 or 2 MiB of L2 cache
 # Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays from these numbers of
@@ -88,16 +88,16 @@ class CompiledBackend(Backend):
         invstd = torch.rsqrt(var + eps)
         return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
 
-    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         settings, *tensors = _kept_and_dz(kept, dz)
         return run(sums, settings, *tensors)
 
-    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+    def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         settings, *tensors = _kept_and_dz(kept, dz)
         dx = run(input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values)
 
-    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         settings, *tensors = _kept_and_dz(kept, dz)
         dx, dgamma, dbeta = run(backward, settings, kept.gamma * kept.invstd, *tensors)
         return from_blocks(dx, kept.values), dgamma, dbeta
@@ -191,17 +191,17 @@ def _compiled(
     axis, slope, eps = _constant(settings.axis), _constant(settings.activation.param), _constant(settings.eps)
     name = settings.activation.name
 
-    def traced(*tensors: Tensor | None) -> Result:
+    def specialised(*tensors: Tensor | None) -> Result:
         return formula(Settings(axis(), Activation(name, slope()), eps()), *tensors)
 
     # Dynamo limits recompilations per code object, and all functions made here would share one.
     own_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}" + "_in_part" * in_part
-    traced.__code__ = traced.__code__.replace(co_name=own_name)
+    specialised.__code__ = specialised.__code__.replace(co_name=own_name)
     options: dict[str, str | int | bool | Callable[..., object]] = {
         "cpp.dynamic_threads": True,  # or Inductor's disk cache may return a single-threaded loop
         "size_asserts": False,  # Dynamo already guards the sizes; asserting them again costs microseconds
     }
-    return torch.compile(traced, dynamic=True, fullgraph=True, options=options)
+    return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
 
 
 def _constant(value: Number) -> Callable[[], Number]:
@@ -230,7 +230,7 @@ def _filled(out: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _kept_and_dz(
-    kept: Kept, dz: Tensor
+    kept: BackwardInputs, dz: Tensor
 ) -> tuple[Settings, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """All arguments of `x_hat_and_dy`."""
     values, axis = as_blocks(kept.values)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation, activate_, activation_backward, invert_activation
-from .interface import Backend, Kept, per_channel
+from .interface import Backend, BackwardInputs, per_channel
 
 
 class EagerBackend(Backend):
@@ -62,17 +62,17 @@ class EagerBackend(Backend):
         )
         return activate_(activation, y), running_mean, (running_var + eps).rsqrt_()
 
-    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         x_hat, dy = _x_hat_and_dy(kept, dz)
         others = [d for d in range(dz.dim()) if d != 1]
         return dy.sum(others), (dy * x_hat).sum(others)
 
-    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+    def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         x_hat, dy = _x_hat_and_dy(kept, dz)
         dx = dy - per_channel(mean_dy, dy) - x_hat * per_channel(mean_dy_x_hat, dy)
         return dx.mul_(per_channel(kept.gamma * kept.invstd, dy)).to(dz.dtype)
 
-    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """PyTorch's batch normalisation backward, with u as the input, offset as the mean and factor as invstd.
 
         Its x_hat = (u - offset) * factor, and hence its sums, are then ours. It scales dL/dx by weight * factor, so it
@@ -88,7 +88,7 @@ class EagerBackend(Backend):
             dy, u, weight, None, None, offset, factor, True, 0.0, [True, True, True]
         )
 
-    def backward_frozen(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_frozen(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """PyTorch's, with u as the input, offset as the running mean and a variance of 1: its dL/dgamma lacks factor.
 
         It scales dL/dx by the weight alone.
@@ -106,8 +106,8 @@ def _buffers(out: Tensor | None, channels: int, like: Tensor) -> tuple[Tensor, T
     return None if out is None else (out, like.new_empty(channels), like.new_empty(channels))
 
 
-def _u_and_dy(kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """u of `Kept` and dL/dy (Algorithm 2, lines 2 and 3), in the dtype of dz."""
+def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
+    """u of `BackwardInputs` and dL/dy (Algorithm 2, lines 2 and 3), in the dtype of dz."""
     if kept.is_output:
         z, u = kept.values, invert_activation(kept.activation, kept.values)
     elif kept.output is not None:
@@ -118,7 +118,7 @@ def _u_and_dy(kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
     return u, activation_backward(kept.activation, z, dz)
 
 
-def _x_hat_and_dy(kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+def _x_hat_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
     """x_hat and dL/dy, in the dtype of the vectors."""
     u, dy = _u_and_dy(kept, dz)
     x_hat = (u - per_channel(kept.offset, u)) * per_channel(kept.factor, u)

@@ -69,7 +69,7 @@ def x_hat_and_dy(
     gamma: Tensor | None,
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from the values of `Kept`; they are z if gamma and beta are None."""
+    """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from `BackwardInputs`; values are z if gamma and beta are None."""
     dtype, values, dz = values.dtype, _wide(values), _wide(dz)
     offset, factor = _per_channel(settings, offset, factor)
     if gamma is None or beta is None:

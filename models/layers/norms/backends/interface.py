@@ -13,7 +13,7 @@ from torch import Tensor
 from ..activations import Activation
 
 
-class Kept(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the forward pass kept for the backward pass, and how to get x_hat and y from it.
 
     values v | x_hat = (u - offset) * factor             | y
@@ -54,11 +54,11 @@ class Backend:
         """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (may be x)."""
         raise NotImplementedError
 
-    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         """sum dL/dy and sum dL/dy * x_hat, which are dL/dbeta and dL/dgamma."""
         raise NotImplementedError
 
-    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+    def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         """dL/dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat)  (section 3.3)."""
         raise NotImplementedError
 
@@ -95,13 +95,13 @@ class Backend:
         invstd = (running_var + eps).rsqrt_()
         return self.normalise(x, running_mean, invstd, gamma, beta, activation, out), running_mean, invstd
 
-    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dL/dx, dL/dgamma, dL/dbeta for minibatch statistics."""
         count = dz.numel() // dz.shape[1]
         dbeta, dgamma = self.sums(kept, dz)
         return self.input_gradient(kept, dz, dbeta / count, dgamma / count), dgamma, dbeta
 
-    def backward_frozen(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward_frozen(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dL/dx, dL/dgamma, dL/dbeta for running statistics, which do not depend on x."""
         dbeta, dgamma = self.sums(kept, dz)
         zeros = torch.zeros_like(dbeta)

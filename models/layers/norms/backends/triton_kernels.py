@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import Activation
-from .interface import Backend, Kept
+from .interface import Backend, BackwardInputs
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
 
@@ -320,7 +320,7 @@ def _x_hat_and_dy(
     values, dz, offset, factor, gamma, beta, param,
     ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
 ):  # fmt: skip
-    """x_hat and dL/dy from the values of `Kept` and dL/dz, all float32."""
+    """x_hat and dL/dy from the values of `BackwardInputs` and dL/dz, all float32."""
     if IS_OUTPUT:
         z = values
         x_hat = (_invert_activation(z, param, ACTIVATION, GAP) - offset) * factor
@@ -605,16 +605,16 @@ class TritonBackend(Backend):
         z = _normalise(plan, x, out, activation, (mean, invstd, gamma, beta, partials, *running))
         return z, mean, invstd
 
-    def sums(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         partials = _partial_sums(_plan_for(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
         dbeta, dgamma = partials.sum(1)
         return dbeta, dgamma
 
-    def input_gradient(self, kept: Kept, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+    def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
         dz = _in_order_of(kept.values, dz)
         return _input_gradient(_plan_for(kept.values, reads=2), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
 
-    def backward(self, kept: Kept, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         plan = _plan_for(kept.values, reads=2)
         dz = _in_order_of(kept.values, dz)
         partials = _partial_sums(plan, kept, dz)
@@ -636,7 +636,7 @@ def _normalise(plan: Plan, x: Tensor, out: Tensor | None, activation: Activation
     return z
 
 
-def _partial_sums(plan: Plan, kept: Kept, dz: Tensor) -> Tensor:
+def _partial_sums(plan: Plan, kept: BackwardInputs, dz: Tensor) -> Tensor:
     partials = dz.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
     vectors = (kept.offset, kept.factor, kept.gamma, kept.beta)
     arguments = (kept.values, dz, *vectors, partials, float(kept.activation.param))
@@ -644,7 +644,7 @@ def _partial_sums(plan: Plan, kept: Kept, dz: Tensor) -> Tensor:
     return partials
 
 
-def _input_gradient(plan: Plan, kept: Kept, dz: Tensor, sums: tuple) -> Tensor:
+def _input_gradient(plan: Plan, kept: BackwardInputs, dz: Tensor, sums: tuple) -> Tensor:
     dx = torch.empty_like(kept.values)
     vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
     arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), plan.channel_elements)
@@ -652,7 +652,7 @@ def _input_gradient(plan: Plan, kept: Kept, dz: Tensor, sums: tuple) -> Tensor:
     return dx
 
 
-def _variant(kept: Kept) -> dict[str, Any]:
+def _variant(kept: BackwardInputs) -> dict[str, Any]:
     gap = torch.finfo(kept.values.dtype).eps / 2
     return {"ACTIVATION": kept.activation.name, "IS_OUTPUT": kept.is_output, "GAP": gap}
 

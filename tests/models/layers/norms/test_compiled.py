@@ -11,7 +11,7 @@ from models.layers import CheckpointedABN, InPlaceABN
 from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS, Activation
 from models.layers.norms.backends import compiled as compiled_backend
 from models.layers.norms.backends.compiled import CompiledBackend, compiler_available
-from models.layers.norms.backends.interface import Kept
+from models.layers.norms.backends.interface import BackwardInputs
 from tests.backend_cases import EAGER, assert_backward, assert_forward, assert_pieces, case, keep, need_a_compiler
 
 LEAKY = Activation("leaky_relu", 0.01)
@@ -21,7 +21,7 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 @pytest.fixture
 def op_by_op(monkeypatch):
-    """The formulas as an outer torch.compile would trace them, run one operator at a time."""
+    """The formulas as in the graph of an outer torch.compile, run one operator at a time."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
 
 
@@ -32,14 +32,14 @@ def compiler():
 
 @pytest.fixture
 def without_code(monkeypatch):
-    """Compiled functions are traced, guarded and counted as ever, but then run by PyTorch's operators."""
+    """Dynamo guards and counts as ever, but PyTorch's operators run its graphs."""
 
-    def traced(function, *, dynamic, fullgraph, options):
+    def uncompiled(function, *, dynamic, fullgraph, options):
         return compile_(function, backend="aot_eager", dynamic=dynamic, fullgraph=fullgraph)
 
     compile_ = torch.compile
     monkeypatch.setattr(compiled_backend, "compiler_available", lambda device_type: True)
-    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(torch, "compile", uncompiled)
     forget_compilations()
     yield
     forget_compilations()
@@ -106,7 +106,7 @@ def test_traced_into_an_outer_graph(layout):
 
     def step(backend, x, dz, gamma, beta, out):
         z, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.1, 1e-5, LEAKY, out)
-        kept = Kept(z, True, beta, gamma.reciprocal(), gamma, beta, invstd, LEAKY)
+        kept = BackwardInputs(z, True, beta, gamma.reciprocal(), gamma, beta, invstd, LEAKY)
         return z, *backend.backward(kept, dz)
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)

@@ -20,7 +20,7 @@ from models.heads import DeepLabV3
 from models.layers import InPlaceABN  # noqa: E402
 from models.layers.norms import backends
 from models.layers.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
-from models.layers.norms.backends.interface import Kept
+from models.layers.norms.backends.interface import BackwardInputs
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -277,7 +277,7 @@ def test_activations_to_the_last_places(backend, device, activation):
     if activation in INVERTIBLE_ACTIVATIONS:
         small = y.abs().squeeze() < 4
         z, y = z[small], y[small]
-        kept = Kept(z, True, zero, one, one, zero, one, phi)
+        kept = BackwardInputs(z, True, zero, one, one, zero, one, phi)
         inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1 = y
         wanted = EAGER.input_gradient(double(kept), torch.zeros_like(z).double(), zero.double(), -one.double())
         assert_close(inverse, wanted, tolerance, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
@@ -375,7 +375,7 @@ def compile_for(monkeypatch, tmp_path):
         phi = Activation(activation, PARAMS.get(activation, 0.01))
         backend = triton_kernels.TritonBackend()
         backend.forward(x, *vectors[:4], 0.1, 1e-5, phi)
-        backend.backward(Kept(x, kept == "z", *vectors, phi), torch.empty_like(x))
+        backend.backward(BackwardInputs(x, kept == "z", *vectors, phi), torch.empty_like(x))
         plans = [triton_kernels._plan_for(x, reads) for reads in (1, 1, 2, 2)]
         compiled = [
             Compiled(kernel.__name__, plan, architecture, compiler.compile(kernel, architecture, arguments, **options))
@@ -513,7 +513,7 @@ def test_more_than_two_billion_elements(backend, device, memory_format):
     phi = Activation("leaky_relu")
     z, mean, invstd = backend.forward(x, gamma, beta, None, None, 0.1, 1e-5, phi)
     assert mean.abs().max() < 1e-3 and (invstd - 1).abs().max() < 1e-3
-    kept = Kept(z, True, beta, 1 / gamma, gamma, beta, invstd, phi)
+    kept = BackwardInputs(z, True, beta, 1 / gamma, gamma, beta, invstd, phi)
     dx = backend.input_gradient(kept, z, beta, beta)
     for image in (0, 31, 32):  # offsets pass 2^31 in the last
         part = slice(image, image + 1)
