@@ -1,4 +1,29 @@
-"""Record a forward pass so that autograd keeps few of its tensors, and computes the others again."""
+"""Record a forward pass so that autograd keeps few of its tensors, and computes the others again.
+
+The rules, which this folder keeps together:
+
+1. What is seen. A `Recording` sees every call of a function, as a function mode, and every tensor that autograd saves,
+   by saved-tensor hooks. Most tensors are saved during a call, before it is known whether that call can be repeated.
+2. What autograd holds. In place of a tensor it gets a `Saved`, which refers to a `Value`. A value is either `Kept`, or
+   has a `Recipe`: a function of other values. Two operations that save one tensor share its value.
+3. Who keeps. A saved tensor without a value is kept (`keep`). If its call then turns out to have a rule (`FOLLOWED` in
+   rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
+   Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
+4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
+   a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
+   `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
+5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it. Another
+   backward pass over the same graph computes it again. A chain of recipes has at most `LONGEST` links.
+6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
+   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Reading something
+   marked, or a kept tensor that was modified later, raises PyTorch's error about an in-place operation.
+7. Lifetimes. The recording ends with the forward pass. What autograd holds leads to values, never to the recording, and
+   never to a tensor with a graph (`Kept` detaches it), because such a cycle through C++ is never freed. The recording
+   holds tensors by weak references, and storages too, so that no other storage gets the same address meanwhile.
+8. What may never happen: a gradient that differs from autograd's. A function that draws random numbers is not called
+   again (dropout keeps its mask), running statistics do not move twice, and tensors without versions are kept as they
+   are. Inside other saved-tensor hooks, such as a checkpoint's, no call is followed. In doubt a tensor is kept.
+"""
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
@@ -26,15 +51,13 @@ _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
 class Recording(TorchFunctionMode):
-    """Context of a forward pass in which autograd saves `Value`s instead of tensors.
-
-    As a function mode it sees the calls, with the versions of their arguments; by its saved-tensor hooks it sees the
-    tensors that autograd saves, most of them during those calls. What is kept goes through the hooks around it.
+    """Context of a forward pass in which autograd saves `Value`s instead of tensors. See the note on top of this file.
 
     Args:
-        checkpointed_only: compute the outputs of `CheckpointedABN` again, nothing else.
-        copy_parameters: for recipes, because their memory may be gone when they are read (FSDP).
-        inputs: tensors from outside. When a checkpoint repeats the forward pass, they may be others, made elsewhere.
+        checkpointed_only: recompute the outputs of `CheckpointedABN`, nothing else.
+        copy_parameters: copy the parameters that recipes read, because FSDP frees the gathered ones after each use.
+        inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
+            may be other tensors.
     """
 
     def __init__(
@@ -47,9 +70,9 @@ class Recording(TorchFunctionMode):
         self.outer: Hooks | None = None
         self.known = KnownValues()
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
-        self.result_serves = False  # in place of the argument that the running call saves
+        self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
-        self.unsettled: list[tuple[Value, Tensor]] = []  # not yet given to the outer hooks
+        self.unsettled: list[tuple[Value, Tensor]] = []  # kept by it, but not yet given to the outer hooks (rule 3)
 
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
@@ -105,12 +128,12 @@ class Recording(TorchFunctionMode):
         return result
 
     def _is_innermost(self) -> bool:
-        """Whether our saved-tensor hooks are the innermost: not inside others, such as a checkpoint's."""
+        """Whether our saved-tensor hooks are the innermost: no others, such as a checkpoint's, were set inside."""
         hooks = current_hooks()
         return hooks is not None and hooks[0] is self.hooks.pack_hook
 
     def value_of(self, tensor: Tensor) -> Value | None:
-        """The value of a tensor that is kept already, or that can be computed from others."""
+        """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         if (value := self.known.find(tensor)) is not None:
             return value
         if not self._made(tensor):
@@ -119,7 +142,7 @@ class Recording(TorchFunctionMode):
         return None if value is None else self.known.remember(tensor, value)
 
     def _made(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made in this context."""
+        """Whether a tensor was made during this recording."""
         node = tensor.grad_fn
         if node is None or node._sequence_nr() < self.start or not is_ordinary(tensor):
             return False
@@ -128,12 +151,12 @@ class Recording(TorchFunctionMode):
     def _pack(self, tensor: Tensor) -> Saved | Kept:
         """What autograd saves in place of a tensor."""
         if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
-            return Kept(tensor, None)  # there are many, and nobody looks for their values
+            return Kept(tensor, None)  # the quick way, for the many vectors and parameters
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
-            if base is not None and base.numel() == tensor.numel() and self._made(base):  # all of it, reshaped
+            if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
                 self.keep(base)
                 value = self.value_of(tensor)
         saved = Saved(value or self.keep(tensor))
@@ -143,9 +166,10 @@ class Recording(TorchFunctionMode):
         return saved
 
     def keep(self, tensor: Tensor) -> Value:
+        """Keep a tensor, and remember its value."""
         value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata)
         if self.outer is not None:
-            if self.arguments:  # the call may yet turn out to be one that is followed
+            if self.arguments:  # the running call may yet get a recipe
                 self.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
@@ -155,7 +179,10 @@ class Recording(TorchFunctionMode):
     def _follow(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> None:
-        """Give the result of a call a recipe, if all that it needs is kept. `before`: of an overwritten result."""
+        """Give the result of a call a recipe, if all that the recipe needs is kept or may be lent (rules 3 and 4).
+
+        `before`: if the call overwrote its first argument, which then is the result, the value that it had before.
+        """
         unkept: list[Tensor] = []
 
         def find(tensor: Tensor, lend: bool = False) -> Value | Tensor:
@@ -191,20 +218,20 @@ class Recording(TorchFunctionMode):
             saved.read_instead(own)
 
     def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
-        """The value that a tensor had before a call overwrote it, unless that was in the same memory."""
+        """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
         value = before or self.known.find(overwritten, overwrites=1)  # from a copy
         if value is not None and value.reads_storage(overwritten.untyped_storage()._cdata):
             return None
         return value
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
-        """Keep a tensor for the recipe of a result."""
+        """Keep an argument for the recipe of a result."""
         if tensor.grad_fn is None and not tensor.requires_grad and _MUCH * _bytes(tensor) <= result.nbytes:
-            return Value(Kept(tensor.clone(), None))  # it may change unseen, as running statistics do
+            return Value(Kept(tensor.clone(), None))  # running statistics, say, change before the backward pass
         return self.lend(tensor)
 
     def lend(self, tensor: Tensor) -> Value:
-        """Keep a tensor for recipes."""
+        """Keep a tensor for a recipe, if it has no value yet."""
         if self.copy_parameters and isinstance(tensor, nn.Parameter):
             return Value(Kept(tensor.detach().clone(), None))
         value = self.value_of(tensor)
@@ -220,7 +247,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor has memory and versions. Sparse, nested, batched and inference tensors lack one of them."""
+    """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
     return type(tensor) in _PLAIN and torch._C._has_storage(tensor) and not tensor.is_inference()
 
 
@@ -230,7 +257,7 @@ def value_by_node(recording: Recording, tensor: Tensor, node: Any) -> Value | No
         return _of_view(recording, tensor)
     if is_node(node):
         if node.strategy.recompute_output and tensor._version == node.output_version:
-            return Value(Recipe(recompute_output, (node,), tensor))  # the node holds the result as well
+            return Value(Recipe(recompute_output, (node,), tensor))  # the node also holds the result while it is read
     elif tensor._version:
         return None
     elif type(node) is _SYNCHRONISED:
@@ -257,13 +284,13 @@ def _of_view(recording: Recording, tensor: Tensor) -> Value | None:
 
 
 def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """A view of a tensor that was computed again, maybe with other strides than it had."""
+    """The same view of a tensor that was computed again, perhaps with other strides."""
     base = laid_out(base, strides)
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
 def _of_synchronised_norm(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """The output of `nn.SyncBatchNorm`, whose node has everything but the bias, unless that is frozen."""
+    """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
     x, weight, mean, invstd, *_ = (saved_value(saved) for saved in node._raw_saved_tensors)
     bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
     if bias is None:
@@ -272,7 +299,7 @@ def _of_synchronised_norm(recording: Recording, tensor: Tensor, node: Any) -> Va
 
 
 def _of_copied_argument(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """A copy made inside the running call: autocast converts arguments, silu_ copies the one that it overwrites."""
+    """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
     argument = _argument_copied_by(recording, node)
     if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
         return None
@@ -283,7 +310,7 @@ def _of_copied_argument(recording: Recording, tensor: Tensor, node: Any) -> Valu
 
 
 def _of_reshaped_argument(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """A copy in another shape, made inside the running call: matrix products want rows that follow one another."""
+    """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
     copy = node.next_functions[0][0]
     argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
     if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
@@ -293,7 +320,7 @@ def _of_reshaped_argument(recording: Recording, tensor: Tensor, node: Any) -> Va
 
 
 def _argument_copied_by(recording: Recording, node: Any) -> Tensor | None:
-    """The argument of the running call that a node works on."""
+    """The argument of the running call that is a node's input."""
     source, number = node.next_functions[0]
     for argument in recording.arguments:
         if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:

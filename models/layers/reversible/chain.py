@@ -1,11 +1,28 @@
 """How reversible modules forget their inputs: a chain of steps that the backward pass walks from the last output.
 
-The values between two steps are a `State`, and only the last one is kept. When the backward pass asks for an
-activation of a step, the step's branch runs again; this fills all its activations (see `Section`) and restores the
-state before. A training step then costs four forward passes instead of three (RevNet, Algorithm 1 and section 3.2).
+The rules, which this file keeps together with replay.py and environment.py:
 
-References go one way, from a step to the state after it and from a state to the step that follows. So everything is
-freed with the graph, and a state that no earlier step needs is gone before anybody restores it.
+1. The chain. A `Pass` is one forward pass. In it a `State`, the values between two steps, alternates with a `Step`
+   (half a coupling, or a whole function) or a `Regrouping` (of a tensor into halves, or back).
+2. Who keeps. Only the last state of a pass is kept, and the input of each step without an inverse. A pass that starts
+   from the unmodified outputs of another continues its chain. When it has succeeded, the earlier last state is dropped.
+3. Who asks. Each tensor that autograd would save in a step gets an empty slot in the step's `Section`. The first slot
+   that the backward pass reads makes the step repeat: from the state after it, which it takes, or from its kept input.
+4. Who computes. A repetition runs the step's branch once, for two purposes: it fills all slots of the section, and
+   restores the state before the step (RevNet, Algorithm 1 and section 3.2). If the state after it is not there either,
+   the steps that follow restore it first, from the end (`State.take`). A training step costs four forward passes, not
+   three.
+5. Who forgets. Restored values are given away with the first `take`. Autograd frees each slot with its node. With
+   retain_graph=True a slot is only emptied, and the next backward pass computes everything again.
+6. Lifetimes. References lead one way: from slots to their step, from a step to the state after it, and from a state to
+   the step that follows. The state before a step is known by a weak reference, so the chain is freed with the graph,
+   and a state that no earlier step needs any more is not restored.
+7. What a repetition finds. `Environment` restores autocast, random numbers, modes and buffers, and refuses parameters
+   that were modified or replaced. Running statistics do not move again. The repetition must save tensors of the same
+   number, shapes and dtypes as the first run, or it raises an error.
+8. What may never happen: a gradient of other values than the forward pass had, except for rounding. A function that
+   writes over its input is refused. A kept tensor that was modified raises PyTorch's error about an in-place operation.
+   Whatever is asked for when the graph is freed, or still inside the forward pass, raises an error that says so.
 """
 
 import weakref
@@ -29,7 +46,7 @@ Undo = Callable[[], Values]
 class State:
     """The values between two steps: kept, or restored by the step that follows.
 
-    `taken`: a step follows; a second one that starts from the same tensors is no part of the chain.
+    `taken`: a step follows already. Another step that starts from the same tensors begins a chain of its own.
     """
 
     def __init__(self) -> None:
@@ -48,7 +65,7 @@ class State:
         self.following, self.kept = step, None
 
     def take(self) -> Values:
-        """The values, without a graph. Restored ones are given away. RuntimeError if the graph was freed."""
+        """The values, detached; restored ones are forgotten here. RuntimeError if the graph was freed."""
         steps = []
         state = self
         while state.kept is None and state.restored is None:
@@ -70,27 +87,27 @@ class State:
         return values
 
     def give(self, values: Values) -> None:
-        """Restore the values. Without retain_graph nobody asks the following step again."""
+        """Restore the values. Without retain_graph=True the following step is no longer needed."""
         self.restored = tuple(tensor.detach() for tensor in values)
         if not keeps_graph():
             self.following = None
 
 
 class Inputs(NamedTuple):
-    """What the inputs of a forward pass were like."""
+    """The dtypes of a step's inputs, and which of them required a gradient."""
 
     dtypes: tuple[torch.dtype, ...]
     require_grad: tuple[bool, ...]
 
     def __call__(self, values: Values) -> Values:
-        """Leaves like them: a repeated forward pass then saves what the first one did."""
+        """New leaves that require gradients as the inputs did, so that a repetition saves the same tensors."""
         return tuple(
             tensor.detach().requires_grad_(needed) for tensor, needed in zip(values, self.require_grad, strict=True)
         )
 
 
 class Update(NamedTuple):
-    """One half of a coupling. Its branch runs once in the backward pass, for both purposes."""
+    """One half of a coupling. Its branch runs once in the backward pass, to fill the section and to undo the update."""
 
     half: HalfStep
     invertible: bool = True
@@ -115,7 +132,7 @@ class Update(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """A function of some tensors, with its inverse if it has one: the backward pass inverts it, and runs it again."""
+    """A function of some tensors. The backward pass applies its inverse, if it has one, and runs the function again."""
 
     function: Callable
     inverse: Callable | None = None
@@ -128,7 +145,7 @@ class Apply(NamedTuple):
         return _unchanged(self.function, values)
 
     def again(self, values: Values, like: Inputs) -> Undo:
-        """Run the function again: on the values, or on their inverse if there is one."""
+        """Run the function again: on `values`, which are its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
                 values = _unchanged(self.inverse, values)
@@ -138,7 +155,7 @@ class Apply(NamedTuple):
 
 
 class Step:
-    """One executed step. It runs again from the state after it, or from the one before if that cannot be restored."""
+    """One executed step. It repeats from the state after it, or from its kept input if it has no inverse."""
 
     def __init__(
         self,
@@ -184,7 +201,7 @@ class Step:
 
 
 class Regrouping:
-    """Halves from one tensor, or one tensor from halves."""
+    """A tensor split into halves, or halves joined to a tensor. `back` does the opposite."""
 
     def __init__(self, back: Callable[[Values], Values], before: State):
         self.back = back
@@ -222,7 +239,7 @@ def _unchanged(function: Callable, values: Values) -> Values:
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Restored values in the dtype of the true ones: integers are rounded."""
+    """Restored values in the original dtype; integers are rounded."""
     return values.to(dtype) if dtype.is_floating_point or dtype.is_complex else values.round().to(dtype)
 
 
@@ -230,15 +247,15 @@ _MARK = "reversible state"  # in the metadata of an output's node
 
 
 class Pass:
-    """One forward pass through reversible modules, and what its backward pass needs."""
+    """One forward pass through reversible modules, and the chain that its backward pass walks."""
 
     def __init__(self, inputs: Values, *, preserve_rng_state: bool = True, forget: bool = True):
         self.forget = forget  # False: an ordinary forward pass
         self.values = inputs
         self.state = (_state_of(inputs) if forget else None) or State()
-        self.start: tuple[State, Step | Regrouping] | None = None  # the last state of another pass, and who follows it
-        self.restores = False  # whether the last step restores the state before it, from the one after it
-        self.halves_of: Coupling | None = None  # the values are its halves; None: as in the beginning
+        self.start: tuple[State, Step | Regrouping] | None = None  # the earlier pass's last state, and our first step
+        self.restores = False  # whether the last step has an inverse, and so needs the state after it
+        self.halves_of: Coupling | None = None  # the coupling whose halves the values are; None: they are whole
         self.hooks = current_hooks() if forget else None
         self.preserve_rng_state = preserve_rng_state
 
@@ -297,7 +314,7 @@ class Pass:
         self.state, self.restores = step.after, move.invertible
 
     def _follow(self, step: Step | Regrouping) -> None:
-        """Let a step restore the state before it. Another pass's last state stays kept until this pass succeeds."""
+        """Let a step restore the state before it. An earlier pass's last state stays kept until this pass succeeds."""
         if self.state.kept is None:
             self.state.leave_to(step)
         elif self.start is None:
@@ -334,5 +351,5 @@ def _state_of(values: Values) -> State | None:
 
 
 def _metadata(node: Node) -> dict:
-    """A node's own dictionary, which lives as long as it; PyTorch's anomaly mode has other keys there."""
+    """A node's own dictionary, which lives as long as the node. PyTorch's anomaly mode uses other keys of it."""
     return node.metadata  # type: ignore[return-value]  # torch's hints take the property for a method
