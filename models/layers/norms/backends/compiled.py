@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..activations import Activation
 from .eager import EagerBackend
@@ -119,10 +119,13 @@ def prefers_compiled(x: Tensor) -> bool:
 
 @functools.cache
 def compiler_available(device_type: str) -> bool:
-    """Whether TorchInductor can compile here: on a CPU it needs a C++ compiler. Tried once per process (seconds)."""
+    """Whether TorchInductor can compile here: on a CPU it needs a C++ compiler. Tried once per process (seconds).
+
+    Not by `torch.compile`: if that fails, all Python code of the process keeps its arguments for longer from then on.
+    """
     try:
-        with torch.no_grad():
-            torch.compile(_probe, dynamic=True, fullgraph=True)(torch.zeros(2, 3, device=device_type))
+        graph, x = fx.symbolic_trace(_probe), torch.zeros(2, 3, device=device_type)
+        torch._inductor.compile(graph, [x])(x)
     except RuntimeError:
         return False
     return True

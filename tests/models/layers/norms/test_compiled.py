@@ -1,5 +1,6 @@
 """The formulas against the reference: operator by operator, and compiled by TorchInductor."""
 
+import weakref
 from itertools import product
 
 import pytest
@@ -167,10 +168,21 @@ def test_writes_over_the_input(compiler):
     torch.testing.assert_close(result, expected)
 
 
+def is_freed(argument: torch.Tensor) -> bool:
+    """Whether a function can free an argument that its caller does not hold. Python 3.10 cannot."""
+    reference = weakref.ref(argument)
+    del argument
+    return reference() is None
+
+
 def test_message_without_a_compiler(monkeypatch):
+    """To find out takes no memory, as a failed `torch.compile` would by keeping every argument of every call."""
+    before = is_freed(torch.zeros(1))
     monkeypatch.setattr(compiled_backend, "compiler_available", compiler_available.__wrapped__)  # asks anew
     forget_compilations()
     with inductor_config.patch({"cpp.cxx": ("/nonexistent/g++",), "force_disable_caches": True}):
         assert not compiled_backend.compiler_available("cpu")
         with pytest.raises(ValueError, match=r"for cpu on this machine.*g\+\+.*backend='eager'"):
             CompiledBackend().moments(torch.randn(2, 3, 4, 5))
+    after = is_freed(torch.zeros(1))
+    assert after == before
