@@ -45,7 +45,7 @@ _SMALLEST_CROP = 64
 
 
 def classes_of(data: Data) -> int:
-    """The number of classes of a dataset, which need not be there."""
+    """The number of classes of a dataset, whose files are not needed."""
     if isinstance(data, CocoStuffData):
         return len(coco_stuff_classes(other_class=data.other_class).names)
     known: dict[str, int] = {
@@ -62,7 +62,7 @@ def classes_of(data: Data) -> int:
 
 
 def training_images(data: Data) -> int:
-    """The published number of training images of a dataset, which need not be there."""
+    """The published number of training images of a dataset, whose files are not needed."""
     if isinstance(data, SegmentationData):
         return official_images(data)["train"]
     return classified_counts(cast(ClassificationData, data), classes_of(data))["train"]
@@ -104,7 +104,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
-    """The memory of a step of one of `devices` on square crops. With several, DDP has memory for all gradients.
+    """The memory of one device in a step on square crops. With several devices, DDP also holds all gradients.
 
     `offloaded`: see `engine.planner.trace.traced`.
     """
@@ -113,7 +113,7 @@ def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 
 
 
 def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool) -> Trace:
-    """A trace from the cache folder, or a new one, which is put there."""
+    """A trace from the cache folder; a new one is written there."""
     keys = configuration.flat(configuration.plain(config))
     used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
     network = {name: value for name, value in keys.items() if name.startswith(used)}
@@ -139,7 +139,7 @@ def _code() -> str:
 
 
 def share_of(config: TrainingRun, devices: int) -> int:
-    """The most crops of a minibatch that one of several devices gets."""
+    """Crops per device: the largest share, if the minibatch cannot be split evenly."""
     return -(-config.data.crops_per_minibatch // devices)
 
 
@@ -147,7 +147,7 @@ def fitting(config: Config, devices: int) -> Config:
     """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
 
     Raises:
-        ValueError: nothing fits; says how much the least would need.
+        ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
     budget = memory.available()
@@ -174,9 +174,9 @@ def fitting(config: Config, devices: int) -> Config:
 
 @contextmanager
 def fitted(config: Config) -> Iterator[Config]:
-    """Context with the configuration to train: `memory.fit` has become plain numbers.
+    """Context with the configuration to train, in which `memory.fit` has become plain numbers.
 
-    A resumed run takes them from its directory. A MemoryError from within says what was planned, and what was needed.
+    A resumed run takes them from its directory. A MemoryError raised inside adds what was planned and what was used.
 
     Raises:
         ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
@@ -219,7 +219,7 @@ def fitted(config: Config) -> Iterator[Config]:
 
 
 def _begun(config: Config) -> Config | None:
-    """A copy with the minibatch and crop of the run that is to be resumed; None if there is none."""
+    """A copy with the minibatch and crop of the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
     before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")
@@ -230,5 +230,5 @@ def _begun(config: Config) -> Config | None:
 
 
 def gib(count: int) -> str:
-    """Bytes for messages."""
+    """Bytes as text, in GiB or MiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

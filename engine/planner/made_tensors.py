@@ -12,31 +12,31 @@ from torch.utils._pytree import tree_leaves
 
 
 class Change(NamedTuple):
-    """A tensor's memory is allocated or freed."""
+    """Memory of a tensor, allocated or freed."""
 
-    number: int  # of the memory
+    number: int  # counts the allocations
     bytes: int  # negative: freed
-    place: str  # where
+    place: str  # where in the program
 
 
 class MadeTensors(TorchDispatchMode):
-    """Context that counts the bytes of all tensors made in it, fake ones too, for as long as they exist.
+    """Context that counts the bytes of the tensors made in it, real or fake, for as long as they exist.
 
-    This includes what autograd and checkpointing keep for the backward pass.
+    Tensors that autograd and checkpointing keep for the backward pass count too.
 
     Attributes:
-        bytes: of those that exist now.
-        peak: the largest number of bytes so far.
+        bytes: the bytes that exist now.
+        peak: the most bytes so far.
         changes: every allocation and release, in order.
     """
 
     def __init__(self, place: Callable[[], str] = str):
-        """`place` says where the program is."""
+        """`place` tells where the program is, e.g. the running module."""
         super().__init__()
         self.bytes = self.peak = 0
         self.changes: list[Change] = []
         self.place = place
-        self.numbers: dict[int, int] = {}  # of the memory at an address
+        self.numbers: dict[int, int] = {}  # of allocations, by address
         self.references: dict[int, weakref.ref] = {}  # by address
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""What fits into a device's memory, found with few traces."""
+"""Find the largest minibatch or crop that fits into a device's memory, with few traces."""
 
 import math
 from collections.abc import Callable

@@ -25,12 +25,12 @@ OPTIMIZER = "optimizer"  # the place after the backward pass
 class Trace:
     """The memory of one step of one process, in bytes.
 
-    at_peak: by category, at the moment when the sum is largest: weights (with the norms' statistics), average,
-        momentum, gradients, images (with labels), activations (from before the end of the forward pass) and temporary.
-    place: the pass and the module that ran then.
-    saved: what autograd keeps of a micro-batch for its backward pass, by the module that made it.
-    parameters: all of them, without statistics.
-    moved: if what is kept for the backward pass lies in the host's memory, the bytes that go there, and come back.
+    at_peak: bytes by category when their sum is largest: weights (with running statistics), average, momentum,
+        gradients, images (with labels), activations (what is left when the forward pass ends) and temporary.
+    place: the pass and the module that ran at that moment.
+    saved: what autograd keeps of a micro-batch for the backward pass, by the module that made it.
+    parameters: trained or not, without running statistics.
+    moved: bytes that go to the host's memory and come back, if what is kept for the backward pass is offloaded.
     """
 
     at_peak: dict[str, int]
@@ -87,7 +87,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
 
 
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
-    """See `Trace.saved`. A pass of its own, because hooks that look at saved tensors keep some of them for longer."""
+    """`Trace.saved`, from a pass of its own: hooks that look at saved tensors keep some of them for longer."""
     images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
     held = {tensor.untyped_storage()._cdata for tensor in (*learner.network.parameters(), images, labels)}
     found: dict[int, tuple[torch.UntypedStorage, str]] = {}  # by the storage's address, which is taken while it lives
@@ -107,7 +107,7 @@ def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
 
 
 class _Offloaded(saved_tensors_hooks):
-    """Context in which saved tensors are not on the device until the backward pass reads them."""
+    """Context in which saved tensors leave the device until the backward pass reads them."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -121,8 +121,8 @@ class _Offloaded(saved_tensors_hooks):
 class _Places:
     """Context that knows which module runs, and in which pass.
 
-    An operation of the backward pass belongs to the module that made its node, as its sequence number tells. (Hooks on
-    tensors would keep the graphs of reversible blocks.)
+    In the backward pass, an operation belongs to the module that made its node, found by the node's sequence number.
+    (Hooks on tensors would keep the graphs of reversible blocks.)
     """
 
     def __init__(self, network: nn.Module):
@@ -166,7 +166,7 @@ class _Places:
 def _at_peak(
     resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None]
 ) -> tuple[dict[str, int], str]:
-    """See `Trace.at_peak` and `Trace.place`."""
+    """`Trace.at_peak` and `Trace.place`."""
     total = largest = moment = 0
     for index, change in enumerate(changes):
         total += change.bytes

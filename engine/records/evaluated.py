@@ -19,8 +19,8 @@ class Evaluated:
     images: number of evaluated images, over all ranks.
     details: for results.json only.
     curves: values for TensorBoard, by name.
-    table: makes the console's table of the scores; called only at the end of the run, like `confusion`.
-    confusion: makes a figure for TensorBoard and a PNG.
+    table: draws the scores as a table for the console; called only at the end of the run, like `confusion`.
+    confusion: draws the confusion matrix, for TensorBoard and a PNG.
     pictures: uint8 (H, W, 3) by name, for TensorBoard.
     layers: result of `layer_health`, on rank 0 only.
     """

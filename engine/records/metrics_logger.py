@@ -29,7 +29,7 @@ class MetricsLogger:
         console: for the progress bar.
         score: name of the score that selects best.pt.
         total_steps: length of the run.
-        start_step: steps already done. Later records, left by a run killed after its last checkpoint, are removed.
+        start_step: steps already done. Records beyond it, left by a run killed after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
         config_text: config.yaml, shown in TensorBoard.
     """
@@ -91,7 +91,7 @@ class MetricsLogger:
     ) -> None:
         """Count one training step, timed from the last call of `step` or `pause_ended`.
 
-        `data_s`, `exchange_s`: seconds of it that this rank waited for its minibatch, and for other ranks' gradients.
+        `data_s`, `exchange_s`: how long this rank waited in it for its minibatch, and for other ranks' gradients.
         """
         now = time.perf_counter()
         self.losses_and_norms.append((loss, gradient_norm))
@@ -117,7 +117,7 @@ class MetricsLogger:
         self.step_started = time.perf_counter()
 
     def waits(self) -> tuple[float, float]:
-        """Seconds per step, since the last record, that this rank waited for data and for other ranks' gradients."""
+        """Mean seconds per step, since the last record, that this rank waited for data and for other ranks."""
         steps = len(self.losses_and_norms)
         return self.data_s / steps, self.exchange_s / steps
 
@@ -164,7 +164,7 @@ class MetricsLogger:
         for name, value in values.items():
             self.tensorboard.add_scalar(f"train/{name}", value, step)
         self.tensorboard.flush()
-        # Leaves room for a bar on a terminal of 80 columns.
+        # Short enough for a progress bar on a terminal of 80 columns.
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
         # On a terminal the progress bar says the same.

@@ -1,4 +1,4 @@
-"""Where a number comes from: hardware, versions and commit."""
+"""Where numbers come from: hardware, versions and commit."""
 
 import os
 import platform

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class DataWait:
-    """Iterates over minibatches; `seconds` is the time spent waiting for the last one."""
+    """Iterates over minibatches. `seconds`: how long the last one took to arrive."""
 
     def __init__(self, minibatches: Iterable[dict]):
         self.minibatches = minibatches
@@ -28,7 +28,7 @@ class DataWait:
 class GradientExchange:
     """Times the end of a backward pass: from this rank's last gradient until all ranks' gradients are averaged.
 
-    On CUDA, events time the stream, and nothing waits for them.
+    On CUDA the times are events in the stream, so the host does not wait.
     """
 
     def __init__(self, network: nn.Module, device: torch.device):
@@ -45,7 +45,7 @@ class GradientExchange:
 
     @property
     def seconds(self) -> float:
-        """Of the last backward pass; the device must have finished it."""
+        """Duration for the last backward pass, which the device must have finished."""
         begin, end = self.times
         if begin is None:
             return 0.0

@@ -1,4 +1,4 @@
-"""Tensors that a graph keeps for its backward pass outside autograd's own saved variables."""
+"""Tensors that a graph keeps for its backward pass, beside those that autograd saves itself."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def hooks_are_allowed() -> bool:
 
 
 class Kept:
-    """A tensor that the graph needs, kept as autograd would: through `hooks`, and refused if it was changed."""
+    """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place."""
 
     __slots__ = ("hooks", "name", "packed", "version")
 
@@ -31,7 +31,7 @@ class Kept:
             self.packed: Any = hooks[0](tensor)
         elif tensor.grad_fn is None:
             self.packed = tensor
-        else:  # an operation's own output would keep itself alive
+        else:  # with its graph, an operation's own output would keep itself alive
             self.packed = tensor.detach()
         self.version = tensor._version
 

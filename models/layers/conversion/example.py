@@ -1,4 +1,4 @@
-"""What follows every call of a norm, seen in forward passes on an example."""
+"""Conversions by an example: forward passes on it show what follows every call of a norm."""
 
 import copy
 import random
@@ -59,7 +59,7 @@ class NormCall:
         readers: everything else that got the output, or a view of it.
         writer: what wrote over the output, or over the result of the activation.
         is_returned: whether the network returns the output without an activation.
-        does_as_twin: whether the layer computed the same as its twin, if `calls_on_example` has one.
+        does_as_twin: whether the layer computed the same as its twin, if it has one (see `calls_on_example`).
     """
 
     activations: list[nn.Module] = field(default_factory=list)

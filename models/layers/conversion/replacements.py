@@ -36,6 +36,7 @@ class Replacement(NamedTuple):
 
 
 def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Replacement:
+    """The in-place layer for one of ours. ValueError: it cannot be replaced; the message says why."""
     check_plain(layer, OWN_LAYERS)
     for place in tree.places[layer]:
         _check_output_is_left_alone(tree.following.get(place, []))

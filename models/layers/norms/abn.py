@@ -169,7 +169,7 @@ class ABN(nn.Module):
         return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, call, strategy)
 
     def strategy(self) -> Strategy | None:
-        """How to compute z; None means PyTorch's batch normalisation and activation, two autograd nodes."""
+        """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""
         return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
 
     def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
@@ -238,7 +238,7 @@ class ABN(nn.Module):
 
 
 def _is_inference(strategy: Strategy, x: Tensor) -> bool:
-    """Whether nothing need be kept, and PyTorch's operators are the ones to use: they need no node then."""
+    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours."""
     if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
         return False
     return isinstance(backend_for(strategy.backend, x), EagerBackend)

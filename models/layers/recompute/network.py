@@ -18,17 +18,17 @@ from .recording import Recording
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
-    Cheap are normalised and activated values, products, sums, concatenations, copies, views, dropout, max-pooling and
-    upsampling: whatever follows from values that are kept anyway, by operators of PyTorch, whether modules or functions
-    call them, and the outputs of `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and
-    held until the last has read. No module is replaced, and outputs and gradients do not change.
+    Cheap are the results of norms, activations, products, sums, concatenations, copies, views, dropout, max-pooling and
+    upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
+    `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
+    read it. No module is replaced, and outputs and gradients do not change.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
     saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
 
-    Whatever is read in the backward pass may not be changed in place before, parameters included: this raises PyTorch's
-    error about an in-place operation. Changes through `.data` cannot be seen, here as elsewhere in autograd.
+    Tensors that the backward pass reads, parameters included, may not be modified in place before it: this raises
+    PyTorch's error about an in-place operation. Changes through `.data` cannot be seen, here as elsewhere in autograd.
 
     Args:
         network: any; the branches of couplings inside are prepared as well, because they run again by themselves.

@@ -1,8 +1,8 @@
 """The operations whose results are computed again instead of kept, and what each of them needs for that.
 
-A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns the call that gives the
-same result again, with every tensor found by `find`, which raises `NotFollowed` for a tensor that is not kept. With
-`lend=True` a tensor is kept for this purpose, if it is no larger than the result.
+A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a call that computes the
+same result again. `find` gives the value of a tensor, and raises `NotFollowed` if it is not kept; with `lend=True` the
+recipe may keep it (rule 4 in recording.py).
 """
 
 import inspect
@@ -20,11 +20,11 @@ from .values import Saved, Value
 
 
 class NotFollowed(Exception):
-    """The result of a call has to be kept."""
+    """Raised by a rule: the call cannot be repeated, so its result has to be kept."""
 
 
 class Find(Protocol):
-    """The value of a tensor, or the tensor itself if it is to be kept."""
+    """Returns the value of a tensor, or the tensor itself if the recipe is to keep it."""
 
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
 
@@ -74,7 +74,7 @@ def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) ->
 
 
 def _fixed(argument: object) -> object:
-    """An argument that the caller cannot change later."""
+    """An argument as it is now: the caller may change a list later."""
     return tuple(argument) if isinstance(argument, list) else argument
 
 

@@ -55,7 +55,7 @@ class Value:
                 value.add_reader()
 
     def reads_storage(self, storage: int) -> bool:
-        """Whether it is kept in some memory, or computed from something that is."""
+        """Whether it is kept in a storage (given by its address), or computed from a value that is."""
         seen: set[Value] = set()
         values = [self]
         while values:
@@ -86,7 +86,7 @@ class Value:
 
 
 class Saved:
-    """What an operation saves: a value in the version that it had then."""
+    """What autograd holds in place of a saved tensor: its value, until the tensor's memory is overwritten."""
 
     __slots__ = ("__weakref__", "overwritten", "value")
 
@@ -122,7 +122,7 @@ class Recipe:
         fresh: bool = False,
         can_overwrite: bool = False,
     ):
-        """`like`: the tensor to compute again, with the same dtype and strides.
+        """`like`: the original tensor; the result gets its dtype and strides.
 
         `fresh`: nothing else ever holds the function's result or shares its memory. `can_overwrite`: the function is
         elementwise and takes `inplace=True`, which is used where nobody else reads its first argument.
@@ -197,14 +197,14 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class _Dependents(NamedTuple):
-    """What depends on the contents of some memory."""
+    """What is copied or marked before a storage is overwritten."""
 
     storage: StorageWeakRef  # while it exists, no other storage gets the same address
-    things: list[weakref.ref[Any]]  # of values and of what operations saved
+    things: list[weakref.ref[Any]]  # `Value`s and `Saved`s
 
 
 class KnownValues:
-    """The values of tensors, as long as these live and are not written over."""
+    """Registry of one forward pass: each living tensor's value, and what depends on its storage."""
 
     def __init__(self) -> None:
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
@@ -226,14 +226,14 @@ class KnownValues:
             del self.entries[entry.key]
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
-        """The value that a tensor has, or had so many versions ago."""
+        """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
         entry = self.entries.get(id(tensor))
         if entry is None or entry.version != tensor._version - overwrites or entry() is not tensor:
             return None
         return entry.value
 
     def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
-        """Note that a kept value, or what an operation saved, depends on a tensor's memory."""
+        """Note that a kept value, or a `Saved`, depends on a tensor's memory."""
         storage = tensor.untyped_storage()
         dependents = self.dependents.get(storage._cdata)
         if dependents is None:
@@ -241,7 +241,7 @@ class KnownValues:
         dependents.things.append(weakref.ref(thing))
 
     def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> None:
-        """Copy what recipes need of a tensor's memory. What operations saved of it is invalid from now on."""
+        """Copy the values in a tensor's memory that recipes read; mark what operations saved of it as overwritten."""
         dependents = self.dependents.pop(tensor.untyped_storage()._cdata, None)
         if dependents is None:
             return

@@ -61,7 +61,7 @@ class HalfStep(NamedTuple):
 
 
 class Coupling(nn.Module):
-    """What the couplings share: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
+    """Base class of couplings: y1 = combine(x1, Fm(x2)); y2 = combine(x2, Gm(y1)), with x split in two halves.
 
     Subclasses define `combine` and `undo`. One that overrides more is reversed as any other module, see `in_halves`.
 
@@ -213,7 +213,7 @@ def _pair(output: Any) -> Streams:
 def in_halves(module: object) -> TypeGuard[Coupling]:
     """Whether a module is a coupling that may run as `couple`, on halves, or as its half-steps if it is invertible.
 
-    Not if somebody overrides other methods or has hooks on the module, which would be passed by. A subclass that
+    Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass that
     overrides `couple` says that it agrees with `half_steps` by an attribute `couples_in_half_steps` of its own.
     """
     if not isinstance(module, Coupling) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:

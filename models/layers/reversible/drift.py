@@ -45,7 +45,7 @@ def _through(row: list[Coupling], x: Tensor) -> tuple[Tensor, Tensor]:
     if not row:
         return x, torch.zeros((), device=x.device)
     first, second = row[0].split(x)
-    # As restored halves are: kernels for views may round differently.
+    # Contiguous, as restored halves are: kernels may round differently for views.
     start: tuple[Tensor, ...] = (first.contiguous(), second.contiguous())
     halves = start
     for coupling in row:

@@ -1,4 +1,4 @@
-"""What a forward pass depends on beside its inputs, to repeat it in the backward pass."""
+"""The state that a forward pass depends on beside its inputs, restored to repeat the pass."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +14,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class _Buffer(NamedTuple):
-    """A buffer that a repeated forward pass leaves alone. `start`: what it was at first; None if it has no effect."""
+    """A buffer that a repetition must not change. `start`: its first values; None if they have no effect."""
 
     owner: nn.Module
     name: str
@@ -65,7 +65,11 @@ class Environment:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Context of the repetition, which changes nothing. RuntimeError if a parameter was changed or replaced."""
+        """Context of a repetition: the state of the forward pass, and at the end the present one again.
+
+        Raises:
+            RuntimeError: a parameter was modified or replaced since.
+        """
         self._check_parameters()
         with ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
@@ -98,7 +102,7 @@ class Environment:
 
 @contextmanager
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
-    """Context in which forward passes of some modules leave the running statistics of all their norms as they are."""
+    """Context in which forward passes of some modules do not change the running statistics of their norms."""
     parts = [part for module in modules for part in module.modules()]
     norms = [part for part in parts if part.training and _is_norm(part)]
     with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
@@ -121,7 +125,7 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
 
 @contextmanager
 def _swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
-    """Context in which copies of the first values take the places of buffers."""
+    """Context in which copies of their first values replace buffers."""
     present = [buffer.owner._buffers[buffer.name] for buffer in buffers]
     try:
         for buffer, values in zip(buffers, present, strict=True):

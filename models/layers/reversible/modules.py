@@ -195,10 +195,10 @@ def is_invertible_module(
 
     Args:
         module_in: any module; without methods `forward` and `inverse` the answer is no.
-        test_input_shape: of its input, or a sequence of the shapes of its inputs.
-        test_input_dtype: of its inputs.
-        atol: largest difference.
-        random_seed: of the inputs and of whatever the module draws, e.g. for dropout.
+        test_input_shape: the shape of its input, or a sequence of the shapes of its inputs.
+        test_input_dtype: the dtype of its inputs.
+        atol: largest difference allowed.
+        random_seed: for the inputs and for what the module draws itself, e.g. in dropout.
     """
     inverse = inverse_of(module_in)
     if inverse is None:
