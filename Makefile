@@ -12,14 +12,14 @@ SCALAR := TORCHINDUCTOR_VEC_ISA_OK=0
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (2 minutes on two cores)
+demo: $(INSTALLED)  ## train and evaluate a small network on drawn street scenes (3 minutes on two cores)
 	$(VENV)/bin/python train_seg.py run_dir=$(DEMO) resume=auto
 	$(VENV)/bin/python eval.py checkpoint=$(DEMO)/checkpoints/last.pt overlays=$(DEMO)/overlays
 
 test: $(INSTALLED)  ## run the tests (5 minutes on two cores); PYTEST="-k name" adds options
 	$(SCALAR) $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
-test-all: $(INSTALLED)  ## run the slow tests too (30 minutes)
+test-all: $(INSTALLED)  ## run the slow tests too (20 minutes on two cores)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m "not gpu and not faults" $(PYTEST)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (10 minutes)
