@@ -10,12 +10,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from models.layers.saved import kept_bytes
 from scripts.compare_runs import Comparison, compare
 from scripts.evidence import documents, networks, plan_experiments, reconstruction_error, reversible, tables, training
 from scripts.evidence.abn import page as abn_page
 from scripts.evidence.loader import measurement as loader
 from scripts.evidence.loader.crops import write_camvid
-from scripts.evidence.measuring import kept_bytes
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
 from tests.faults import report

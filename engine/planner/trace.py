@@ -17,6 +17,7 @@ from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import Loss, accumulate_gradients
 from engine.planner.made_tensors import Change, MadeTensors
+from models.layers.saved import SavedTensors
 
 OPTIMIZER = "optimizer"  # the place after the backward pass
 
@@ -89,20 +90,12 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
 def _kept(learner: Learner, loss: Loss, minibatch: dict) -> dict[str, int]:
     """`Trace.saved`, from a pass of its own: hooks that look at saved tensors keep some of them for longer."""
     images, labels = (minibatch[key].tensor_split(learner.accumulation_steps)[0] for key in ("image", "label"))
-    held = {tensor.untyped_storage()._cdata for tensor in (*learner.network.parameters(), images, labels)}
-    found: dict[int, tuple[torch.UntypedStorage, str]] = {}  # by the storage's address, which is taken while it lives
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in held:
-            found.setdefault(storage._cdata, (storage, places()))
-        return tensor.detach()  # an operation's own output would keep its graph alive for ever
-
-    with _Places(learner.network) as places, saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss(learner.forward(images), labels)
+    with _Places(learner.network) as places, SavedTensors(places) as saved:
+        result = loss(learner.forward(images), labels)
     kept: dict[str, int] = defaultdict(int)
-    for storage, module in found.values():
-        kept[module.removeprefix("forward").strip()] += storage.nbytes()
+    for tensor, place in saved.kept([*learner.network.parameters(), images, labels]):
+        kept[place.removeprefix("forward").strip()] += tensor.untyped_storage().nbytes()
+    del result  # until here its graph keeps them
     return dict(kept)
 
 

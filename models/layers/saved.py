@@ -1,11 +1,15 @@
-"""Tensors that a graph keeps for its backward pass, beside those that autograd saves itself."""
+"""What a graph keeps for its backward pass: keep tensors beside those that autograd saves, and count all of them."""
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+T = TypeVar("T")
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
@@ -50,3 +54,68 @@ def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
             f"{name} of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace operation: it "
             f"is at version {tensor._version}, expected version {version}"
         )
+
+
+class _Packed:
+    """A tensor that autograd has saved, for as long as it holds it."""
+
+    __slots__ = ("__weakref__", "place", "tensor")
+
+    def __init__(self, tensor: Tensor, place: str):
+        self.tensor = tensor.detach()  # with its graph, an operation's own output would keep itself alive
+        self.place = place
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that a graph keeps."""
+
+    tensor: Tensor
+    place: str
+
+
+class SavedTensors(saved_tensors_hooks):
+    """Context that sees what autograd saves for the backward pass. Tensors may be fake.
+
+    Args:
+        place: called for every saved tensor; says where the program is, e.g. in which module.
+    """
+
+    def __init__(self, place: Callable[[], str] = str):
+        self.place = place
+        self.packed: list[weakref.ref[_Packed]] = []
+        super().__init__(self._pack, attrgetter("tensor"))
+
+    def __enter__(self) -> "SavedTensors":  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        packed = _Packed(tensor, self.place())
+        self.packed.append(weakref.ref(packed))
+        return packed
+
+    def kept(self, without: Iterable[Tensor] = ()) -> list[SavedTensor]:
+        """A tensor for each storage that the graphs made here keep now, with the place that saved it first.
+
+        Not counted: the storages of the tensors `without`, e.g. parameters, and what autograd saved and dropped again,
+        e.g. between two reversible modules.
+        """
+        left_out = {tensor.untyped_storage()._cdata for tensor in without}
+        found: dict[int, SavedTensor] = {}
+        for packed in (reference() for reference in self.packed):
+            if packed is not None and (address := packed.tensor.untyped_storage()._cdata) not in left_out:
+                found.setdefault(address, SavedTensor(packed.tensor, packed.place))
+        return list(found.values())
+
+
+def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
+    """Run a forward pass; return its result, and what the result's graph keeps: see `SavedTensors.kept`."""
+    with SavedTensors() as saved:
+        result = forward()
+    return result, [entry.tensor for entry in saved.kept(without)]
+
+
+def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
+    """Bytes that the graph of a forward pass keeps, without the network's parameters and inputs."""
+    result, saved = saved_for_backward(forward, [*network.parameters(), *inputs])
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved)

@@ -6,15 +6,12 @@ import multiprocessing
 import os
 import threading
 import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from scripts.evidence.frame import interleaved
 
@@ -68,37 +65,13 @@ def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list
     return interleaved(timers, rounds)
 
 
-class _Saved:
-    """A tensor that autograd has saved."""
+def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module | None = None) -> int:
+    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
 
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-
-def saved_for_backward(forward: Callable[[], T]) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result and a tensor for each storage that the result's graph keeps."""
-    saved: list[weakref.ref[_Saved]] = []  # autograd may drop them again during the forward pass
-
-    def pack(tensor: Tensor) -> _Saved:
-        entry = _Saved(tensor.detach())  # an operation's own output would keep its graph alive for ever
-        saved.append(weakref.ref(entry))
-        return entry
-
-    with saved_tensors_hooks(pack, attrgetter("tensor")):
-        result = forward()
-    kept = [entry.tensor for reference in saved if (entry := reference()) is not None]
-    return result, list({tensor.untyped_storage()._cdata: tensor for tensor in kept}.values())
-
-
-def kept_bytes(network: torch.nn.Module, forward: Callable[[], object], inputs: Sequence[Tensor]) -> int:
-    """Bytes that a graph keeps, without parameters and inputs."""
-    _, saved = saved_for_backward(forward)
-    others = {tensor.untyped_storage()._cdata for tensor in (*network.parameters(), *inputs)}
-    return sum(t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in others)
-
-
-def peak_bytes(step: Callable[[], object], device_type: str) -> int:
-    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it."""
+    Gradients of the network's parameters count: earlier ones are dropped first, or freeing them would be subtracted.
+    """
+    if network is not None:
+        network.zero_grad()
     if device_type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

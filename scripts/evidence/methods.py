@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.memory import keep_freed_memory
 from models.layers import recompute_activations
+from models.layers.saved import kept_bytes
 from scripts.evidence.frame import reason
-from scripts.evidence.measuring import compiled, kept_bytes, peak_bytes, timed
+from scripts.evidence.measuring import compiled, peak_bytes, timed
 
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
@@ -192,8 +193,7 @@ def measured(
             step()  # gradients exist; compiles
             kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
             exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
-            network.zero_grad()  # the peak has the gradients of one step
-            rows[method] = {"kept_bytes": kept, "peak_bytes": peak_bytes(step, device), **exact}
+            rows[method] = {"kept_bytes": kept, "peak_bytes": peak_bytes(step, device, network), **exact}
             steps[method] = step
         except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
             if method == PLAIN:  # nothing to compare with

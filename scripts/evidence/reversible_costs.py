@@ -4,12 +4,10 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,10 +17,11 @@ from models.bodies import RevNet, resnet110_cifar, revnet38_cifar, revnet104, re
 from models.bodies.revnet_units import ReversibleUnit
 from models.layers import ABN, InPlaceABN, run_reversibly
 from models.layers.norms.backends.compiled import compiler_available
+from models.layers.saved import kept_bytes
 from models.recomputation import RECOMPUTE, choose_recomputation
 from scripts.evidence import frame
-from scripts.evidence.measuring import kept_bytes, peak_bytes, timed
-from scripts.evidence.strategy_table import segmentation_network
+from scripts.evidence.measuring import compiled, peak_bytes, timed
+from scripts.evidence.strategy_table import CROP_SIZE, kept_by_segmentation, segmentation_network
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
 PUBLISHED = {  # MB, MemCNN's README
@@ -69,19 +68,13 @@ def segmentation() -> list[dict]:
 def bytes_per_pixel(
     title: str, build: Callable[..., bodies.Body], norm: str, precision: str, reversible: bool = False
 ) -> dict:
-    """{"case", "bytes_per_pixel"} of a body with the head, at 512 pixels, in float32 or under autocast."""
-    kept, crop_size = [], 512
-    with FakeTensorMode():
-        network = segmentation_network(build, NORMS[norm])
-        for crops in (2, 3):  # what an additional crop keeps, without low-precision copies of the weights
-            images = torch.empty(crops, 3, crop_size, crop_size)
-            labels = torch.empty(crops, crop_size, crop_size, dtype=torch.long)
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-                kept.append(kept_bytes(network, lambda: F.cross_entropy(network(images), labels), [images]))  # noqa: B023
+    """{"case", "bytes_per_pixel"} of a body with the head, without images, in float32 or under autocast."""
+    # What an additional crop keeps, without low-precision copies of the weights.
+    two, three = (kept_by_segmentation(build, NORMS[norm], crops, precision, with_images=False) for crops in (2, 3))
     case = f"{title}, {norm}, {'reversible' if reversible else 'stored'}"
     if title != "ResNeXt-101":
         case += f", {precision}"
-    return {"case": case, "bytes_per_pixel": round((kept[1] - kept[0]) / crop_size**2)}
+    return {"case": case, "bytes_per_pixel": round((three - two) / CROP_SIZE**2)}
 
 
 def _plain(units: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -144,53 +137,37 @@ def budget(device: str, images: int, rounds: int) -> list[dict]:
     labels = torch.randint(10, (images,), device=device)
     steps: dict[str, Callable[[], object]] = {}
     rows = []
-    for title, network in candidates(device).items():
-        forward = partial(_loss, network, pixels, labels)
-        row = {"method": title, "kept_bytes": None if "compiled" in title else kept_bytes(network, forward, [pixels])}
-        step = partial(_budget_step, network, forward)
+    for title, (network, run) in candidates(device).items():
+        loss = partial(_loss, run, pixels, labels)
+        row = {"method": title, "kept_bytes": None if run is not network else kept_bytes(network, loss, [pixels])}
+        step = partial(_budget_step, network, loss)
         step()  # gradients exist; compiles
-        rows.append({**row, "peak_bytes": peak_bytes(step, device)})
+        rows.append({**row, "peak_bytes": peak_bytes(step, device, network)})
         steps[title] = step
     times_ms = timed(steps, rounds, device)
     return [{**row, "times_ms": times_ms[str(row["method"])]} for row in rows]
 
 
-def candidates(device: str) -> dict[str, nn.Module]:
-    """{title: network}; compiled ones only where there is a compiler."""
-    found: dict[str, nn.Module] = {}
+def candidates(device: str) -> dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+    """{title: network, and its forward pass}; compiled ones only where there is a compiler."""
+    found: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {}
     for norm, layer in NORMS.items():
         for recompute in RECOMPUTE:
             network = resnet110_cifar(layer, classes=10).to(device)
             choose_recomputation(network, network, recompute)
-            found[f"ResNet-110, {norm}" + ("" if recompute == "none" else f", {recompute}")] = network
-        found[f"RevNet-110, {norm}, reversible"] = revnet110_cifar(layer, classes=10).to(device)
+            found[f"ResNet-110, {norm}" + ("" if recompute == "none" else f", {recompute}")] = network, network
+        network = revnet110_cifar(layer, classes=10).to(device)
+        found[f"RevNet-110, {norm}, reversible"] = network, network
     if compiler_available(device):
         for share in BUDGETS:
             network = resnet110_cifar(NORMS["std"], classes=10).to(device)
-            found[f"ResNet-110, std, compiled, budget {share:g}"] = _Budgeted(network, share)
+            title = f"ResNet-110, std, compiled, budget {share:g}"
+            found[title] = network, compiled(network, "inductor", share)
     return found
 
 
-class _Budgeted(nn.Module):
-    """A compiled network that may keep a share of its activations (`activation_memory_budget`)."""
-
-    def __init__(self, network: nn.Module, share: float):
-        super().__init__()
-        self.network = network
-
-        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-            with torch._functorch.config.patch(activation_memory_budget=share):
-                return compile_fx(graph, inputs)
-
-        self.compiled = torch.compile(network, dynamic=False, backend=backend)  # one each: graphs are not shared
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """As the network."""
-        return self.compiled(pixels)
-
-
-def _loss(network: nn.Module, pixels: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(network(pixels), labels)
+def _loss(forward: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(forward(pixels), labels)
 
 
 def _budget_step(network: nn.Module, forward: Callable[[], torch.Tensor]) -> None:

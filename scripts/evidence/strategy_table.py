@@ -30,9 +30,9 @@ from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet
 from models.heads import DeepLabV3
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.norms.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
+from models.layers.saved import kept_bytes, saved_for_backward
 from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
-from scripts.evidence.measuring import kept_bytes, saved_for_backward
 
 
 class Cost(NamedTuple):
@@ -123,6 +123,7 @@ BODIES: dict[str, Callable[..., Body]] = {
 }
 RECOMPUTED_NORMS = {norm: STRATEGIES[norm][2] for norm in ("std", "inplace")}
 CHANNELS, SLOPE = 16, 0.01
+CROP_SIZE = 512
 
 
 @dataclass
@@ -145,8 +146,7 @@ def measure(norm: str) -> Row:
     block = nn.Sequential(layer, nn.Conv2d(CHANNELS, CHANNELS, 1, bias=False))
     recompute_activations(block, checkpointed_only=True)
     x = torch.randn(4, CHANNELS, 8, 8, requires_grad=True) * 2 + 1
-    output, saved = saved_for_backward(lambda: block(x))
-    saved = _without_parameters(saved, block)
+    output, saved = saved_for_backward(lambda: block(x), block.parameters())
     names = [_name(tensor, x, layer) for tensor in saved]
     with _Operators(x.shape) as operators:
         output.sum().backward()
@@ -177,16 +177,26 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def bytes_per_pixel(norm: str, body: str, crop_size: int = 512) -> int:
-    """Bytes per input pixel that a whole network keeps for the backward pass in float32, without parameters.
-
-    Output stride 8, DeepLabV3 head, 19 classes, upsampled logits and cross-entropy.
-    """
-    norm_act, crops = STRATEGIES[norm][2], 2
+def kept_by_segmentation(
+    build: Callable[..., Body],
+    norm_act: Callable[[int], nn.Module],
+    crops: int,
+    precision: str = "float32",
+    with_images: bool = True,
+) -> int:
+    """Bytes that the loss of a `segmentation_network` keeps for the backward pass, without parameters."""
     with FakeTensorMode():
-        network, forward = segmentation_loss(BODIES[body], norm_act, crops, crop_size)
-        kept = kept_bytes(network, forward, [])
-    return round(kept / (crops * crop_size**2))
+        network = segmentation_network(build, norm_act)
+        images = torch.empty(crops, 3, CROP_SIZE, CROP_SIZE)
+        labels = torch.empty(crops, CROP_SIZE, CROP_SIZE, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+            left_out = [] if with_images else [images]
+            return kept_bytes(network, lambda: F.cross_entropy(network(images), labels), left_out)
+
+
+def bytes_per_pixel(norm: str, body: str) -> int:
+    """Bytes per input pixel that a whole network keeps for the backward pass in float32, images included."""
+    return round(kept_by_segmentation(BODIES[body], STRATEGIES[norm][2], crops=2) / (2 * CROP_SIZE**2))
 
 
 def network_table(kept: dict[str, dict[str, int]]) -> str:
@@ -216,11 +226,6 @@ def _interval(bounds: tuple[float, float]) -> str:
     if math.isinf(low):
         return "everywhere"
     return f"y >= {low:.4g}" if math.isinf(high) else f"{low:.4g} … {high:.4g}"
-
-
-def _without_parameters(saved: list[Tensor], module: nn.Module) -> list[Tensor]:
-    parameters = {p.untyped_storage()._cdata for p in module.parameters()}
-    return [tensor for tensor in saved if tensor.untyped_storage()._cdata not in parameters]
 
 
 def _name(saved: Tensor, x: Tensor, layer: ABN) -> str:

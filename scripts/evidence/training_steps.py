@@ -32,7 +32,8 @@ from engine.run import Run
 from engine.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import StopRequest
-from scripts.evidence.measuring import peak_bytes, saved_for_backward
+from models.layers.saved import kept_bytes
+from scripts.evidence.measuring import peak_bytes
 
 
 class Switch(NamedTuple):
@@ -175,7 +176,7 @@ class Training:
         self.minibatches = self.endless()  # ends a trace: a process has one profiler at a time
         return {
             "saved_bytes": self.saved_bytes(),
-            "peak_bytes": peak_bytes(self.step, self.world.device.type),
+            "peak_bytes": peak_bytes(self.step, self.world.device.type, self.learner.network),
             "process_mib": process_mib,
             "graphs": graphs,
             "graph_breaks": breaks,
@@ -188,11 +189,8 @@ class Training:
         parts = self.config.trainer.accumulation_steps
         images, labels = (minibatch[key].tensor_split(parts)[0] for key in ("image", "label"))
         self.learner.network.train()
-        logits, saved = saved_for_backward(lambda: self.learner.forward(images))
-        _, saved_by_loss = saved_for_backward(lambda: self.loss(logits, labels.to(logits.device)))
-        held = {parameter.untyped_storage()._cdata for parameter in self.learner.network.parameters()}
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in saved + saved_by_loss}
-        return sum(storage.nbytes() for address, storage in storages.items() if address not in held)
+        labels = labels.to(self.world.device)
+        return kept_bytes(self.learner.network, lambda: self.loss(self.learner.forward(images), labels))
 
 
 class Overhead(Training):

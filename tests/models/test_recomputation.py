@@ -12,8 +12,8 @@ from engine.planner.made_tensors import MadeTensors
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
 from models.layers import ABN, InPlaceABN
+from models.layers.saved import saved_for_backward
 from models.recomputation import BLOCKS, recompute_blocks, run_blocks
-from scripts.evidence.measuring import saved_for_backward
 from scripts.evidence.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES
 

@@ -11,7 +11,7 @@ from models.blocks import NormAct
 from models.bodies import resnext101
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.norms.backends import BACKENDS, backend_for, check_backend
-from scripts.evidence.measuring import saved_for_backward
+from models.layers.saved import saved_for_backward
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 GROUPS = (*BLOCKS, "network", *HOST)
@@ -90,11 +90,9 @@ class Work(NamedTuple):
 
         x counts if it is kept, because that keeps it alive; images do not: the caller holds them anyway.
         """
-        _, saved = saved_for_backward(lambda: self.forward(self.x.clone() if self.overwrites else self.x))
-        held = {tensor.untyped_storage()._cdata for tensor in self.block.parameters()}
-        if not self.x.requires_grad:
-            held.add(self.x.untyped_storage()._cdata)
-        sizes = [t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in held]
+        held = [*self.block.parameters(), *([] if self.x.requires_grad else [self.x])]
+        _, saved = saved_for_backward(lambda: self.forward(self.x.clone() if self.overwrites else self.x), held)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in saved]
         vector = self.x.shape[1] * torch.float32.itemsize
         return sum(sizes), sum(size for size in sizes if size <= vector)
 

@@ -11,7 +11,8 @@ from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
 from engine.planner.made_tensors import MadeTensors
 from engine.planner.trace import traced
-from scripts.evidence.measuring import peak_bytes, saved_for_backward
+from models.layers.saved import kept_bytes
+from scripts.evidence.measuring import peak_bytes
 from tests import runs
 
 CROPS, SIZE = 3, 128
@@ -21,8 +22,8 @@ def counted(config) -> tuple[int, int]:
     """Bytes saved for the backward pass, and the peak beyond what exists before, of a real step."""
     learner, loss, minibatch = fake_step(config, CROPS, SIZE)
     learner.network.train()
-    _, saved = saved_for_backward(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]))
-    held = {p.untyped_storage()._cdata for p in (*learner.network.parameters(), *minibatch.values())}
+    network, images, labels = learner.network, minibatch["image"], minibatch["label"]
+    kept = kept_bytes(network, lambda: loss(learner.forward(images), labels), [images, labels])
     accumulate_gradients(learner, loss, minibatch, CROPS, World())
     learner.step(1.0)
     learner.optimizer.zero_grad()
@@ -30,8 +31,7 @@ def counted(config) -> tuple[int, int]:
         accumulate_gradients(learner, loss, minibatch, CROPS, World())
         learner.gradient_norm()
         learner.step(1.0)
-    sizes = (t.untyped_storage().nbytes() for t in saved if t.untyped_storage()._cdata not in held)
-    return sum(sizes), real.peak
+    return kept, real.peak
 
 
 NORMS = ("std", "checkpoint", "checkpoint_xhat", "inplace_1", "inplace")

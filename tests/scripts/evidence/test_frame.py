@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from engine.configuration.command_line import composed
+from models.layers.saved import saved_for_backward
 from scripts.evidence import networks, training
 from scripts.evidence.abn import measurement as abn
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
 from scripts.evidence.loader import measurement as loader
-from scripts.evidence.measuring import Elsewhere, peak_bytes, saved_for_backward
+from scripts.evidence.measuring import Elsewhere, peak_bytes
 from tests.runs import REPOSITORY
 
 RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
@@ -75,6 +76,18 @@ def test_a_measuring_process_ends_with_its_parent(tmp_path):
 
 def test_peak_bytes_are_those_of_tensors_that_live_together():
     assert peak_bytes(lambda: torch.empty(1000).neg().neg(), "cpu") == 2 * 1000 * 4
+
+
+def test_the_peak_has_the_gradients_of_one_step():
+    """Those of the step before would be subtracted when this step frees them."""
+    network = torch.nn.Linear(1000, 1000, bias=False)
+
+    def step() -> None:
+        loss = network.weight.square().sum()
+        network.zero_grad()
+        loss.backward()
+
+    assert len({peak_bytes(step, "cpu", network) for _ in range(2)}) == 1
 
 
 class Dies(list):

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from engine.configuration.command_line import composed
+from models.layers.saved import kept_bytes
 from scripts.evidence import frame, methods, networks
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS
-from scripts.evidence.measuring import kept_bytes
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NETWORKS, PLAIN, RECOMPUTED, blocks_of, build, installed
 from scripts.evidence.networks import LIMITS, chart, targets
 from tests.scripts.evidence.records import measured

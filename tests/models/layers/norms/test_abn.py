@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.layers.norms import abn as abn_module
 from models.layers.norms.bn_act import Strategy, floored
-from scripts.evidence.measuring import saved_for_backward
+from models.layers.saved import saved_for_backward
 from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES
 
 CHANNELS = 6

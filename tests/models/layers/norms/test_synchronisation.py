@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, layer_health, recompute_activations
-from scripts.evidence.measuring import kept_bytes
+from models.layers.saved import kept_bytes
 from tests.host_reads import host_reads
 from tests.models.layers.recompute.test_uses import IMAGES, assert_same, both, gradients, loss_of, small
 from tests.models.layers.reversible import test_modules as reversible

@@ -14,8 +14,8 @@ from models.blocks import IdentityResidualBlock
 from models.bodies import resnext101
 from models.heads import DeepLabV3
 from models.layers import ABN, recompute_activations
+from models.layers.saved import kept_bytes, saved_for_backward
 from models.segmentation import SegmentationNetwork
-from scripts.evidence.measuring import kept_bytes, saved_for_backward
 from tests.backend_cases import need_a_compiler
 from tests.norms import CHECKPOINTED, STRATEGIES
 

@@ -11,7 +11,7 @@ from torchvision.models.mobilenetv3 import InvertedResidualConfig
 from torchvision.models.resnet import Bottleneck
 
 from models.layers import recompute_activations
-from scripts.evidence.measuring import kept_bytes
+from models.layers.saved import kept_bytes
 from tests.models.layers.recompute.test_uses import assert_same, gradients, loss_of
 
 networks = torchvision.models

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
 from models.layers.recompute.recording import Recording
-from scripts.evidence.measuring import saved_for_backward
+from models.layers.saved import saved_for_backward
 
 Gradients = list[Tensor | None]
 

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from models.blocks import IdentityResidualBlock
 from models.layers import CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.recompute.recording import Recording
-from models.layers.saved import current_hooks
-from scripts.evidence.measuring import kept_bytes
+from models.layers.saved import current_hooks, kept_bytes
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 

@@ -30,7 +30,7 @@ from models.layers import (
     is_invertible_module,
     recompute_activations,
 )
-from scripts.evidence.measuring import kept_bytes
+from models.layers.saved import SavedTensors, kept_bytes
 
 NORMS = {
     "std": ABN,
@@ -382,6 +382,12 @@ def test_saved_bytes_do_not_depend_on_the_depth(make, depth):
     x = torch.randn(2, 8, 16, 16, requires_grad=True)
     for network in (ReversibleSequence([make() for _ in range(blocks)]) for blocks in (1, depth)):
         assert kept_bytes(network, partial(network, x), ()) == x.nbytes
+
+
+def test_what_a_row_of_wrappers_drops_again_is_not_counted():
+    with SavedTensors(lambda: "row") as saved:
+        result = twins("wrappers", additive, count=6)[0](IMAGES * 1)
+    assert [(entry.tensor.nbytes, entry.place) for entry in saved.kept()] == [(result.nbytes, "row")]
 
 
 @pytest.mark.parametrize("form", ["sequence", "wrappers"])

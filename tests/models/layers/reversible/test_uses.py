@@ -10,7 +10,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from models.layers import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
 from models.layers.reversible.drift import drift
-from scripts.evidence.measuring import saved_for_backward
+from models.layers.saved import saved_for_backward
 from tests.models.layers.reversible.test_modules import (
     IMAGES,
     NORMS,
