@@ -6,6 +6,8 @@ did. The oldest checkpoints have no colours: scripts.predict takes them from the
 
 from torch import Tensor
 
+from engine.console import logger
+
 FORMAT = "inplace-abn/2"
 SEGMENTATION_ONLY = "inplace-abn-segmentation/1"  # train_seg.py wrote it before there were tasks
 
@@ -18,7 +20,7 @@ def migrated(state: object) -> object:
         state = _with_task(state)
     if state.get("task") == "segmentation":
         state = _with_antialias(state)
-    return _with_lr_schedule(state)
+    return _with_lr_schedule(_without_selective(state))
 
 
 def _with_task(state: dict) -> dict:
@@ -49,3 +51,15 @@ def _with_antialias(state: dict) -> dict:
     if not isinstance(config, dict) or not isinstance(config.get("data"), dict):
         return state
     return {**state, "config": {**config, "data": {"antialias": False, **config["data"]}}}
+
+
+def _without_selective(state: dict) -> dict:
+    """trainer.recompute=selective kept more than `activations`, which a compiled training does not have."""
+    config = state.get("config")
+    if not isinstance(config, dict) or not isinstance(trainer := config.get("trainer"), dict):
+        return state
+    if trainer.get("recompute") != "selective":
+        return state
+    recompute = "blocks" if trainer.get("compile") else "activations"
+    logger.info(f"trainer.recompute=selective is gone, and has become trainer.recompute={recompute}")
+    return {**state, "config": {**config, "trainer": {**trainer, "recompute": recompute}}}

@@ -33,8 +33,8 @@ class Trainer:
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
     channels_last: bool = True
-    # Checkpointing of the body's blocks: keep their inputs (blocks), also the outputs of convolutions (selective), or
-    # the inputs of every sqrt(L)-th of L blocks (sqrt), and compute the rest again in the backward pass.
+    # activations: see `recompute_activations`. Checkpointing of the body's blocks: keep their inputs (blocks), or those
+    # of every sqrt(L)-th of L blocks (sqrt), and compute the rest again in the backward pass.
     recompute: str = key("none", one_of=RECOMPUTE, free_on_resume=True)
     compile: bool = False  # the training's forward and backward pass by torch.compile, as one graph
     deterministic: bool = False  # deterministic algorithms only: repeated runs give equal weights

@@ -116,7 +116,7 @@ METHOD = """
 - RevNet's Table 1: *blocks* checkpoints every unit, *sqrt* as many as keep memory and recomputation in balance,
   *recursive* halves the chain again and again (Chen et al., 2016). All run the units of one RevNet.
 - Memory against time: ResNet-110 and RevNet-110 have equally many parameters and published errors of 5.74 and 5.76 %.
-  *blocks*, *selective* and *sqrt* are `trainer.recompute`. Compiled steps are measured after compilation.
+  *blocks* and *sqrt* are `trainer.recompute`, and so was *selective*. Compiled steps are measured after compilation.
 """
 
 

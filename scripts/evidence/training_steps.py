@@ -84,7 +84,6 @@ GROUPS = {
         PLAIN,
         Switch((STANDARD,)),
         Switch((STANDARD, "trainer.recompute=activations")),
-        # Not selective, which also keeps tensors that autograd does not save.
         *(Switch((f"trainer.recompute={choice}",)) for choice in ("activations", "blocks", "sqrt")),
     ),
     "compile": (

@@ -75,6 +75,15 @@ def test_a_checkpoint_from_before_there_were_samplers_and_schedules_had_the_only
     assert config.lr_schedule == Poly(power=2.0)
 
 
+@pytest.mark.parametrize("compiles, now", [(False, "activations"), (True, "blocks")])
+def test_selective_checkpointing_is_replaced_and_that_is_said(tmp_path, caplog, compiles, now):
+    state = old_state()
+    state["config"]["trainer"] |= {"recompute": "selective", "compile": compiles}
+    with caplog.at_level("INFO"):
+        assert configuration_of(tmp_path, state).trainer.recompute == now
+    assert f"trainer.recompute={now}" in caplog.text
+
+
 def test_a_checkpoint_from_before_there_were_ranks_continues_its_random_numbers(tmp_path, caplog):
     """It holds the states of all devices of one process, which computed on the first."""
     torch.manual_seed(5)

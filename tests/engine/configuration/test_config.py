@@ -397,7 +397,7 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("trainer.accumulation_steps=8", r"accumulation_steps=8 gives 1 crop\(s\) at a time.*at least 16"),
         ("trainer.ema_statistics_minibatches=4", "trainer.ema_statistics_minibatches=4.*give trainer.ema_decay"),
         ("trainer.precision=fp64", "trainer.precision=fp64: expected one of float32, bfloat16"),
-        ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, selective, sqrt"),
+        ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt"),
         ("trainer.recompute=activations trainer.compile=true", "activations with trainer.compile=true: the compiler "),
         ("body=revnet_tiny trainer.recompute=sqrt", "trainer.recompute=sqrt with body=revnet: .* already forget"),
         ("trainer.device=tpu", "trainer.device=tpu: expected one of auto, cpu, cuda"),
