@@ -54,12 +54,12 @@ def _with_antialias(state: dict) -> dict:
 
 
 def _without_selective(state: dict) -> dict:
-    """trainer.recompute=selective kept more than `activations`, which a compiled training does not have."""
+    """`selective` kept more than `activations`, which a compiled training does not have."""
     config = state.get("config")
     if not isinstance(config, dict) or not isinstance(trainer := config.get("trainer"), dict):
         return state
     if trainer.get("recompute") != "selective":
         return state
     recompute = "blocks" if trainer.get("compile") else "activations"
-    logger.info(f"trainer.recompute=selective is gone, and has become trainer.recompute={recompute}")
+    logger.info(f"recompute=selective is gone: the checkpoint is read with recompute={recompute}")
     return {**state, "config": {**config, "trainer": {**trainer, "recompute": recompute}}}
