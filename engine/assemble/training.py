@@ -13,6 +13,7 @@ from datasets import minibatches_per_epoch
 from engine.assemble import optimization
 from engine.assemble.network import forward
 from engine.distributed import World, node_group
+from engine.forward import Forward
 from engine.learner import Learner, WeightAverage
 from engine.records.waits import GradientExchange
 from engine.schedule import Schedule, in_steps
@@ -56,11 +57,16 @@ def learner(
     Raises:
         ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
     """
-    trainer = config.trainer
     torch.manual_seed(config.seed)
     plain = forward(config, make(_sync_group(config, world)), world.device)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
+    return learner_of(config, plain, schedule, world)
+
+
+def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: World) -> Learner:
+    """Add everything that trains it to a network. ValueError: as from `learner`, which builds the network too."""
+    trainer = config.trainer
     average = None if trainer.ema_decay is None else WeightAverage(plain.network, trainer.ema_decay)
     trained = plain.network
     if trainer.compile:

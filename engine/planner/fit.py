@@ -19,18 +19,20 @@ from datasets.camvid import camvid_classes
 from datasets.cityscapes import cityscapes_classes
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.shapes import CLASSES as SHAPES
-from engine.assemble import optimization
 from engine.assemble.classification import IMAGENET_CLASSES, classification_network, classified_counts
 from engine.assemble.data import official_images
 from engine.assemble.network import forward
 from engine.assemble.segmentation import loss, segmentation_network
+from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
 from engine.console import logger
-from engine.learner import Learner, WeightAverage
+from engine.distributed import World
+from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
 from engine.planner.search import largest_crop, most_crops
 from engine.planner.trace import Trace, traced
+from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData, ClassificationRun
 from engine.schema.data import CocoStuffData, Data, SegmentationData
 from engine.schema.memory import Memory
@@ -42,6 +44,7 @@ Config = TypeVar("Config", bound=TrainingRun)
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _VISTAS_CLASSES = 65
 _SMALLEST_CROP = 64
+_ENDLESS = Schedule(10**9, steps_per_epoch=1, evaluate_every=None, checkpoint_every=10**9, log_every=10**9)
 
 
 def classes_of(data: Data) -> int:
@@ -73,7 +76,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     The optimiser works on all weights at once, as it does on CUDA devices.
     """
-    classes, device = classes_of(config.data), torch.device("cpu")
+    classes = classes_of(config.data)
     labels = torch.zeros(crops, dtype=torch.int64)
     criterion: Loss = nn.CrossEntropyLoss()
     if isinstance(config, SegmentationRun):
@@ -85,20 +88,12 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     if config.trainer.channels_last:
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    optimizer = optimization.optimizer(config.optim, network, config.head_modules)
-    for group in optimizer.param_groups:
+    plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
+    uncompiled = replace(config, trainer=replace(config.trainer, compile=False))
+    learner = learner_of(uncompiled, plain, _ENDLESS, World())
+    learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would look at the gradients
+    for group in learner.optimizer.param_groups:
         group["foreach"] = True
-    decay = config.trainer.ema_decay
-    learner = Learner(
-        network=network,
-        forward=forward(config, nn.Identity(), device).through(network),
-        optimizer=optimizer,
-        scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-        accumulation_steps=config.trainer.accumulation_steps,
-        average=None if decay is None else WeightAverage(network, decay),
-        max_gradient_norm=config.optim.max_gradient_norm,
-    )
     images = torch.zeros(crops, 3, crop_size, crop_size, dtype=torch.uint8)
     return learner, criterion, {"image": images, "label": labels}
 

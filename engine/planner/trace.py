@@ -52,7 +52,8 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
         make: called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
         offloaded: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
     """
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
+        mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]  # averaged weights are copies in this mode
         learner, loss, minibatch = make()
         for parameter in learner.network.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -62,6 +62,11 @@ def test_a_trace_is_what_a_real_step_takes(body, norm):
     assert trace.at_peak["images"] == sum(tensor.nbytes for tensor in minibatch.values())
 
 
+def test_averaged_weights_are_a_second_copy_of_the_weights():
+    trace = traced(lambda: fake_step(runs.run_config("body=resnext_tiny", "trainer.ema_decay=0.9"), CROPS, SIZE))
+    assert trace.at_peak["average"] == trace.at_peak["weights"]
+
+
 def test_nothing_of_a_trace_stays():
     networks = []
 
