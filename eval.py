@@ -3,42 +3,26 @@
 On several devices: `torchrun --nproc-per-node N eval.py …`; every image is evaluated once.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from omegaconf import DictConfig
-from rich.console import Console
-from torch import nn
 
 from datasets import (
-    ClassificationDataset,
-    SegmentationDataset,
-    WholeImages,
     reading_errors,
-    verify,
-    verify_images,
 )
 from engine import assemble
 from engine.checkpoint import files as checkpoint
-from engine.classification import evaluation as classification
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import log_to, make_console, progress_bar
+from engine.console import log_to, make_console
 from engine.distributed import World, joined
-from engine.forward import Forward
 from engine.output_files import writable_folder
-from engine.records.evaluated import Evaluated
 from engine.records.results import print_results, write_results
 from engine.run import verify_with_progress
-from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
-from engine.segmentation import evaluation as segmentation
-from engine.segmentation.predictions import PredictionWriter
+from engine.tasks import TASKS
 
 
 def evaluate(values: DictConfig) -> dict:
@@ -102,83 +86,6 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
     return results
 
 
-def segment(
-    forward: Forward,
-    dataset: SegmentationDataset,
-    config: SegmentationRun,
-    options: Evaluation,
-    world: World,
-    console: Console,
-) -> Evaluated:
-    """Predict and score this rank's images, and write predictions and pictures if asked."""
-    writer = PredictionWriter(
-        dataset,
-        predictions=_writable("predictions", options.predictions),
-        overlays=_writable("overlays", options.overlays),
-        overlay_images=options.overlay_images,
-    )
-    with progress_bar(console) as progress:
-        return segmentation.evaluate_split(
-            forward,
-            dataset,
-            assemble.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
-            batch_size=options.batch_size or 1,
-            views=assemble.views(options, config.data),
-            world=world,
-            progress=progress,
-            memory_advice=options.memory_advice(config),
-            on_prediction=writer,
-        )
-
-
-def classify(
-    forward: Forward,
-    dataset: ClassificationDataset,
-    config: ClassificationRun,
-    options: Evaluation,
-    world: World,
-    console: Console,
-) -> Evaluated:
-    """Score this rank's images."""
-    images = assemble.classified_images(
-        replace(config.data, workers=options.workers),
-        dataset,
-        world,
-        batch_size=config.trainer.evaluate_batch_size,
-        ten_crops=options.view == "ten_crop",
-    )
-    with progress_bar(console) as progress:
-        advice = options.memory_advice(config)
-        evaluated = classification.evaluate_split(
-            forward, dataset, images, world=world, progress=progress, memory_advice=advice
-        )
-    return replace(evaluated, details={**evaluated.details, "view": options.view})
-
-
-class Task(NamedTuple):
-    """What an evaluation needs to know of a task."""
-
-    schema: type[TrainingRun]
-    dataset: Callable[[Any, str, dict], Any]  # configuration of the data, split, content of the checkpoint
-    verify: Callable[..., None]
-    network: Callable[..., nn.Module]
-    evaluate: Callable[..., Evaluated]
-
-
-TASKS = {
-    "segmentation": Task(
-        SegmentationRun,
-        lambda data, split, _: assemble.dataset(data, split),
-        verify,
-        assemble.segmentation_network,
-        segment,
-    ),
-    "classification": Task(
-        ClassificationRun, assemble.evaluated_split, verify_images, assemble.classification_network, classify
-    ),
-}
-
-
 def apply_options(config: TrainingRun, options: Evaluation) -> None:
     """Override the training's keys with the command's.
 
@@ -198,10 +105,6 @@ def apply_options(config: TrainingRun, options: Evaluation) -> None:
 def _exists(root: Path) -> bool:
     """Whether there is a folder with files, or an archive."""
     return root.is_file() or (root.is_dir() and any(root.iterdir()))
-
-
-def _writable(key: str, path: str | None) -> Path | None:
-    return writable_folder(key, _folder(path)) if path else None
 
 
 def _folder(path: str) -> Path:

@@ -52,6 +52,14 @@ KNOWS_SCHEMA = {
     "engine/configuration/command_line.py": {"keys.groups_of"},
     "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
+    "engine/tasks.py": {
+        "classification.ClassificationRun",
+        "classification.evaluation_memory_advice",
+        "evaluation.Evaluation",
+        "segmentation.SegmentationRun",
+        "segmentation.evaluation_memory_advice",
+        "training.TrainingRun",
+    },
 }
 
 LONGEST = {"train_seg.py": 90, "train_imagenet.py": 60}

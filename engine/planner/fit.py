@@ -19,10 +19,9 @@ from datasets.camvid import camvid_classes
 from datasets.cityscapes import cityscapes_classes
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.shapes import CLASSES as SHAPES
-from engine.assemble.classification import IMAGENET_CLASSES, classification_network, classified_counts
+from engine.assemble.classification import IMAGENET_CLASSES, classified_counts
 from engine.assemble.data import official_images
 from engine.assemble.network import forward
-from engine.assemble.segmentation import loss, segmentation_network
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
 from engine.console import logger
@@ -33,11 +32,11 @@ from engine.memory import peak_memory_mib
 from engine.planner.search import largest_crop, most_crops
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
-from engine.schema.classification import ClassificationData, ClassificationRun
+from engine.schema.classification import ClassificationData
 from engine.schema.data import CocoStuffData, Data, SegmentationData
 from engine.schema.memory import Memory
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+from engine.tasks import TASKS
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -76,15 +75,8 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
 
     The optimiser works on all weights at once, as it does on CUDA devices.
     """
-    classes = classes_of(config.data)
-    labels = torch.zeros(crops, dtype=torch.int64)
-    criterion: Loss = nn.CrossEntropyLoss()
-    if isinstance(config, SegmentationRun):
-        network: nn.Module = segmentation_network(config, classes)
-        labels = torch.zeros(crops, crop_size, crop_size, dtype=torch.uint8)
-        criterion = loss(config.loss, ignore_index=255)
-    else:
-        network = classification_network(cast(ClassificationRun, config), classes)
+    classes, task = classes_of(config.data), TASKS[config.task]
+    network = task.network(config, classes)
     if config.trainer.channels_last:
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
@@ -95,7 +87,7 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     for group in learner.optimizer.param_groups:
         group["foreach"] = True
     images = torch.zeros(crops, 3, crop_size, crop_size, dtype=torch.uint8)
-    return learner, criterion, {"image": images, "label": labels}
+    return learner, task.loss(config), {"image": images, "label": task.labels(crops, crop_size)}
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from engine.schema.data import Data
+from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork
 from engine.schema.keys import group, key, override
 from engine.schema.training import Trainer, TrainingRun
 
@@ -68,7 +69,7 @@ class ClassificationTrainer(Trainer):
 class ClassificationRun(TrainingRun):
     """One run of train_imagenet.py."""
 
-    task: ClassVar[str] = "classification"
+    task: ClassVar[str] = CLASSIFICATION
     score: ClassVar[str] = "top1"
     score_label: ClassVar[str] = "top-1"
     head_modules: ClassVar[tuple[str, ...]] = ("classifier",)
@@ -81,3 +82,20 @@ class ClassificationRun(TrainingRun):
 
     def evaluation_memory_advice(self) -> str:
         return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)
+
+    def take(self, options: TrainedNetwork) -> None:
+        assert isinstance(options, Evaluation), "scripts.predict takes no classifiers"
+        usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize
+        fewer = max(1, usual // TEN) if options.view == "ten_crop" else usual
+        self.trainer.evaluate_batch_size = options.batch_size or fewer
+        if not isinstance(data, ImageNetData):
+            given = [f"view={options.view}"] if options.view != "center" else []
+            given += [f"{name}={value}" for name, value in (("crop", crop), ("resize", resize)) if value is not None]
+            if given:
+                raise ValueError(f"{' '.join(given)}: {data.name} is evaluated on whole images; leave this out")
+            return
+        if resize is None:
+            resize = data.resize if crop is None else round(crop * data.resize / data.crop_size)
+        data.crop_size, data.resize = crop or data.crop_size, resize
+        if data.crop_size > data.resize:
+            raise ValueError(f"crop={data.crop_size} resize={data.resize}: expected a crop of at most resize pixels")

@@ -5,18 +5,15 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from engine.schema import classification, segmentation
-from engine.schema.classification import ClassificationRun, ImageNetData
 from engine.schema.keys import key
 from engine.schema.network import PackageNorm, StandardNorm
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
 from models.layers.norms.activations import ACTIVATIONS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha
 VIEWS, TEN = ("center", "ten_crop"), 10
-SEGMENTATION, CLASSIFICATION = SegmentationRun.task, ClassificationRun.task
+SEGMENTATION, CLASSIFICATION = "segmentation", "classification"  # tasks
 
 
 @dataclass
@@ -76,20 +73,7 @@ class TrainedNetwork:
         config.trainer.precision = self.precision or config.trainer.precision
         config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
         config.check_precision()
-        if isinstance(config, SegmentationRun):
-            self._apply_to_segmentation(config)
-
-    def _apply_to_segmentation(self, config: SegmentationRun) -> None:
-        config.data.base_size = self.data.base_size or config.data.base_size
-        if self.data.antialias is not None:
-            config.data.antialias = self.data.antialias
-        config.head.pooling_size = self.head.pooling_size or config.head.pooling_size
-        size, stride = self.window.size, config.body.output_stride
-        if size is not None and size % stride:
-            raise ValueError(
-                f"window.size={size}: expected a multiple of the network's output stride {stride}, such as "
-                f"{-(-size // stride) * stride}"
-            )
+        config.take(self)
 
 
 @dataclass
@@ -122,12 +106,6 @@ class Evaluation(TrainedNetwork):
         config.trainer.evaluate_images = None
         if self.activation is not None:
             self._swap_activation(config)
-        if isinstance(config, ClassificationRun):
-            usual = config.trainer.evaluate_batch_size
-            config.trainer.evaluate_batch_size = self.batch_size or (
-                max(1, usual // TEN) if self.view == "ten_crop" else usual
-            )
-            self._apply_to_classification(config)
 
     def _swap_activation(self, config: TrainingRun) -> None:
         """In evaluation every norm but the package's is the standard one of the same weights, with any activation."""
@@ -142,25 +120,6 @@ class Evaluation(TrainedNetwork):
             kept["activation_param"] = ACTIVATION_PARAMS.get(str(self.activation), norm.activation_param)
         config.norm = StandardNorm(**{**kept, "name": "std", "activation": self.activation})
 
-    def _apply_to_classification(self, config: ClassificationRun) -> None:
-        data, crop, resize = config.data, self.crop, self.resize
-        if not isinstance(data, ImageNetData):
-            given = [f"view={self.view}"] if self.view != "center" else []
-            given += [f"{name}={value}" for name, value in (("crop", crop), ("resize", resize)) if value is not None]
-            if given:
-                raise ValueError(f"{' '.join(given)}: {data.name} is evaluated on whole images; leave this out")
-            return
-        if resize is None:
-            resize = data.resize if crop is None else round(crop * data.resize / data.crop_size)
-        data.crop_size, data.resize = crop or data.crop_size, resize
-        if data.crop_size > data.resize:
-            raise ValueError(f"crop={data.crop_size} resize={data.resize}: expected a crop of at most resize pixels")
-
-    def memory_advice(self, config: TrainingRun) -> str:
-        if isinstance(config, ClassificationRun):
-            return classification.evaluation_memory_advice("batch_size", config.trainer.evaluate_batch_size)
-        return segmentation.evaluation_memory_advice("batch_size", self.batch_size or 1)
-
     def default_results_file(self, config: TrainingRun) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs."""
         path, data = Path(self.checkpoint), config.data
@@ -170,8 +129,7 @@ class Evaluation(TrainedNetwork):
         trained_on = None if data.root is None else _folder(data.root)
         if self.data.root is not None and _folder(self.data.root) != trained_on:
             words.append(_folder(self.data.root).name)
-        if isinstance(config, SegmentationRun):
-            words += self._segmentation_words(config)
+        words += config.evaluation_words(self)
         if self.precision not in (None, config.trainer.precision):
             words.append(str(self.precision))
         if self.activation not in (None, config.norm.activation):
@@ -180,17 +138,6 @@ class Evaluation(TrainedNetwork):
         words += self._view_words()
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return folder / f"{'_'.join(['results', *words])}.json"
-
-    def _segmentation_words(self, config: SegmentationRun) -> list[str]:
-        words = []
-        if self.data.base_size not in (None, config.data.base_size):
-            words.append(f"base{self.data.base_size}")
-        if self.data.antialias not in (None, config.data.antialias):
-            words.append("antialiased" if self.data.antialias else "aliased")
-        pooling = self.head.pooling_size
-        if pooling is not None and pooling != config.head.pooling_size:
-            words.append("pooling{}x{}".format(*pooling))
-        return words
 
     def _view_words(self) -> list[str]:
         """How the views differ from a whole image, or a central crop, at a single scale."""

@@ -8,6 +8,7 @@ from typing import ClassVar
 from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
+from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork
 from engine.schema.keys import group, key, override
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun
@@ -55,7 +56,7 @@ class SegmentationTrainer(Trainer):
 class SegmentationRun(TrainingRun):
     """One run of train_seg.py."""
 
-    task: ClassVar[str] = "segmentation"
+    task: ClassVar[str] = SEGMENTATION
     score: ClassVar[str] = "miou"
     score_label: ClassVar[str] = "mIoU"
     head_modules: ClassVar[tuple[str, ...]] = ("head", "cls")
@@ -84,3 +85,25 @@ class SegmentationRun(TrainingRun):
 
     def evaluation_memory_advice(self) -> str:
         return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)
+
+    def take(self, options: TrainedNetwork) -> None:
+        self.data.base_size = options.data.base_size or self.data.base_size
+        if options.data.antialias is not None:
+            self.data.antialias = options.data.antialias
+        self.head.pooling_size = options.head.pooling_size or self.head.pooling_size
+        size, stride = options.window.size, self.body.output_stride
+        if size is not None and size % stride:
+            raise ValueError(
+                f"window.size={size}: expected a multiple of the network's output stride {stride}, such as "
+                f"{-(-size // stride) * stride}"
+            )
+
+    def evaluation_words(self, options: Evaluation) -> list[str]:
+        words, pooling = [], options.head.pooling_size
+        if options.data.base_size not in (None, self.data.base_size):
+            words.append(f"base{options.data.base_size}")
+        if options.data.antialias not in (None, self.data.antialias):
+            words.append("antialiased" if options.data.antialias else "aliased")
+        if pooling is not None and pooling != self.head.pooling_size:
+            words.append("pooling{}x{}".format(*pooling))
+        return words

@@ -3,7 +3,7 @@
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from engine.schema.data import Data
 from engine.schema.keys import group, key, override
@@ -133,6 +133,13 @@ class TrainingRun:
     def evaluation_command(self, checkpoint: Path) -> str | None:
         """The command that evaluates a checkpoint; None if the task has none."""
         return None
+
+    def take(self, options: Any) -> None:
+        """Override keys by those of a `schema.evaluation.TrainedNetwork`. ValueError if they do not fit the network."""
+
+    def evaluation_words(self, options: Any) -> list[str]:
+        """For the name of results.json: how the images of a `schema.evaluation.Evaluation` differ from training's."""
+        return []
 
     def random_weights_advice(self, parameters: int) -> str | None:
         """A line for a new run of a network with so many parameters, if its weights should not be random."""

@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import CONFIGS, choices, composed
-from engine.schema.classification import ClassificationRun
-from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
+from engine.tasks import TASKS
 
 REPOSITORY = CONFIGS.parent
-SCHEMAS: dict[str, type[TrainingRun]] = {"train_seg": SegmentationRun, "train_imagenet": ClassificationRun}
+SCHEMAS = {task.entry: task.schema for task in TASKS.values()}
 TABLES = {  # folders of configs/experiment
     "table1": "In-Place ABN, Table 1: ImageNet with exchanged activations",
     "table2": "In-Place ABN, Table 2: ImageNet",

@@ -59,10 +59,10 @@ class Finished(Run):
     def __init__(self, folder: Path):
         super().__init__(folder)
         self.folder = folder
-        self.task = "train_seg" if self.scores.best == "miou" else "train_imagenet"
-        state = {"format": SEGMENTATION_ONLY if self.task == "train_seg" else FORMAT, "config": self.results["config"]}
+        self.entry, schema = next(item for item in papers.SCHEMAS.items() if item[1].score == self.scores.best)
+        state = {"format": SEGMENTATION_ONLY if self.entry == "train_seg" else FORMAT, "config": self.results["config"]}
         config = cast(dict, migrated(state))["config"]
-        self.typed = configuration.from_plain(config, papers.SCHEMAS[self.task], f"{folder}")
+        self.typed = configuration.from_plain(config, schema, f"{folder}")
         named = re.search(r"experiment=([\w/.-]+)", self.command)
         self.experiment = named[1] if named else None  # that it was started as
 
@@ -158,7 +158,7 @@ def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row
         (name, run.folder): papers.changed_keys(run.typed, name, run.processes)
         for name in itertools.chain(*names.values())
         for run in runs
-        if run.task == papers.all_experiments()[name]
+        if run.entry == papers.all_experiments()[name]
     }
     in_rows = {folder for (_, folder), changed in changes.items() if not changed}
 
@@ -226,7 +226,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
 
 
 def _own_score(row: Row) -> str:
-    return "miou" if papers.all_experiments()[row.experiment] == "train_seg" else "top1"
+    return papers.SCHEMAS[papers.all_experiments()[row.experiment]].score
 
 
 def _view(file: str) -> str:

@@ -1,0 +1,132 @@
+"""The tasks, and how they differ outside of their entries."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from datasets import ClassificationDataset, SegmentationDataset, WholeImages, verify, verify_images
+from engine import assemble
+from engine.classification import evaluation as classification
+from engine.console import progress_bar
+from engine.distributed import World
+from engine.forward import Forward
+from engine.loop import Loss
+from engine.output_files import writable_folder
+from engine.records.evaluated import Evaluated
+from engine.schema.classification import ClassificationRun
+from engine.schema.classification import evaluation_memory_advice as classification_memory_advice
+from engine.schema.evaluation import Evaluation
+from engine.schema.segmentation import SegmentationRun, evaluation_memory_advice
+from engine.schema.training import TrainingRun
+from engine.segmentation import evaluation as segmentation
+from engine.segmentation.predictions import PredictionWriter
+
+
+def segment(
+    forward: Forward,
+    dataset: SegmentationDataset,
+    config: SegmentationRun,
+    options: Evaluation,
+    world: World,
+    console: Console,
+) -> Evaluated:
+    """Predict and score this rank's images, and write predictions and pictures if asked."""
+    writer = PredictionWriter(
+        dataset,
+        predictions=_writable("predictions", options.predictions),
+        overlays=_writable("overlays", options.overlays),
+        overlay_images=options.overlay_images,
+    )
+    with progress_bar(console) as progress:
+        return segmentation.evaluate_split(
+            forward,
+            dataset,
+            assemble.evaluation_loader(WholeImages(dataset), replace(config.data, workers=options.workers), world),
+            batch_size=options.batch_size or 1,
+            views=assemble.views(options, config.data),
+            world=world,
+            progress=progress,
+            memory_advice=evaluation_memory_advice("batch_size", options.batch_size or 1),
+            on_prediction=writer,
+        )
+
+
+def classify(
+    forward: Forward,
+    dataset: ClassificationDataset,
+    config: ClassificationRun,
+    options: Evaluation,
+    world: World,
+    console: Console,
+) -> Evaluated:
+    """Score this rank's images."""
+    images = assemble.classified_images(
+        replace(config.data, workers=options.workers),
+        dataset,
+        world,
+        batch_size=config.trainer.evaluate_batch_size,
+        ten_crops=options.view == "ten_crop",
+    )
+    with progress_bar(console) as progress:
+        advice = classification_memory_advice("batch_size", config.trainer.evaluate_batch_size)
+        evaluated = classification.evaluate_split(
+            forward, dataset, images, world=world, progress=progress, memory_advice=advice
+        )
+    return replace(evaluated, details={**evaluated.details, "view": options.view})
+
+
+def _writable(key: str, path: str | None) -> Path | None:
+    return writable_folder(key, Path(path).expanduser().resolve()) if path else None
+
+
+class Task(NamedTuple):
+    """A task.
+
+    Attributes:
+        entry: the command that trains it.
+        schema: its configuration.
+        network: (configuration, number of classes, process group of norms) -> network
+        dataset: (configuration of the data, split, content of a checkpoint) -> a split for evaluation
+        verify: checks the files of a dataset.
+        evaluate: scores a split, see `segment`.
+        labels: (crops, their size) -> a minibatch of labels, all zero
+        loss: configuration -> loss of logits and labels
+    """
+
+    entry: str
+    schema: type[TrainingRun]
+    network: Callable[..., nn.Module]
+    dataset: Callable[[Any, str, dict], Any]
+    verify: Callable[..., None]
+    evaluate: Callable[..., Evaluated]
+    labels: Callable[[int, int], Tensor]
+    loss: Callable[[Any], Loss]
+
+
+TASKS = {
+    SegmentationRun.task: Task(
+        "train_seg",
+        SegmentationRun,
+        assemble.segmentation_network,
+        lambda data, split, _: assemble.dataset(data, split),
+        verify,
+        segment,
+        lambda crops, size: torch.zeros(crops, size, size, dtype=torch.uint8),
+        lambda config: assemble.loss(config.loss, ignore_index=255),
+    ),
+    ClassificationRun.task: Task(
+        "train_imagenet",
+        ClassificationRun,
+        assemble.classification_network,
+        assemble.evaluated_split,
+        verify_images,
+        classify,
+        lambda crops, _: torch.zeros(crops, dtype=torch.int64),
+        lambda _: nn.CrossEntropyLoss(),
+    ),
+}
