@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .activations import Activation
-from .backends import BackwardInputs, backend_for, update_running_statistics
+from .backends import BackwardInputs, OutputMap, Running, backend_for
 from .synchronisation import joint_moments, joint_sums
 
 
@@ -70,28 +70,26 @@ class BatchNormActivation(torch.autograd.Function):
         values = x if is_packed(x) else x.contiguous()
         out = values if strategy.overwrite_input and values is x else None
         # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
-        first = (gamma, beta, activation)
+        to = first = OutputMap(gamma, beta, activation)
         if strategy.keep == "x_hat":
-            first = (torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
+            first = OutputMap(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
 
         if not use_batch_statistics:
             assert running_mean is not None and running_var is not None
-            z, mean, invstd = backend.forward_frozen(values, *first[:2], running_mean, running_var, eps, first[2], out)
+            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, out)
         elif group is None:
-            z, mean, invstd = backend.forward(
-                values, *first[:2], running_mean, running_var, momentum, eps, first[2], out
-            )
+            z, mean, invstd = backend.forward(values, first, eps, Running(running_mean, running_var, momentum), out)
         else:
             count = values.numel() // values.shape[1]
             local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
             mean, var, ctx.count = joint_moments(*local, count, group)
-            update_running_statistics(running_mean, running_var, momentum, mean, var, ctx.count)
+            Running(running_mean, running_var, momentum).update(mean, var, ctx.count)
             invstd = torch.rsqrt(var + eps)
-            z = backend.normalise(values, mean, invstd, *first, out)
+            z = backend.normalise(values, mean, invstd, first, out)
 
         if strategy.keep == "x_hat":
-            x_hat, zeros, ones = z, first[1], first[0]
-            z = backend.normalise(x_hat, zeros, ones, gamma, beta, activation)
+            x_hat = z
+            z = backend.normalise(x_hat, first.beta, first.gamma, to)  # a mean of 0, an invstd of 1
             ctx.save_for_backward(x_hat, gamma, beta, invstd)
         elif strategy.keep == "x":
             # The running mean may change.
@@ -172,7 +170,7 @@ def recompute_output(node: Node) -> Tensor:
     if kept.output is not None:
         return kept.output
     backend = backend_for(node.strategy.backend, kept.values)
-    z = backend.normalise(kept.values, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
+    z = backend.normalise(kept.values, kept.offset, kept.factor, kept.to)
     node.kept = kept._replace(output=z)
     return z
 

@@ -11,18 +11,19 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
-from .interface import Backend, BackwardInputs, update_running_statistics
+from .interface import Backend, BackwardInputs, OutputMap, Running
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
 __all__ = [
     "BACKENDS",
     "Backend",
-    "EagerBackend",
     "BackwardInputs",
+    "EagerBackend",
+    "OutputMap",
+    "Running",
     "backend_for",
     "check_backend",
-    "update_running_statistics",
 ]
 
 

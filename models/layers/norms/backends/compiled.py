@@ -22,7 +22,7 @@ from .formulas import (
     wide_dtype,
     written,
 )
-from .interface import Backend, BackwardInputs, update_running_statistics
+from .interface import UNTRACKED, Backend, BackwardInputs, OutputMap, Running
 
 CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32; a core has 1 or 2 MiB of L2 cache
 # Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays from these numbers of
@@ -39,54 +39,36 @@ class CompiledBackend(Backend):
         if torch.compiler.is_compiling() or x.is_contiguous():
             blocks, axis = as_blocks(x)
             return run(moments, Settings(axis), blocks)
-        return _channels_last_moments(x, None, None, 0.0)
+        return _channels_last_moments(x, UNTRACKED)
 
-    def normalise(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        activation: Activation,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
         x = _filled(out, x)
         blocks, axis = as_blocks(x)
-        settings, scale = Settings(axis, activation), gamma * invstd
+        settings, scale = Settings(axis, to.activation), to.gamma * invstd
         if out is None:
-            return from_blocks(run(normalise, settings, blocks, mean, scale, beta), x)
-        run(normalise_, settings, blocks, mean, scale, beta)
+            return from_blocks(run(normalise, settings, blocks, mean, scale, to.beta), x)
+        run(normalise_, settings, blocks, mean, scale, to.beta)
         return out
 
     def forward(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: Activation,
-        out: Tensor | None = None,
+        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
             x = _filled(out, x)
             blocks, axis = as_blocks(x)
-            settings = Settings(axis, activation, eps)
+            settings = Settings(axis, to.activation, eps)
             if out is None:
-                z, mean, var, invstd = run(forward, settings, blocks, gamma, beta)
+                z, mean, var, invstd = run(forward, settings, blocks, to.gamma, to.beta)
                 out = from_blocks(z, x)
             else:
-                _, mean, var, invstd = run(forward_, settings, blocks, gamma, beta)
-            update_running_statistics(running_mean, running_var, momentum, mean, var, x.numel() // x.shape[1])
+                _, mean, var, invstd = run(forward_, settings, blocks, to.gamma, to.beta)
+            running.update(mean, var, x.numel() // x.shape[1])
             return out, mean, invstd
         if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
-            return EagerBackend().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
-        mean, var = _channels_last_moments(x, running_mean, running_var, momentum)
+            return EagerBackend().forward(x, to, eps, running, out)
+        mean, var = _channels_last_moments(x, running)
         invstd = torch.rsqrt(var + eps)
-        return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
+        return self.normalise(x, mean, invstd, to, out), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         settings, *tensors = _kept_and_dz(kept, dz)
@@ -215,13 +197,11 @@ def _probe(x: Tensor) -> Tensor:
     return x + 1
 
 
-def _channels_last_moments(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, momentum: float
-) -> tuple[Tensor, Tensor]:
+def _channels_last_moments(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
     """Mean and biased variance by PyTorch's own channels_last loop, which is faster than a compiled one."""
-    if running_mean is None:  # without running statistics it would round its results to the dtype of x
-        running_mean, running_var = x.new_zeros(2, x.shape[1], dtype=wide_dtype(x))
-    mean, var = torch.batch_norm_update_stats(x, running_mean, running_var, momentum)
+    if running.mean is None:  # without running statistics it would round its results to the dtype of x
+        running = Running(*x.new_zeros(2, x.shape[1], dtype=wide_dtype(x)))
+    mean, var = torch.batch_norm_update_stats(x, *running)
     return mean, var
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..activations import Activation, activate_, activation_backward, invert_activation
-from .interface import Backend, BackwardInputs, per_channel
+from ..activations import activate_, activation_backward, invert_activation
+from .interface import UNTRACKED, Backend, BackwardInputs, OutputMap, Running, per_channel
 
 
 class EagerBackend(Backend):
@@ -14,53 +14,28 @@ class EagerBackend(Backend):
         mean, var = torch.batch_norm_update_stats(x, unused_mean, unused_var, 0.0)
         return mean, var
 
-    def normalise(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        activation: Activation,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
         # The operator takes a variance in eval mode; eps is already in invstd.
         var = invstd.square().reciprocal()
-        y, _, _ = torch.native_batch_norm(x, gamma, beta, mean, var, False, 0.0, 0.0, out=_buffers(out, 0, gamma))
-        return activate_(activation, y)
+        buffers = _buffers(out, 0, to.gamma)
+        y, _, _ = torch.native_batch_norm(x, to.gamma, to.beta, mean, var, False, 0.0, 0.0, out=buffers)
+        return activate_(to.activation, y)
 
     def forward(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: Activation,
-        out: Tensor | None = None,
+        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        buffers = _buffers(out, x.shape[1], to.gamma)
         y, mean, invstd = torch.native_batch_norm(
-            x, gamma, beta, running_mean, running_var, True, momentum, eps, out=_buffers(out, x.shape[1], gamma)
+            x, to.gamma, to.beta, running.mean, running.var, True, running.momentum, eps, out=buffers
         )
-        return activate_(activation, y), mean, invstd
+        return activate_(to.activation, y), mean, invstd
 
     def forward_frozen(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        eps: float,
-        activation: Activation,
-        out: Tensor | None = None,
+        self, x: Tensor, to: OutputMap, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        y, _, _ = torch.native_batch_norm(
-            x, gamma, beta, running_mean, running_var, False, 0.0, eps, out=_buffers(out, 0, gamma)
-        )
-        return activate_(activation, y), running_mean, (running_var + eps).rsqrt_()
+        buffers = _buffers(out, 0, to.gamma)
+        y, _, _ = torch.native_batch_norm(x, to.gamma, to.beta, mean, var, False, 0.0, eps, out=buffers)
+        return activate_(to.activation, y), mean, (var + eps).rsqrt_()
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         x_hat, dy = _x_hat_and_dy(kept, dz)
@@ -114,7 +89,7 @@ def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         z, u = kept.output, kept.values
     else:
         u = kept.values
-        z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.gamma, kept.beta, kept.activation)
+        z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.to)
     return u, activation_backward(kept.activation, z, dz)
 
 

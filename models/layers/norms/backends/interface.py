@@ -13,6 +13,14 @@ from torch import Tensor
 from ..activations import Activation
 
 
+class OutputMap(NamedTuple):
+    """How the output follows from the normalised input: z = phi(gamma * x_hat + beta)."""
+
+    gamma: Tensor  # (C,)
+    beta: Tensor  # (C,)
+    activation: Activation
+
+
 class BackwardInputs(NamedTuple):
     """What the forward pass kept for the backward pass, and how to get x_hat and y from it.
 
@@ -33,6 +41,27 @@ class BackwardInputs(NamedTuple):
     recover_x_hat: bool = False  # variant I: form x_hat as a tensor; fused backends ignore this
     output: Tensor | None = None  # z, if values are not z and it was recomputed already; may be ignored
 
+    @property
+    def to(self) -> OutputMap:
+        return OutputMap(self.gamma, self.beta, self.activation)
+
+
+class Running(NamedTuple):
+    """Running statistics (C,), and the weight of a new minibatch in them; None if there are none."""
+
+    mean: Tensor | None = None
+    var: Tensor | None = None
+    momentum: float = 0.0
+
+    def update(self, mean: Tensor, var: Tensor, count: int | Tensor) -> None:
+        """running <- (1 - momentum) * running + momentum * new, with the unbiased variance of `count` values."""
+        if self.mean is not None and self.var is not None:
+            self.mean.lerp_(mean, self.momentum)
+            self.var.lerp_(var * (count / (count - 1)), self.momentum)
+
+
+UNTRACKED = Running()
+
 
 class Backend:
     """The pieces; `forward` and `backward` combine them for statistics of this process alone."""
@@ -41,16 +70,7 @@ class Backend:
         """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""
         raise NotImplementedError
 
-    def normalise(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        activation: Activation,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
         """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (may be x)."""
         raise NotImplementedError
 
@@ -63,37 +83,20 @@ class Backend:
         raise NotImplementedError
 
     def forward(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: Activation,
-        out: Tensor | None = None,
+        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd of the minibatch; updates the running statistics (with the unbiased variance)."""
         mean, var = self.moments(x)
-        update_running_statistics(running_mean, running_var, momentum, mean, var, x.numel() // x.shape[1])
+        running.update(mean, var, x.numel() // x.shape[1])
         invstd = torch.rsqrt(var + eps)
-        return self.normalise(x, mean, invstd, gamma, beta, activation, out), mean, invstd
+        return self.normalise(x, mean, invstd, to, out), mean, invstd
 
     def forward_frozen(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor,
-        running_var: Tensor,
-        eps: float,
-        activation: Activation,
-        out: Tensor | None = None,
+        self, x: Tensor, to: OutputMap, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """z, mean and invstd from the running statistics. The mean is the running mean itself."""
-        invstd = (running_var + eps).rsqrt_()
-        return self.normalise(x, running_mean, invstd, gamma, beta, activation, out), running_mean, invstd
+        """z, mean and invstd from running statistics. The mean is the running mean itself."""
+        invstd = (var + eps).rsqrt_()
+        return self.normalise(x, mean, invstd, to, out), mean, invstd
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dL/dx, dL/dgamma, dL/dbeta for minibatch statistics."""
@@ -106,23 +109,6 @@ class Backend:
         dbeta, dgamma = self.sums(kept, dz)
         zeros = torch.zeros_like(dbeta)
         return self.input_gradient(kept, dz, zeros, zeros), dgamma, dbeta
-
-
-def update_running_statistics(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    mean: Tensor,
-    var: Tensor,
-    count: int | Tensor,
-) -> None:
-    """running <- (1 - momentum) * running + momentum * new, with the unbiased variance of `count` values.
-
-    Does nothing if there are no running statistics.
-    """
-    if running_mean is not None and running_var is not None:
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(var * (count / (count - 1)), momentum)
 
 
 def per_channel(vector: Tensor, like: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import Activation
-from .interface import Backend, BackwardInputs
+from .interface import UNTRACKED, Backend, BackwardInputs, OutputMap, Running
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
 
@@ -571,38 +571,20 @@ class TritonBackend(Backend):
         _launch(_moments_kernel, plan, x, partials, *results, per_part=False, PARTS=plan.padded_parts)
         return mean, var
 
-    def normalise(
-        self,
-        x: Tensor,
-        mean: Tensor,
-        invstd: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        activation: Activation,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        vectors = (mean, invstd, gamma, beta, None, None, None, 0.0, 0.0)
-        return _normalise(_plan_for(x, reads=1), x, out, activation, vectors)
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
+        vectors = (mean, invstd, to.gamma, to.beta, None, None, None, 0.0, 0.0)
+        return _normalise(_plan_for(x, reads=1), x, out, to.activation, vectors)
 
     def forward(
-        self,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: Activation,
-        out: Tensor | None = None,
+        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if not all(statistics is None or statistics.is_contiguous() for statistics in (running_mean, running_var)):
-            return super().forward(x, gamma, beta, running_mean, running_var, momentum, eps, activation, out)
+        if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
+            return super().forward(x, to, eps, running, out)
         plan = _plan_for(x, reads=1)
         partials = _partial_moments(plan, x)
         mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
-        running = (running_mean, running_var, float(momentum), float(eps))
-        z = _normalise(plan, x, out, activation, (mean, invstd, gamma, beta, partials, *running))
+        statistics = (running.mean, running.var, float(running.momentum), float(eps))
+        z = _normalise(plan, x, out, to.activation, (mean, invstd, to.gamma, to.beta, partials, *statistics))
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
