@@ -1,7 +1,6 @@
 """Reversible modules inside `torch.compile`, which cannot follow the hooks of `chain`: one node for a whole chain."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor, nn
 from ..norms.abn import ABN
 from ..norms.checkpointed_abn import CheckpointedABN
 from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
-from ..norms.statistics import has_running_statistics
 from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached
+from .environment import statistics_kept
 
 Values = tuple[Tensor, ...]
 
@@ -106,7 +105,7 @@ class _Chain(torch.autograd.Function):
         halves: Values = (y1, y2)
         of_parameters: list[Tensor | None] = []
         for move in reversed(ctx.moves):
-            with _statistics_restored(move), torch.enable_grad(), torch.autocast(y1.device.type, dtype, enabled):
+            with statistics_kept(_module(move)), torch.enable_grad(), torch.autocast(y1.device.type, dtype, enabled):
                 if isinstance(move, Coupling):
                     halves, kept = (_leaf(kept[-2]), _leaf(kept[-1])), kept[:-2]
                     outputs = move.couple(*halves)
@@ -138,14 +137,3 @@ def _module(move: HalfStep | Coupling) -> nn.Module:
 
 def _trained(move: HalfStep | Coupling) -> list[nn.Parameter]:
     return [parameter for parameter in _module(move).parameters() if parameter.requires_grad]
-
-
-@contextmanager
-def _statistics_restored(move: HalfStep | Coupling) -> Iterator[None]:
-    """Context after which the running statistics of all norms are what they were before it."""
-    norms = [norm for norm in _module(move).modules() if norm.training and has_running_statistics(norm)]
-    buffers = [values for norm in norms for values in norm._buffers.values() if values is not None]
-    before = [values.clone() for values in buffers]
-    yield
-    for values, value in zip(buffers, before, strict=True):
-        values.copy_(value)
