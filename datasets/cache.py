@@ -31,6 +31,6 @@ def write_arrays(file: Path, arrays: Mapping[str, np.ndarray], compressed: bool 
     try:
         (np.savez_compressed if compressed else np.savez)(partial, **arrays)  # type: ignore[arg-type]
         os.replace(partial, file)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well
         partial.unlink(missing_ok=True)
         raise

@@ -144,7 +144,7 @@ class RunDirectory:
     def _saved_at_the_end(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C as well
             with suppress(Exception):  # the first error counts
                 self.saved()
             raise

@@ -109,7 +109,7 @@ def calls_on_example(
             observer = _Observer(calls, activations, twins)
             try:
                 observer.run(network.train(training), args)
-            except Exception as error:
+            except Exception as error:  # a network may raise anything
                 shapes = ", ".join(str(tuple(x.shape)) for x in tree_leaves(args) if isinstance(x, Tensor))
                 raise ValueError(
                     f"the network raises {type(error).__name__} in {'training' if training else 'evaluation'} mode on "

@@ -306,7 +306,7 @@ class Pass:
         before, self.state.taken = self.state, True
         try:
             self.values = step.run(self.values)
-        except BaseException:
+        except BaseException:  # Ctrl-C as well
             before.taken = False  # a second try may follow
             raise
         if move.invertible:
