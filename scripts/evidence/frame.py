@@ -29,6 +29,7 @@ ROUNDS = """
 """
 
 A = TypeVar("A", bound="Arguments")
+Cells = Mapping[str, Callable[[dict], str]]  # {title of a column: row -> its text}
 
 
 @dataclass
@@ -204,6 +205,16 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
     """Lines of a Markdown table; the columns after the first `left` hold numbers."""
     rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
     return [_row(titles), rule, *map(_row, rows)]
+
+
+def columns(rows: Iterable[dict], cells: Cells, left: int = 1) -> list[str]:
+    """Lines of a Markdown table of rows, from a list of columns."""
+    return table(list(cells), ([cell(row) for cell in cells.values()] for row in rows), left)
+
+
+def mib(count: float | None, digits: int = 1) -> str:
+    """Bytes in MiB for a table; nothing if they are not known."""
+    return "" if count is None else f"{count / MIB:.{digits}f}"
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
 from scripts.evidence import frame, papers
-from scripts.evidence.frame import page_text, table
+from scripts.evidence.frame import Cells, columns, page_text, table
 from scripts.plan_memory import combinations
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
@@ -288,26 +288,27 @@ def _claims(rows: list[dict], budget: str) -> Iterator[str]:
         "had TensorFlow of 2017 on devices of the same size."
     )
     yield ""
-    lines = [[row["network"], str(row["images"]), PUBLISHED_CLAIMS[row["network"]]] for row in rows]
-    yield from table(["", "images", "published"], lines)
+    cells: Cells = {
+        "": lambda row: row["network"],
+        "images": lambda row: str(row["images"]),
+        "published": lambda row: PUBLISHED_CLAIMS[row["network"]],
+    }
+    yield from columns(rows, cells)
 
 
 def _experiments(rows: list[dict]) -> Iterator[str]:
     yield from ["", "## Every experiment", ""]
     yield "GiB on one device: *memory* is the peak, and *kept* is what autograd holds for the backward pass."
     yield ""
-    lines = [
-        [
-            row["experiment"],
-            str(row["devices"]),
-            f"{row['share']} x {row['crop_size']}²",
-            _gib(row["peak"]),
-            _gib(row["kept"]),
-            row["place"],
-        ]
-        for row in sorted(rows, key=lambda row: row["experiment"])
-    ]
-    yield from table(["experiment", "devices", "crops on each", "memory", "kept", "most in"], lines)
+    cells: Cells = {
+        "experiment": lambda row: row["experiment"],
+        "devices": lambda row: str(row["devices"]),
+        "crops on each": lambda row: f"{row['share']} x {row['crop_size']}²",
+        "memory": lambda row: _gib(row["peak"]),
+        "kept": lambda row: _gib(row["kept"]),
+        "most in": lambda row: row["place"],
+    }
+    yield from columns(sorted(rows, key=lambda row: row["experiment"]), cells)
 
 
 def chart(result: dict) -> Figure:

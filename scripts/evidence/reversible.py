@@ -19,7 +19,7 @@ from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from scripts.evidence import frame
-from scripts.evidence.frame import MIB, ratio_of, table
+from scripts.evidence.frame import MIB, Cells, columns, mib, ratio_of
 from scripts.evidence.reversible_costs import (
     FORWARD,
     PUBLISHED,
@@ -66,17 +66,14 @@ BASE = "ResNet-110, std"
 def budget_section(rows: list[dict], picture: str) -> Iterator[str]:
     """The table of memory against time, least memory first."""
     base = next(row["times_ms"] for row in rows if row["method"] == BASE)
-    lines = [
-        [
-            row["method"],
-            "" if row["kept_bytes"] is None else f"{row['kept_bytes'] / MIB:.1f}",
-            f"{row['peak_bytes'] / MIB:.1f}",
-            f"{ratio_of(row['times_ms'], base):.2f}",
-        ]
-        for row in sorted(rows, key=lambda row: row["peak_bytes"])
-    ]
+    cells: Cells = {
+        "method": lambda row: row["method"],
+        "kept, MiB": lambda row: mib(row["kept_bytes"]),
+        "peak, MiB": lambda row: mib(row["peak_bytes"]),
+        "time to standard": lambda row: f"{ratio_of(row['times_ms'], base):.2f}",
+    }
     yield from ("", "## Memory against time", "", f"![memory against time]({picture})", "")
-    yield from table(["method", "kept, MiB", "peak, MiB", "time to standard"], lines)
+    yield from columns(sorted(rows, key=lambda row: row["peak_bytes"]), cells)
 
 
 def budget_chart(rows: list[dict]) -> Figure:
@@ -241,62 +238,50 @@ def _steps(result: dict) -> Iterator[str]:
 def _activations(result: dict) -> Iterator[str]:
     if "activations" not in result:
         return
-    titles = ["network", "parameters", "MemCNN's README, MB", "std, MB", "in-place, MB"]
-    lines = [
-        [
-            row["network"],
-            f"{row['parameters']:,}",
-            f"{PUBLISHED[row['network']]:.1f}",
-            f"{row['std']:.1f}",
-            f"{row['inplace']:.1f}",
-        ]
-        for row in result["activations"]
-    ]
-    yield from ("", "## Activations kept of a step on 100 CIFAR images", "", *frame.table(titles, lines))
+    cells: Cells = {
+        "network": lambda row: row["network"],
+        "parameters": lambda row: f"{row['parameters']:,}",
+        "MemCNN's README, MB": lambda row: f"{PUBLISHED[row['network']]:.1f}",
+        "std, MB": lambda row: f"{row['std']:.1f}",
+        "in-place, MB": lambda row: f"{row['inplace']:.1f}",
+    }
+    yield from ("", "## Activations kept of a step on 100 CIFAR images", "", *columns(result["activations"], cells))
 
 
 def _depths(result: dict, picture: Path) -> Iterator[str]:
     if "depths" not in result:
         return
-    titles = ["units", "method", "kept, MiB", "peak, MiB", "operations to naive"]
     naive = {row["units"]: row["flops"] for row in result["depths"] if row["method"] == "naive"}
-    lines = [
-        [
-            str(row["units"]),
-            row["method"],
-            f"{row['kept_bytes'] / frame.MIB:.2f}",
-            f"{row['peak_bytes'] / frame.MIB:.2f}",
-            f"{row['flops'] / naive[row['units']]:.2f}",
-        ]
-        for row in result["depths"]
-    ]
+    cells: Cells = {
+        "units": lambda row: str(row["units"]),
+        "method": lambda row: row["method"],
+        "kept, MiB": lambda row: mib(row["kept_bytes"], 2),
+        "peak, MiB": lambda row: mib(row["peak_bytes"], 2),
+        "operations to naive": lambda row: f"{row['flops'] / naive[row['units']]:.2f}",
+    }
     yield from ("", "## RevNet's Table 1, measured", "", f"![memory and operations over depth]({picture.name})", "")
-    yield from frame.table(titles, lines, left=2)
+    yield from columns(result["depths"], cells, left=2)
 
 
 def _segmentation(result: dict) -> Iterator[str]:
     if "segmentation" not in result:
         return
-    titles = ["with a DeepLabV3 head, output stride 8", "bytes per pixel", "less than ResNeXt-101, std"]
     base = result["segmentation"][0]["bytes_per_pixel"]
-    lines = [
-        [row["case"], f"{row['bytes_per_pixel']:,}", f"{base / row['bytes_per_pixel']:.1f}x"]
-        for row in result["segmentation"]
-    ]
-    yield from ("", "## Segmentation", "", *frame.table(titles, lines))
-    titles = ["RevNet-104", "stored, ms", "once, ms", "once to stored", "angle, float32", "angle, bfloat16"]
-    lines = [
-        [
-            row["norm"],
-            f"{statistics.median(row['stored']):.0f}",
-            f"{statistics.median(row['once']):.0f}",
-            f"{frame.ratio_of(row['once'], row['stored']):.2f}",
-            f"{row['angle_float32']:.4f}",
-            f"{row['angle_bfloat16']:.2f} (stored: {row['angle_bfloat16_stored']:.2f})",
-        ]
-        for row in result["segmentation_steps"]
-    ]
-    yield from ("", *frame.table(titles, lines))
+    kept: Cells = {
+        "with a DeepLabV3 head, output stride 8": lambda row: row["case"],
+        "bytes per pixel": lambda row: f"{row['bytes_per_pixel']:,}",
+        "less than ResNeXt-101, std": lambda row: f"{base / row['bytes_per_pixel']:.1f}x",
+    }
+    yield from ("", "## Segmentation", "", *columns(result["segmentation"], kept))
+    steps: Cells = {
+        "RevNet-104": lambda row: row["norm"],
+        "stored, ms": lambda row: f"{statistics.median(row['stored']):.0f}",
+        "once, ms": lambda row: f"{statistics.median(row['once']):.0f}",
+        "once to stored": lambda row: f"{ratio_of(row['once'], row['stored']):.2f}",
+        "angle, float32": lambda row: f"{row['angle_float32']:.4f}",
+        "angle, bfloat16": lambda row: f"{row['angle_bfloat16']:.2f} (stored: {row['angle_bfloat16_stored']:.2f})",
+    }
+    yield from ("", *columns(result["segmentation_steps"], steps))
 
 
 run, main = frame.benchmark("bench_reversible", ReversibleArguments, measure, page)
