@@ -7,9 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from datasets import (
-    reading_errors,
-)
+from datasets import reading_errors
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration

@@ -1,4 +1,4 @@
-"""The tasks, and how they differ outside of their entries."""
+"""What eval.py, the planner and the papers' tables need to know of each task."""
 
 from collections.abc import Callable
 from dataclasses import replace

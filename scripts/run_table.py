@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine import assemble, planner
@@ -172,7 +171,7 @@ def _has_ended(run_dir: Path, config: TrainingRun) -> bool:
 def crop_flops(config: TrainingRun) -> int:
     """Operations of the forward and backward pass of one crop, counted on fake tensors."""
     crops = 2  # some norms have one value per crop
-    with FakeTensorMode():
+    with planner.FakeTensors():
         learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
         learner.network.train()
         with FlopCounterMode(display=False) as counter:

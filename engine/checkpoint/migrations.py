@@ -61,5 +61,5 @@ def _without_selective(state: dict) -> dict:
     if trainer.get("recompute") != "selective":
         return state
     recompute = "blocks" if trainer.get("compile") else "activations"
-    logger.info(f"recompute=selective is gone: the checkpoint is read with recompute={recompute}")
+    logger.info(f"recompute=selective is gone: read as recompute={recompute}")
     return {**state, "config": {**config, "trainer": {**trainer, "recompute": recompute}}}

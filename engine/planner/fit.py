@@ -35,6 +35,7 @@ from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
 from engine.schema.data import CocoStuffData, Data, SegmentationData
 from engine.schema.memory import Memory
+from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
 
@@ -43,7 +44,7 @@ Config = TypeVar("Config", bound=TrainingRun)
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _VISTAS_CLASSES = 65
 _SMALLEST_CROP = 64
-_ENDLESS = Schedule(10**9, steps_per_epoch=1, evaluate_every=None, checkpoint_every=10**9, log_every=10**9)
+_STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
 
 
 def classes_of(data: Data) -> int:
@@ -81,8 +82,8 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
         for parameter in [p for p in network.parameters() if p.dim() == 4]:  # fake ones cannot be moved by `to`
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     plain = forward(config, nn.Identity(), torch.device("cpu")).through(network)
-    uncompiled = replace(config, trainer=replace(config.trainer, compile=False))
-    learner = learner_of(uncompiled, plain, _ENDLESS, World())
+    uncompiled = replace(config, trainer=replace(config.trainer, compile=False), lr_schedule=Poly())
+    learner = learner_of(uncompiled, plain, _STEPS, World())
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would look at the gradients
     for group in learner.optimizer.param_groups:
         group["foreach"] = True

@@ -22,6 +22,13 @@ from models.layers.saved import SavedTensors
 OPTIMIZER = "optimizer"  # the place after the backward pass
 
 
+class FakeTensors(FakeTensorMode):
+    """Context in which tensors have no memory. A copied network, such as averaged weights, is of the same mode."""
+
+    def __deepcopy__(self, memo: dict) -> "FakeTensors":
+        return self
+
+
 @dataclass(frozen=True)
 class Trace:
     """The memory of one step of one process, in bytes.
@@ -52,8 +59,7 @@ def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = Fal
         make: called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
         offloaded: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
     """
-    with FakeTensorMode() as mode:
-        mode.__deepcopy__ = lambda memo: mode  # type: ignore[attr-defined]  # averaged weights are copies in this mode
+    with FakeTensors():
         learner, loss, minibatch = make()
         for parameter in learner.network.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -84,6 +84,7 @@ class ClassificationRun(TrainingRun):
         return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)
 
     def take(self, options: TrainedNetwork) -> None:
+        """Override the keys of crops and batches. ValueError: the crop does not fit the images."""
         assert isinstance(options, Evaluation), "scripts.predict takes no classifiers"
         usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize
         fewer = max(1, usual // TEN) if options.view == "ten_crop" else usual

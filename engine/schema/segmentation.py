@@ -87,6 +87,7 @@ class SegmentationRun(TrainingRun):
         return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)
 
     def take(self, options: TrainedNetwork) -> None:
+        """Override the keys of images and pooling. ValueError: the window does not fit the network's stride."""
         self.data.base_size = options.data.base_size or self.data.base_size
         if options.data.antialias is not None:
             self.data.antialias = options.data.antialias
@@ -99,6 +100,7 @@ class SegmentationRun(TrainingRun):
             )
 
     def evaluation_words(self, options: Evaluation) -> list[str]:
+        """How its images and pooling differ from the training's."""
         words, pooling = [], options.head.pooling_size
         if options.data.base_size not in (None, self.data.base_size):
             words.append(f"base{options.data.base_size}")

@@ -109,13 +109,16 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result, and what the result's graph keeps: see `SavedTensors.kept`."""
+    """Run a forward pass; return its result, which must hold the graph, and what it keeps: see `SavedTensors.kept`."""
     with SavedTensors() as saved:
         result = forward()
     return result, [entry.tensor for entry in saved.kept(without)]
 
 
 def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
-    """Bytes that the graph of a forward pass keeps, without the network's parameters and inputs."""
+    """Bytes that the graph of a forward pass keeps, without the network's parameters and inputs.
+
+    What `forward` returns must hold the graph, e.g. the loss or the outputs.
+    """
     result, saved = saved_for_backward(forward, [*network.parameters(), *inputs])
     return sum(tensor.untyped_storage().nbytes() for tensor in saved)

@@ -288,7 +288,7 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
 
 
 def measured_alone(name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
-    """See `networks_methods.measured`. The network has a process to itself, whose memory is free afterwards."""
+    """See `methods.measured`. The network has a process to itself, whose memory is free afterwards."""
     given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
     with Elsewhere(Measurement, arguments.threads) as process:
         return process.call("of", name, *given)

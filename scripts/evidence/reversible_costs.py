@@ -120,7 +120,7 @@ def depths() -> list[dict]:
             run = partial(run_of(count), list(units))
             kept = kept_bytes(units, lambda: run(x * 1), [])  # noqa: B023
             step = lambda: run(x * 1).sum().backward()  # noqa: E731, B023
-            step()  # gradients exist
+            step()  # gradients exist, so that they are not in the peak
             with FlopCounterMode(display=False) as counter:
                 step()
             row = {"units": count, "method": method, "kept_bytes": kept, "peak_bytes": peak_bytes(step, "cpu")}

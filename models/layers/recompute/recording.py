@@ -2,21 +2,24 @@
 
 The rules, which this folder keeps together:
 
-1. What is seen. A `Recording` sees every call of a function, as a function mode, and every tensor that autograd saves,
-   by saved-tensor hooks. Most tensors are saved during a call, before it is known whether that call can be repeated.
+1. What is seen. A `Recording` sees every outermost call of a function, as a function mode (not if `checkpointed_only`),
+   and every tensor that autograd saves, by saved-tensor hooks. Most tensors are saved during a call, before it is known
+   whether that call can be repeated.
 2. What autograd holds. In place of a tensor it gets a `Saved`, which refers to a `Value`. A value is either `Kept`, or
-   has a `Recipe`: a function of other values. Two operations that save one tensor share its value.
+   has a `Recipe`: a function of other values. Two operations that save one tensor share its value. Vectors, parameters
+   and tensors without a storage are just `Kept`.
 3. Who keeps. A saved tensor without a value is kept (`keep`). If its call then turns out to have a rule (`FOLLOWED` in
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
    `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
-5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it. Another
-   backward pass over the same graph computes it again. A chain of recipes has at most `LONGEST` links.
+5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, and then
+   computed again in the next backward pass over the graph. No call gets a recipe behind a chain of `LONGEST`; views and
+   casts may lengthen one a little.
 6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
    that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Reading something
-   marked, or a kept tensor that was modified later, raises PyTorch's error about an in-place operation.
+   marked, a parameter, or a kept tensor that was modified later, raises PyTorch's error about an in-place operation.
 7. Lifetimes. The recording ends with the forward pass. What autograd holds leads to values, never to the recording, and
    never to a tensor with a graph (`Kept` detaches it), because such a cycle through C++ is never freed. The recording
    holds tensors by weak references, and storages too, so that no other storage gets the same address meanwhile.
@@ -106,7 +109,7 @@ class Recording(TorchFunctionMode):
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
             target, version, before = args[0], args[0]._version, self.value_of(args[0])
-        self.arguments = args
+        self.arguments = (*args, *kwargs.values())
         self.result_serves = result_serves(function, args, kwargs)
         try:
             result = function(*args, **kwargs)

@@ -4,22 +4,23 @@ The rules, which this file keeps together with replay.py and environment.py:
 
 1. The chain. A `Pass` is one forward pass. In it a `State`, the values between two steps, alternates with a `Step`
    (half a coupling, or a whole function) or a `Regrouping` (of a tensor into halves, or back).
-2. Who keeps. Only the last state of a pass is kept, and the input of each step without an inverse. A pass that starts
-   from the unmodified outputs of another continues its chain. When it has succeeded, the earlier last state is dropped.
-3. Who asks. Each tensor that autograd would save in a step gets an empty slot in the step's `Section`. The first slot
-   that the backward pass reads makes the step repeat: from the state after it, which it takes, or from its kept input.
-4. Who computes. A repetition runs the step's branch once, for two purposes: it fills all slots of the section, and
-   restores the state before the step (RevNet, Algorithm 1 and section 3.2). If the state after it is not there either,
-   the steps that follow restore it first, from the end (`State.take`). A training step costs four forward passes, not
-   three.
+2. Who keeps. The input of each step without an inverse is kept, and the last state of a pass if its last step has one.
+   A pass that starts from the unmodified outputs of another with such a step continues its chain. When it has
+   succeeded, the earlier last state is dropped.
+3. Who asks. Each tensor but parameters that autograd would save in a step gets an empty slot in the step's `Section`.
+   The first slot that the backward pass reads makes the step repeat: from the state after it, or from its kept input.
+4. Who computes. A repetition of a half-step runs its branch once, for two purposes: it fills all slots of the section,
+   and restores the state before the step (RevNet, Algorithm 1 and section 3.2). Other steps run their inverse, and then
+   their function. If the state after a step is gone, the steps that follow restore it first, from the end
+   (`State.take`). So a training step costs four forward passes with couplings, three with stored activations.
 5. Who forgets. Restored values are given away with the first `take`. Autograd frees each slot with its node. With
    retain_graph=True a slot is only emptied, and the next backward pass computes everything again.
 6. Lifetimes. References lead one way: from slots to their step, from a step to the state after it, and from a state to
-   the step that follows. The state before a step is known by a weak reference, so the chain is freed with the graph,
-   and a state that no earlier step needs any more is not restored.
-7. What a repetition finds. `Environment` restores autocast, random numbers, modes and buffers, and refuses parameters
-   that were modified or replaced. Running statistics do not move again. The repetition must save tensors of the same
-   number, shapes and dtypes as the first run, or it raises an error.
+   the step that follows. A step knows the state before it by a weak reference (but holds it if it has no inverse), so
+   the chain is freed with the graph, and a state that no earlier step needs any more is not restored.
+7. What a repetition finds. `Environment` restores autocast, modes, buffers and (with `preserve_rng_state`) random
+   numbers, and refuses parameters that were modified or replaced. Running statistics do not move again. The repetition
+   must save tensors of the same number, shapes, dtypes and devices as the first run, or it raises an error.
 8. What may never happen: a gradient of other values than the forward pass had, except for rounding. A function that
    writes over its input is refused. A kept tensor that was modified raises PyTorch's error about an in-place operation.
    Whatever is asked for when the graph is freed, or still inside the forward pass, raises an error that says so.

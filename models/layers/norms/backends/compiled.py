@@ -108,7 +108,7 @@ def compiler_available(device_type: str) -> bool:
     try:
         graph, x = fx.symbolic_trace(_probe), torch.zeros(2, 3, device=device_type)
         torch._inductor.compile(graph, [x])(x)
-    except RuntimeError:
+    except (RuntimeError, OSError):  # no compiler, or no room for its files
         return False
     return True
 

@@ -1,0 +1,1 @@
+"""BN + ACT (+ CONV) in every strategy (Figure 4)."""

@@ -1,0 +1,1 @@
+"""The training crops: speed, memory and start-up."""
