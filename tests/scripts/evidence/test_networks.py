@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torchvision.models import resnet
 
 from engine.configuration.command_line import composed
 from models.layers.saved import kept_bytes
@@ -25,9 +26,20 @@ def here(name: str, arguments: networks.NetworksArguments) -> tuple[list[dict], 
     return methods.measured(name, arguments.device, arguments.images, size, rounds, arguments.compiler)
 
 
+class Segments(nn.Sequential):
+    """Returns logits in a dictionary, as torchvision's segmentation networks do, from a hundredth of their weights."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 16, 3), *(resnet.BasicBlock(16, 16) for _ in range(2)), nn.Conv2d(16, 5, 1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": super().forward(x)}
+
+
 def test_every_method_is_measured_beside_the_plain_network(monkeypatch, tmp_path):
     """A whole run on two networks that work and one that does not, with a compiler that takes no time."""
     monkeypatch.setattr(methods, "WITH_COMPILER", (SMALL,))
+    monkeypatch.setattr(methods, "build", lambda name, size: Segments() if name == SEGMENTATION else build(name, size))
     monkeypatch.setattr(networks, "measured_alone", here)
     only = f"only=[{SMALL},{SEGMENTATION},{FAILS}]"
     options = ["rounds=2", "images=2", "image_size=64", "compiler=aot_eager", only]
