@@ -19,9 +19,8 @@ from engine.loop import Loss
 from engine.output_files import writable_folder
 from engine.records.evaluated import Evaluated
 from engine.schema.classification import ClassificationRun
-from engine.schema.classification import evaluation_memory_advice as classification_memory_advice
 from engine.schema.evaluation import Evaluation
-from engine.schema.segmentation import SegmentationRun, evaluation_memory_advice
+from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 from engine.segmentation import evaluation as segmentation
 from engine.segmentation.predictions import PredictionWriter
@@ -51,7 +50,7 @@ def segment(
             views=assemble.views(options, config.data),
             world=world,
             progress=progress,
-            memory_advice=evaluation_memory_advice("batch_size", options.batch_size or 1),
+            memory_advice=config.evaluation_memory_advice(options.batch_size or 1, "batch_size"),
             on_prediction=writer,
         )
 
@@ -73,7 +72,7 @@ def classify(
         ten_crops=options.view == "ten_crop",
     )
     with progress_bar(console) as progress:
-        advice = classification_memory_advice("batch_size", config.trainer.evaluate_batch_size)
+        advice = config.evaluation_memory_advice(config.trainer.evaluate_batch_size, "batch_size")
         evaluated = classification.evaluate_split(
             forward, dataset, images, world=world, progress=progress, memory_advice=advice
         )

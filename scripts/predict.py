@@ -28,7 +28,7 @@ from engine.console import log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_png
 from engine.schema.evaluation import Prediction
-from engine.schema.segmentation import SegmentationRun, evaluation_memory_advice
+from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
 from engine.segmentation.pictures import overlay
 
@@ -77,7 +77,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
                 unreadable.append(str(error))
                 continue
             batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            ids = inference.predict(forward, batch, views, evaluation_memory_advice())[0].cpu().numpy()
+            ids = inference.predict(forward, batch, views, config.evaluation_memory_advice(1))[0].cpu().numpy()
             write_png(ids_file, ids)
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from models.layers.norms.activations import Activation
 from models.layers.norms.backends import compiled
 from models.layers.norms.backends.eager import EagerBackend
-from models.layers.norms.backends.interface import Backend, BackwardInputs, OutputMap
+from models.layers.norms.backends.interface import Affine, Backend, BackwardInputs
 
 EAGER = EagerBackend()
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
@@ -26,8 +26,8 @@ class Case(NamedTuple):
     activation: Activation
 
     @property
-    def to(self) -> OutputMap:
-        return OutputMap(self.gamma, self.beta, self.activation)
+    def affine(self) -> Affine:
+        return Affine(self.gamma, self.beta, self.activation)
 
 
 def case(
@@ -58,14 +58,14 @@ def double(kept: BackwardInputs) -> BackwardInputs:
 def keep(case: Case, what: str, eps: float = 1e-5) -> BackwardInputs:
     """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
     x, _, gamma, beta, activation = case
-    z, mean, invstd = EAGER.forward(x.double(), OutputMap(gamma.double(), beta.double(), activation), eps)
+    z, mean, invstd = EAGER.forward(x.double(), Affine(gamma.double(), beta.double(), activation), eps)
     mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)
     zero, one = torch.zeros_like(gamma), torch.ones_like(gamma)
     if what == "z":
         return BackwardInputs(z.to(x.dtype), True, beta, 1 / gamma, gamma, beta, invstd, activation)
     if what == "x":
         return BackwardInputs(x, False, mean, invstd, gamma, beta, invstd, activation)
-    nothing = OutputMap(one.double(), zero.double(), Activation("identity"))
+    nothing = Affine(one.double(), zero.double(), Activation("identity"))
     x_hat = EAGER.normalise(x.double(), mean.double(), invstd.double(), nothing)
     return BackwardInputs(x_hat.to(x.dtype), False, zero, one, gamma, beta, invstd, activation)
 
@@ -78,15 +78,15 @@ def assert_close(result: Tensor, wanted: Tensor, tolerance: float, scale: Tensor
 def assert_forward(backend: Backend, case: Case) -> None:
     x, _, gamma, beta, activation = case
     unit = _unit(gamma)
-    exact = OutputMap(gamma.double(), beta.double(), activation)
+    exact = Affine(gamma.double(), beta.double(), activation)
     wanted, wanted_mean, wanted_invstd = EAGER.forward(x.double(), exact, 1e-5)
-    z, mean, invstd = backend.forward(x, case.to, 1e-5)
+    z, mean, invstd = backend.forward(x, case.affine, 1e-5)
     assert (z.dtype, z.shape, z.stride()) == (x.dtype, x.shape, x.stride())
     assert mean.dtype == invstd.dtype == gamma.dtype
     assert_close(mean, wanted_mean, 1e-6 * unit, 1.0)
     assert_close(invstd, wanted_invstd, 4e-6 * unit, wanted_invstd)
     assert_close(z, wanted, TOLERANCES[x.dtype], wanted.abs().max() + 1)
-    again = backend.normalise(x, mean, invstd, case.to)
+    again = backend.normalise(x, mean, invstd, case.affine)
     rounding = 1e-6 * unit if x.dtype == gamma.dtype else TOLERANCES[x.dtype]
     assert_close(again, z.double(), rounding, z.double().abs() + 1)
 

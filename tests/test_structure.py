@@ -54,10 +54,8 @@ KNOWS_SCHEMA = {
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
     "engine/tasks.py": {
         "classification.ClassificationRun",
-        "classification.evaluation_memory_advice",
         "evaluation.Evaluation",
         "segmentation.SegmentationRun",
-        "segmentation.evaluation_memory_advice",
         "training.TrainingRun",
     },
 }

@@ -1,4 +1,4 @@
-"""Build objects from configuration keys. Besides the entries, the planner and `engine/run.py`, no code knows both."""
+"""Build objects from configuration keys. Besides the entries, `run`, `tasks` and the planner, no code knows both."""
 
 from engine.assemble.classification import (
     IMAGENET_CLASSES,

@@ -141,7 +141,7 @@ def evaluation_of(run: Run[ClassificationRun, ClassificationDataset], loader: Da
             UntilStopped(loader, run.stop, run.world),
             world=run.world,
             progress=run.metrics.progress,
-            memory_advice=run.config.evaluation_memory_advice(),
+            memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
         )
         if not run.world.first:
             return evaluated

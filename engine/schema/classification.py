@@ -11,12 +11,6 @@ from engine.schema.keys import group, key, override
 from engine.schema.training import Trainer, TrainingRun
 
 
-def evaluation_memory_advice(key: str, batch_size: int) -> str:
-    """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
-    fewer = f"{key}={batch_size // 2} roughly halves it; " if batch_size > 1 else ""
-    return f"{fewer}eval.py can use the checkpoint of a training that stops here"
-
-
 @dataclass
 class ClassificationData(Data):
     flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
@@ -80,10 +74,7 @@ class ClassificationRun(TrainingRun):
     def evaluation_command(self, checkpoint: Path) -> str:
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
-    def evaluation_memory_advice(self) -> str:
-        return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)
-
-    def take(self, options: TrainedNetwork) -> None:
+    def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops and batches. ValueError: the crop does not fit the images."""
         assert isinstance(options, Evaluation), "scripts.predict takes no classifiers"
         usual, data, crop, resize = self.trainer.evaluate_batch_size, self.data, options.crop, options.resize

@@ -73,7 +73,7 @@ class TrainedNetwork:
         config.trainer.precision = self.precision or config.trainer.precision
         config.data.timeout_seconds = self.timeout_seconds or config.data.timeout_seconds
         config.check_precision()
-        config.take(self)
+        config.apply_options(self)
 
 
 @dataclass

@@ -11,17 +11,7 @@ from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, Segment
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork
 from engine.schema.keys import group, key, override
 from engine.schema.network import HEADS, DeepLabV3Head
-from engine.schema.training import Trainer, TrainingRun
-
-
-def evaluation_memory_advice(key: str = "", batch_size: int = 1) -> str:
-    """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
-    fewer = f"{key}={batch_size // 2} roughly halves it; " if batch_size > 1 else ""
-    return (
-        f"{fewer}eval.py and scripts.predict need less with window.size=1024 or smaller, and can use the checkpoint of "
-        f"a training that stops here; training needs less with a smaller data.base_size or trainer.precision=bfloat16"
-    )
-
+from engine.schema.training import Trainer, TrainingRun, fewer_at_once
 
 # Parameters. The papers' segmentation networks have more, the small ones that are trained from scratch have fewer.
 _FEWEST_OF_A_FULL_NETWORK = 20_000_000
@@ -83,10 +73,14 @@ class SegmentationRun(TrainingRun):
             "trained on ImageNet: give init.weights=FILE, a checkpoint of train_imagenet.py or a released one"
         )
 
-    def evaluation_memory_advice(self) -> str:
-        return evaluation_memory_advice("trainer.evaluate_batch_size", self.trainer.evaluate_batch_size)
+    def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:
+        return (
+            f"{fewer_at_once(key, batch_size)}eval.py and scripts.predict need less with window.size=1024 or smaller, "
+            f"and can use the checkpoint of a training that stops here; training needs less with a smaller "
+            f"data.base_size or trainer.precision=bfloat16"
+        )
 
-    def take(self, options: TrainedNetwork) -> None:
+    def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of images and pooling. ValueError: the window does not fit the network's stride."""
         self.data.base_size = options.data.base_size or self.data.base_size
         if options.data.antialias is not None:

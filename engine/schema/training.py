@@ -69,6 +69,11 @@ class Init:
             raise ValueError(f"init.scale={self.scale} needs init.format=released, whose files do not say their scale")
 
 
+def fewer_at_once(key: str, batch_size: int) -> str:
+    """For messages: halve the images at once, if there are several."""
+    return f"{key}={batch_size // 2} roughly halves it; " if batch_size > 1 else ""
+
+
 @dataclass
 class TrainingRun:
     """One training run. Each task sets the class attributes."""
@@ -134,11 +139,19 @@ class TrainingRun:
         """The command that evaluates a checkpoint; None if the task has none."""
         return None
 
-    def take(self, options: Any) -> None:
-        """Override keys by those of a `schema.evaluation.TrainedNetwork`. ValueError if they do not fit the network."""
+    def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:
+        """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
+        return f"{fewer_at_once(key, batch_size)}eval.py can use the checkpoint of a training that stops here"
+
+    def apply_options(self, options: Any) -> None:
+        """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).
+
+        Raises:
+            ValueError: they do not fit the network or the images.
+        """
 
     def evaluation_words(self, options: Any) -> list[str]:
-        """For the name of results.json: how the images of a `schema.evaluation.Evaluation` differ from training's."""
+        """Words for the name of eval.py's results file: which options of this task differ from the training's."""
         return []
 
     def random_weights_advice(self, parameters: int) -> str | None:

@@ -124,7 +124,7 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
             views=Views(data.base_size, data.antialias),
             world=run.world,
             progress=run.metrics.progress,
-            memory_advice=run.config.evaluation_memory_advice(),
+            memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
             on_prediction=collector,
         )
         shown = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .norms.activations import Activation, invert_activation
-from .norms.backends import OutputMap, Running, backend_for
+from .norms.backends import Affine, Running, backend_for
 from .norms.backends.interface import per_channel
 from .norms.bn_act import floored, is_packed
 from .norms.inplace_abn import InPlaceABN
@@ -91,7 +91,7 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
     gamma = channels(1) if layer.weight is None else training_gamma(layer)
     beta = channels(0) if layer.bias is None else layer.bias
     unused = Running(channels(0), channels(0))
-    z, mean, invstd = backend.forward(values, OutputMap(gamma, beta, activation), layer.eps, unused)
+    z, mean, invstd = backend.forward(values, Affine(gamma, beta, activation), layer.eps, unused)
     mean, invstd, gamma, beta = (per_channel(vector, x) for vector in (mean, invstd, gamma, beta))
     recovered = (invert_activation(activation, z.to(wide), rounded_to=z.dtype) - beta) * gamma.reciprocal()
     return (recovered - (x.to(wide) - mean) * invstd).abs().max()

@@ -1,4 +1,4 @@
-"""What a graph keeps for its backward pass: keep tensors beside those that autograd saves, and count all of them."""
+"""Tensors that a graph keeps for its backward pass: keep more of them, and count them."""
 
 import weakref
 from collections.abc import Callable, Iterable

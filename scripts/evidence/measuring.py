@@ -8,14 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from scripts.evidence.frame import interleaved
 
-T = TypeVar("T")
 Step = Callable[[], object]
 
 

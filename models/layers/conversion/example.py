@@ -265,11 +265,17 @@ class NormsOnExample:
         self.calls = calls_on_example(network, example, norms, activations, _twin)
 
     def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
+        """`replacements.own_to_inplace`, unless something overwrites the output on the example (ValueError)."""
         replacement = own_to_inplace(self.tree, layer, relu_slope)
         _check_output_is_left_alone(self.calls[layer])
         return replacement
 
     def batch_norm_to_inplace(self, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
+        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example.
+
+        Raises:
+            ValueError: it cannot be replaced; the message says why.
+        """
         calls = self.calls[layer]
         if not calls:
             raise ValueError("it was not called on the example")

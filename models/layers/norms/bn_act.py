@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from .activations import Activation
-from .backends import BackwardInputs, OutputMap, Running, backend_for
+from .backends import Affine, BackwardInputs, Running, backend_for
 from .synchronisation import joint_moments, joint_sums
 
 
@@ -70,9 +70,9 @@ class BatchNormActivation(torch.autograd.Function):
         values = x if is_packed(x) else x.contiguous()
         out = values if strategy.overwrite_input and values is x else None
         # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
-        to = first = OutputMap(gamma, beta, activation)
+        affine = first = Affine(gamma, beta, activation)
         if strategy.keep == "x_hat":
-            first = OutputMap(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
+            first = Affine(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
 
         if not use_batch_statistics:
             assert running_mean is not None and running_var is not None
@@ -89,7 +89,7 @@ class BatchNormActivation(torch.autograd.Function):
 
         if strategy.keep == "x_hat":
             x_hat = z
-            z = backend.normalise(x_hat, first.beta, first.gamma, to)  # a mean of 0, an invstd of 1
+            z = backend.normalise(x_hat, first.beta, first.gamma, affine)  # a mean of 0, an invstd of 1
             ctx.save_for_backward(x_hat, gamma, beta, invstd)
         elif strategy.keep == "x":
             # The running mean may change.
@@ -170,7 +170,7 @@ def recompute_output(node: Node) -> Tensor:
     if kept.output is not None:
         return kept.output
     backend = backend_for(node.strategy.backend, kept.values)
-    z = backend.normalise(kept.values, kept.offset, kept.factor, kept.to)
+    z = backend.normalise(kept.values, kept.offset, kept.factor, kept.affine)
     node.kept = kept._replace(output=z)
     return z
 

@@ -144,6 +144,7 @@ class Recipe:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
 
     def get(self) -> Tensor:
+        """Compute the tensor. RuntimeError if an argument was modified in place."""
         options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
         arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
         enabled, dtype = self.autocast

@@ -31,6 +31,7 @@ class _Slot:
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def take(self) -> Tensor:
+        """The tensor; an empty slot repeats its section first. RuntimeError if the repetition was different."""
         if self.tensor is None:
             self.repeat()
         tensor = self.tensor

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
-from .interface import Backend, BackwardInputs, OutputMap, Running
+from .interface import Affine, Backend, BackwardInputs, Running
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
@@ -20,7 +20,7 @@ __all__ = [
     "Backend",
     "BackwardInputs",
     "EagerBackend",
-    "OutputMap",
+    "Affine",
     "Running",
     "backend_for",
     "check_backend",

@@ -22,7 +22,7 @@ from .formulas import (
     wide_dtype,
     written,
 )
-from .interface import UNTRACKED, Backend, BackwardInputs, OutputMap, Running
+from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
 
 CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32; a core has 1 or 2 MiB of L2 cache
 # Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays from these numbers of
@@ -41,34 +41,34 @@ class CompiledBackend(Backend):
             return run(moments, Settings(axis), blocks)
         return _channels_last_moments(x, UNTRACKED)
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         x = _filled(out, x)
         blocks, axis = as_blocks(x)
-        settings, scale = Settings(axis, to.activation), to.gamma * invstd
+        settings, scale = Settings(axis, affine.activation), affine.gamma * invstd
         if out is None:
-            return from_blocks(run(normalise, settings, blocks, mean, scale, to.beta), x)
-        run(normalise_, settings, blocks, mean, scale, to.beta)
+            return from_blocks(run(normalise, settings, blocks, mean, scale, affine.beta), x)
+        run(normalise_, settings, blocks, mean, scale, affine.beta)
         return out
 
     def forward(
-        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
             x = _filled(out, x)
             blocks, axis = as_blocks(x)
-            settings = Settings(axis, to.activation, eps)
+            settings = Settings(axis, affine.activation, eps)
             if out is None:
-                z, mean, var, invstd = run(forward, settings, blocks, to.gamma, to.beta)
+                z, mean, var, invstd = run(forward, settings, blocks, affine.gamma, affine.beta)
                 out = from_blocks(z, x)
             else:
-                _, mean, var, invstd = run(forward_, settings, blocks, to.gamma, to.beta)
+                _, mean, var, invstd = run(forward_, settings, blocks, affine.gamma, affine.beta)
             running.update(mean, var, x.numel() // x.shape[1])
             return out, mean, invstd
         if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
-            return EagerBackend().forward(x, to, eps, running, out)
+            return EagerBackend().forward(x, affine, eps, running, out)
         mean, var = _channels_last_moments(x, running)
         invstd = torch.rsqrt(var + eps)
-        return self.normalise(x, mean, invstd, to, out), mean, invstd
+        return self.normalise(x, mean, invstd, affine, out), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         settings, *tensors = _kept_and_dz(kept, dz)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..activations import activate_, activation_backward, invert_activation
-from .interface import UNTRACKED, Backend, BackwardInputs, OutputMap, Running, per_channel
+from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running, per_channel
 
 
 class EagerBackend(Backend):
@@ -14,28 +14,28 @@ class EagerBackend(Backend):
         mean, var = torch.batch_norm_update_stats(x, unused_mean, unused_var, 0.0)
         return mean, var
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         # The operator takes a variance in eval mode; eps is already in invstd.
         var = invstd.square().reciprocal()
-        buffers = _buffers(out, 0, to.gamma)
-        y, _, _ = torch.native_batch_norm(x, to.gamma, to.beta, mean, var, False, 0.0, 0.0, out=buffers)
-        return activate_(to.activation, y)
+        buffers = _buffers(out, 0, affine.gamma)
+        y, _, _ = torch.native_batch_norm(x, affine.gamma, affine.beta, mean, var, False, 0.0, 0.0, out=buffers)
+        return activate_(affine.activation, y)
 
     def forward(
-        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffers = _buffers(out, x.shape[1], to.gamma)
+        buffers = _buffers(out, x.shape[1], affine.gamma)
         y, mean, invstd = torch.native_batch_norm(
-            x, to.gamma, to.beta, running.mean, running.var, True, running.momentum, eps, out=buffers
+            x, affine.gamma, affine.beta, running.mean, running.var, True, running.momentum, eps, out=buffers
         )
-        return activate_(to.activation, y), mean, invstd
+        return activate_(affine.activation, y), mean, invstd
 
     def forward_frozen(
-        self, x: Tensor, to: OutputMap, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        buffers = _buffers(out, 0, to.gamma)
-        y, _, _ = torch.native_batch_norm(x, to.gamma, to.beta, mean, var, False, 0.0, eps, out=buffers)
-        return activate_(to.activation, y), mean, (var + eps).rsqrt_()
+        buffers = _buffers(out, 0, affine.gamma)
+        y, _, _ = torch.native_batch_norm(x, affine.gamma, affine.beta, mean, var, False, 0.0, eps, out=buffers)
+        return activate_(affine.activation, y), mean, (var + eps).rsqrt_()
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         x_hat, dy = _x_hat_and_dy(kept, dz)
@@ -89,7 +89,7 @@ def _u_and_dy(kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         z, u = kept.output, kept.values
     else:
         u = kept.values
-        z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.to)
+        z = EagerBackend().normalise(u, kept.offset, kept.factor, kept.affine)
     return u, activation_backward(kept.activation, z, dz)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..activations import Activation
 
 
-class OutputMap(NamedTuple):
-    """How the output follows from the normalised input: z = phi(gamma * x_hat + beta)."""
+class Affine(NamedTuple):
+    """Scale, shift and activation of the normalised input: z = phi(gamma * x_hat + beta)."""
 
     gamma: Tensor  # (C,)
     beta: Tensor  # (C,)
@@ -42,8 +42,8 @@ class BackwardInputs(NamedTuple):
     output: Tensor | None = None  # z, if values are not z and it was recomputed already; may be ignored
 
     @property
-    def to(self) -> OutputMap:
-        return OutputMap(self.gamma, self.beta, self.activation)
+    def affine(self) -> Affine:
+        return Affine(self.gamma, self.beta, self.activation)
 
 
 class Running(NamedTuple):
@@ -70,7 +70,7 @@ class Backend:
         """Mean and biased variance per channel, without the cancellation of E[x^2] - E[x]^2."""
         raise NotImplementedError
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         """z = phi(gamma * (x - mean) * invstd + beta), in the memory format of x; written to `out` (may be x)."""
         raise NotImplementedError
 
@@ -83,20 +83,20 @@ class Backend:
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd of the minibatch; updates the running statistics (with the unbiased variance)."""
         mean, var = self.moments(x)
         running.update(mean, var, x.numel() // x.shape[1])
         invstd = torch.rsqrt(var + eps)
-        return self.normalise(x, mean, invstd, to, out), mean, invstd
+        return self.normalise(x, mean, invstd, affine, out), mean, invstd
 
     def forward_frozen(
-        self, x: Tensor, to: OutputMap, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, mean: Tensor, var: Tensor, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd from running statistics. The mean is the running mean itself."""
         invstd = (var + eps).rsqrt_()
-        return self.normalise(x, mean, invstd, to, out), mean, invstd
+        return self.normalise(x, mean, invstd, affine, out), mean, invstd
 
     def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dL/dx, dL/dgamma, dL/dbeta for minibatch statistics."""

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..activations import Activation
-from .interface import UNTRACKED, Backend, BackwardInputs, OutputMap, Running
+from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
 
@@ -571,20 +571,26 @@ class TritonBackend(Backend):
         _launch(_moments_kernel, plan, x, partials, *results, per_part=False, PARTS=plan.padded_parts)
         return mean, var
 
-    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, to: OutputMap, out: Tensor | None = None) -> Tensor:
-        vectors = (mean, invstd, to.gamma, to.beta, None, None, None, 0.0, 0.0)
-        return _normalise(_plan_for(x, reads=1), x, out, to.activation, vectors)
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
+        vectors = (mean, invstd, affine.gamma, affine.beta, None, None, None, 0.0, 0.0)
+        return _normalise(_plan_for(x, reads=1), x, out, affine.activation, vectors)
 
     def forward(
-        self, x: Tensor, to: OutputMap, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
-            return super().forward(x, to, eps, running, out)
+            return super().forward(x, affine, eps, running, out)
         plan = _plan_for(x, reads=1)
         partials = _partial_moments(plan, x)
         mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
         statistics = (running.mean, running.var, float(running.momentum), float(eps))
-        z = _normalise(plan, x, out, to.activation, (mean, invstd, to.gamma, to.beta, partials, *statistics))
+        z = _normalise(
+            plan,
+            x,
+            out,
+            affine.activation,
+            (mean, invstd, affine.gamma, affine.beta, partials, *statistics),
+        )
         return z, mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:

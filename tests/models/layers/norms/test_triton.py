@@ -20,7 +20,7 @@ from models.heads import DeepLabV3
 from models.layers import InPlaceABN  # noqa: E402
 from models.layers.norms import backends
 from models.layers.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
-from models.layers.norms.backends.interface import BackwardInputs, OutputMap, Running
+from models.layers.norms.backends.interface import Affine, BackwardInputs, Running
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -171,13 +171,13 @@ def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, me
         x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format, seed=seed)
         x = x * 2 + 5
         bn(x.double())
-        backend.forward(x, OutputMap(gamma, beta, activation), 1e-5, Running(running_mean, running_var, 0.3))
+        backend.forward(x, Affine(gamma, beta, activation), 1e-5, Running(running_mean, running_var, 0.3))
     torch.testing.assert_close(running_mean.double(), bn.running_mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(running_var.double(), bn.running_var, rtol=1e-5, atol=0)
 
     huge_mean, huge_var = torch.full((2, 4), 3e7, device=device).unbind()  # with momentum 1 the old ones do not matter
     for mean, var in ((running_mean, running_var), (huge_mean, huge_var)):
-        _, of_minibatch, _ = backend.forward(x, OutputMap(gamma, beta, activation), 1e-5, Running(mean, var, 1.0))
+        _, of_minibatch, _ = backend.forward(x, Affine(gamma, beta, activation), 1e-5, Running(mean, var, 1.0))
         assert torch.equal(mean, of_minibatch)
     assert torch.equal(running_var, huge_var)
 
@@ -185,11 +185,11 @@ def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, me
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_writes_over_its_input(backend, device, many_parts, memory_format):
     x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
-    to = OutputMap(gamma, beta, activation)
-    wanted, mean, invstd = backend.forward(x, to, 1e-5)
+    affine = Affine(gamma, beta, activation)
+    wanted, mean, invstd = backend.forward(x, affine, 1e-5)
     for write in (
-        lambda out: backend.forward(out, to, 1e-5, out=out)[0],
-        lambda out: backend.normalise(out, mean, invstd, to, out=out),
+        lambda out: backend.forward(out, affine, 1e-5, out=out)[0],
+        lambda out: backend.normalise(out, mean, invstd, affine, out=out),
     ):
         out = x.clone(memory_format=torch.preserve_format)
         assert write(out) is out
@@ -271,8 +271,8 @@ def test_activations_to_the_last_places(backend, device, activation):
     y = torch.cat([-size, size]).reshape(-1, 1).to(device)
     zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
     phi = Activation(activation, PARAMS.get(activation, 0.01))
-    z = backend.normalise(y, zero, one, OutputMap(one, zero, phi))
-    exact = EAGER.normalise(y.double(), zero.double(), one.double(), OutputMap(one.double(), zero.double(), phi))
+    z = backend.normalise(y, zero, one, Affine(one, zero, phi))
+    exact = EAGER.normalise(y.double(), zero.double(), one.double(), Affine(one.double(), zero.double(), phi))
     tolerance = 1e-6 if device == "cpu" else 2e-6  # a device's exponential is good to 2^-22
     assert_close(z, exact, tolerance, exact.abs())
     if activation in INVERTIBLE_ACTIVATIONS:
@@ -289,7 +289,7 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
     example = case((2, 3, 4, 5), device, activation=activation)
     x, dz = example.x.clone(), example.dz.clone()
     x[0, 0, 0, 0] = dz[0, 1, 0, 0] = torch.nan
-    z, _, _ = backend.forward(x, example.to, 1e-5)
+    z, _, _ = backend.forward(x, example.affine, 1e-5)
     assert z[:, 0].isnan().all() and z[:, 1:].isfinite().all()
     dx, dgamma, dbeta = backend.backward(keep(example, "x")._replace(values=x), dz)
     assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
@@ -375,7 +375,7 @@ def compile_for(monkeypatch, tmp_path):
         vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
         phi = Activation(activation, PARAMS.get(activation, 0.01))
         backend = triton_kernels.TritonBackend()
-        backend.forward(x, OutputMap(*vectors[:2], phi), 1e-5, Running(*vectors[2:4], 0.1))
+        backend.forward(x, Affine(*vectors[:2], phi), 1e-5, Running(*vectors[2:4], 0.1))
         backend.backward(BackwardInputs(x, kept == "z", *vectors, phi), torch.empty_like(x))
         plans = [triton_kernels._plan_for(x, reads) for reads in (1, 1, 2, 2)]
         compiled = [
@@ -512,13 +512,13 @@ def test_more_than_two_billion_elements(backend, device, memory_format):
     x = torch.empty(shape, dtype=torch.bfloat16, device=device, memory_format=memory_format).normal_()
     gamma, beta = torch.full((64,), -0.5, device=device), torch.full((64,), 0.1, device=device)
     phi = Activation("leaky_relu")
-    z, mean, invstd = backend.forward(x, OutputMap(gamma, beta, phi), 1e-5)
+    z, mean, invstd = backend.forward(x, Affine(gamma, beta, phi), 1e-5)
     assert mean.abs().max() < 1e-3 and (invstd - 1).abs().max() < 1e-3
     kept = BackwardInputs(z, True, beta, 1 / gamma, gamma, beta, invstd, phi)
     dx = backend.input_gradient(kept, z, beta, beta)
     for image in (0, 31, 32):  # offsets pass 2^31 in the last
         part = slice(image, image + 1)
-        wanted = EAGER.normalise(x[part], mean, invstd, OutputMap(gamma, beta, phi))
+        wanted = EAGER.normalise(x[part], mean, invstd, Affine(gamma, beta, phi))
         torch.testing.assert_close(z[part], wanted, rtol=2**-7, atol=1e-2)
         wanted = EAGER.input_gradient(kept._replace(values=z[part]), z[part], beta, beta)
         torch.testing.assert_close(dx[part], wanted, rtol=2**-6, atol=1e-2)
