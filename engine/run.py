@@ -54,7 +54,7 @@ class Run(Generic[Config, Split]):
 
     def start(self, learner: Learner) -> None:
         """Give `learner` its initial or resumed weights. ValueError: see `initialise_from`."""
-        skipped = 0
+        skipped, recorded = 0, None
         if self.resumed is not None:
             try:
                 learner.load_state_dict(self.resumed)
@@ -64,7 +64,7 @@ class Run(Generic[Config, Split]):
                     f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
                     f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
                 ) from error
-            skipped = self.resumed.get("skipped_images", 0)
+            skipped, recorded = self.resumed.get("skipped_images", 0), self.resumed.get("recorded")
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees as much memory as the network and its momentum
@@ -84,6 +84,7 @@ class Run(Generic[Config, Split]):
             self.schedule.total_steps,
             self.start_step,
             skipped,
+            recorded,
             self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
         )
         self.metrics.scores = self.world.gather(self.metrics.scores)[0]
@@ -115,6 +116,7 @@ class Run(Generic[Config, Split]):
             "config": configuration.plain(self.config),
             "classes": list(self.train_set.classes),
             "skipped_images": self.metrics.skipped,
+            "recorded": self.metrics.recorded,
         }
         if self.train_set.palette is not None:
             state["palette"] = [list(colour) for colour in self.train_set.palette]

@@ -31,6 +31,7 @@ class MetricsLogger:
         total_steps: length of the run.
         start_step: steps already done. Records beyond it, left by a run killed after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
+        recorded: what `recorded` was at `start_step`, against lost records.
         config_text: config.yaml, shown in TensorBoard.
     """
 
@@ -42,14 +43,17 @@ class MetricsLogger:
         total_steps: int,
         start_step: int,
         skipped: int = 0,
+        recorded: dict | None = None,
         config_text: str = "",
     ):
         self.run_dir = run_dir
         self.score = score
         self.scores: dict[int, float] = {}  # by step, of all evaluations, including those before resuming
+        self.records = 0  # lines of metrics.jsonl
         if run_dir is not None:
             self.metrics_file = run_dir / "metrics.jsonl"
             self._drop_records_beyond(start_step, total_steps)
+            self._miss_records(start_step, recorded or {})
             if start_step == 0:  # left by an attempt that saved no checkpoint
                 for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
                     events.unlink()
@@ -82,9 +86,21 @@ class MetricsLogger:
                 self.tensorboard.close()
 
     @property
+    def best_step(self) -> int | None:
+        """The step of the best evaluation, the first of equals; None if there is none yet, or all are NaN."""
+        known = [step for step, score in self.scores.items() if not math.isnan(score)]
+        return max(known, key=self.scores.__getitem__, default=None)
+
+    @property
     def best_score(self) -> float:
-        """The best of all evaluations; minus infinity before the first."""
-        return max((score for score in self.scores.values() if not math.isnan(score)), default=-math.inf)
+        """The best of all evaluations; minus infinity if `best_step` is None."""
+        return -math.inf if self.best_step is None else self.scores[self.best_step]
+
+    @property
+    def recorded(self) -> dict:
+        """For checkpoints: the number of records, and step and score of the best evaluation, if any."""
+        best = None if self.best_step is None else [self.best_step, self.best_score]
+        return {"records": self.records, "best": best}
 
     def step(
         self, loss: float, gradient_norm: float, images: int, data_s: float = 0.0, exchange_s: float = 0.0
@@ -204,13 +220,13 @@ class MetricsLogger:
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
         took = f"{self.all_steps} steps in {timedelta(seconds=round(self.all_seconds))}{speed}{memory}"
         last = max(self.scores)
-        best = next((step for step, score in self.scores.items() if score == self.best_score), None)  # None: all NaN
+        best = self.best_step
         gone = "" if directory.best.is_file() else " (gone)"
         lines = {
             "run": str(directory.path),
             "training": f"{took}, {self.skipped} images skipped",
             "last": f"{directory.last}, step {last}, {score_text(self.scores[last])}",
-            "best": f"{directory.best}{gone}, step {best}, {score_text(self.best_score)}" if best else "none",
+            "best": f"{directory.best}{gone}, step {best}, {score_text(self.best_score)}" if best is not None else "none",
             "evaluate": evaluate,
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }
@@ -219,6 +235,7 @@ class MetricsLogger:
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a") as file:
             file.write(json.dumps(without_nan(record)) + "\n")
+        self.records += 1
 
     def _drop_records_beyond(self, step: int, total_steps: int) -> None:
         """Keep the records up to the resumed step, except the final evaluation, which is repeated."""
@@ -237,6 +254,16 @@ class MetricsLogger:
                 kept.append(line + "\n")
                 if record["kind"] == "val":
                     self.scores[record["step"]] = math.nan if score is None else score
+        self.records = len(kept)
         partial = self.metrics_file.with_suffix(".partial")
         partial.write_text("".join(kept))
         partial.replace(self.metrics_file)
+
+    def _miss_records(self, step: int, before: dict) -> None:
+        """Warn of records that the file has lost since the checkpoint of `step`, whose best score still counts."""
+        lost = before.get("records", 0) - self.records
+        if lost > 0:
+            logger.warning(f"{self.metrics_file} has lost {lost} of its {before['records']} records up to step {step}")
+        if before.get("best") is not None:
+            best_step, score = before["best"]
+            self.scores.setdefault(best_step, score)

@@ -1,5 +1,6 @@
 """Damaged checkpoints and full disks."""
 
+import json
 import os
 import random
 import resource
@@ -8,13 +9,14 @@ import signal
 import subprocess
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
-from tests.faults.runs import SLOWLY, Run, before_call, case, killed_after, last_of, says, survived
+from tests.faults.runs import SLOWLY, Run, before_call, case, finished, killed_after, last_of, says, survived
 
 
 def truncate(content: bytes, at: float) -> bytes:
@@ -100,6 +102,29 @@ def test_a_deleted_best_checkpoint(tmp_path, whole):
     assert run.ends() == 0, run.output
     # The final evaluation writes it again if it is better.
     assert best.exists() or says(run.output, f"{best} (gone), step 8, ")
+
+
+def zeros_from_the_evaluation(file: Path) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    kept = b"".join(line for line in lines if json.loads(line)["step"] < 8)
+    file.write_bytes(kept + bytes(len(b"".join(lines)) - len(kept)))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "damage",
+    [
+        case("lost records", "metrics.jsonl has zeros from step 8 on, as after a power cut", zeros_from_the_evaluation),
+        case("lost records", "metrics.jsonl is deleted", Path.unlink),
+    ],
+)
+def test_lost_records_are_missed_and_the_best_checkpoint_stays(tmp_path, whole, damage):
+    run = killed_after(11, tmp_path / "run")
+    damage(run.run_dir / "metrics.jsonl")
+    output = finished(run.run_dir)
+    assert says(output, "metrics.jsonl has lost", "records up to step")
+    best, expected = (checkpoint.load(path / "checkpoints" / "best.pt") for path in (run.run_dir, whole))
+    assert best["step"] == expected["step"] == 8
 
 
 @pytest.mark.faults
