@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from io import TextIOWrapper
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
@@ -19,15 +19,45 @@ Item = TypeVar("Item")
 logger = logging.getLogger("engine")
 
 
+FEWEST_COLUMNS = 40  # narrower terminals break the lines themselves: rich cannot draw tables in a few columns
+
+
+class _Forgiving(FileIO):
+    """A terminal, pipe or file for messages. What it cannot take is dropped: no run may end because of that."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:  # a closed terminal or pipe, a full disk
+            return len(data)
+
+
+class _Console(Console):
+    @property  # type: ignore[misc]  # nobody sets it
+    def size(self) -> ConsoleDimensions:
+        columns, lines = super().size
+        return ConsoleDimensions(max(columns, FEWEST_COLUMNS), lines)
+
+
+def print_what_can_be() -> None:
+    """From now on neither a lost terminal nor a character that it cannot show stops the program.
+
+    Such characters are escaped, as in file names that are not UTF-8.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is TextIOWrapper and not isinstance(getattr(stream.buffer, "raw", None), _Forgiving):
+            file = BufferedWriter(_Forgiving(stream.fileno(), "w", closefd=False))
+            setattr(sys, name, TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True))
+
+
 def make_console(rank: int = 0) -> Console:
     """A console for rank `rank`; only rank 0 prints. In files and pipes, lines do not break at 80 columns.
 
-    Square brackets and colons are printed literally, as they may be part of a path or a name in the data. Characters
-    that the terminal's encoding lacks are escaped, as in file names that are not UTF-8.
+    Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    make = partial(Console, quiet=rank > 0, markup=False, emoji=False)
+    print_what_can_be()
+    make = partial(_Console, quiet=rank > 0, markup=False, emoji=False)
     console = make()
     return console if console.is_terminal else make(width=160)
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.configuration.config import register
-from engine.console import logger
+from engine.console import logger, print_what_can_be
 from engine.distributed import launched
 from engine.memory import is_out_of_memory
 from engine.schema.keys import groups_of
@@ -159,6 +159,7 @@ def errors_for_users() -> Iterator[None]:
 
     HYDRA_FULL_ERROR=1 keeps all tracebacks.
     """
+    print_what_can_be()
     try:
         yield
     except KeyboardInterrupt as interrupt:

@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import pytest
+
 from engine.console import make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated
 from engine.records.results import print_results
@@ -23,3 +25,17 @@ def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):
         for _ in tracked(progress, [1], name):
             progress.refresh()
     assert name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [1, 10])
+def test_the_narrowest_terminal_gets_tables_and_progress_bars(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    scores = {"miou": 0.5, "iou": {"road": 0.5}, "pixel_accuracy": 0.75, "official": {}}
+    evaluated = Evaluated(scores, summary="", images=1, table=partial(iou_table, scores))
+    print_results(make_console(), evaluated, "last.pt")
+    with progress_bar(make_console()) as progress:
+        for _ in tracked(progress, [1], "validation"):
+            progress.refresh()
+    output = capsys.readouterr().out
+    assert "road" in output and "validation" in output

@@ -1,5 +1,6 @@
 """SIGKILL at any moment, and signals that request a stop: only the current step is lost."""
 
+import os
 import random
 import signal
 import time
@@ -14,7 +15,19 @@ from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
 from engine.stopping import EXIT_CODE
 from tests.faults import runs
-from tests.faults.runs import NAP, SLOWLY, STEPS, Run, before_call, killed_after, last_of, says, steps_of, survived
+from tests.faults.runs import (
+    NAP,
+    SLOWLY,
+    STEPS,
+    Run,
+    before_call,
+    case,
+    killed_after,
+    last_of,
+    says,
+    steps_of,
+    survived,
+)
 
 
 @pytest.mark.injects("SIGKILL", "at a random moment of a run that saves at every step")
@@ -148,3 +161,39 @@ def test_everything_that_changes_continues(tmp_path, seed):
     assert checkpoint.load(last_of(tmp_path / "whole"))["scaler"]
     killed_after(random.Random(seed).randrange(1, STEPS - 1), tmp_path / "run", *options)
     survived(tmp_path / "run", tmp_path / "whole", *options)
+
+
+def a_terminal_that_is_closed_after_a_step() -> None:
+    terminal, own_end = os.openpty()
+    for number in (1, 2):
+        os.dup2(own_end, number)
+    os.close(own_end)
+    os.environ["FORCE_COLOR"] = "1"  # draws a progress bar
+    before_call(MetricsLogger, "step", 2, lambda *_: os.close(terminal))
+
+
+def a_reader_that_is_gone() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    for number in (1, 2):
+        os.dup2(writer, number)
+
+
+def a_full_disk_for_messages() -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(full, number)
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        case("lost output", "the terminal is closed and SIGHUP ignored", a_terminal_that_is_closed_after_a_step),
+        case("lost output", "the reader of a pipe has ended", a_reader_that_is_gone, slow=False),
+        case("lost output", "standard output is /dev/full", a_full_disk_for_messages),
+    ],
+)
+def test_nobody_reads_what_is_printed(tmp_path, whole, inject):
+    run = Run(tmp_path / "run", inject=inject)
+    assert run.ends() == 0
+    survived(tmp_path / "run", whole)
