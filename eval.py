@@ -89,7 +89,6 @@ def apply_options(config: TrainingRun, options: Evaluation) -> None:
 
     Raises:
         ValueError: the data folder does not exist or is empty, e.g. because the checkpoint is from another machine.
-            (Synthetic data would otherwise be drawn there.)
     """
     root = options.data.root or config.data.root
     if root is not None and not _exists(_folder(root)):

@@ -13,6 +13,8 @@ from datasets import file_formats as formats
 
 _MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all of them sooner than Pillow decodes these
+# Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file's name is.
+PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
@@ -105,7 +107,7 @@ def decode_uint16(file: Path | Stored) -> np.ndarray:
 
 
 def decode_photograph(path: Path) -> np.ndarray:
-    """Decode any image that Pillow can read as viewers show it: uint8 (H, W, 3) RGB. Unreadable if that fails.
+    """Decode an image of one of the formats `PHOTOGRAPHS` as viewers show it: uint8 (H, W, 3) RGB. Unreadable if not.
 
     EXIF orientation is applied; of several frames or pages, the first counts. PNG and JPEG files are read as by
     `decode_image`, whatever their names.
@@ -115,7 +117,7 @@ def decode_photograph(path: Path) -> np.ndarray:
             head = file.read(len(formats.PNG))
             if not head or head.startswith((formats.PNG, formats.JPEG)):
                 return decode_image(path, turned=True)
-            with Image.open(file) as stored:
+            with Image.open(file, formats=PHOTOGRAPHS) as stored:
                 image = ImageOps.exif_transpose(stored)
         if image.mode.startswith("I;16"):
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -125,7 +127,7 @@ def decode_photograph(path: Path) -> np.ndarray:
     except Unreadable:
         raise
     except UnidentifiedImageError:
-        raise Unreadable(f"{path}: cannot be decoded as an image; expected a format that Pillow reads.") from None
+        raise Unreadable(f"{path}: cannot be decoded as an image; expected {', '.join(PHOTOGRAPHS)}.") from None
     except OSError as error:
         raise _missing(path, error) from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
@@ -153,7 +155,7 @@ def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
     """`read_size` of an open file that is complete."""
     try:
         head = file.read(33)
-        size = formats.png_size(head) if head.startswith(formats.PNG) else Image.open(file).size
+        size = formats.png_size(head) if head.startswith(formats.PNG) else Image.open(file, formats=["JPEG"]).size
     except (UnidentifiedImageError, SyntaxError, ValueError):
         size = None
     except Image.DecompressionBombError:
@@ -223,7 +225,7 @@ def _decode(data: bytes, flags: int) -> np.ndarray | None:
 
 def _pillow(data: bytes, window: Window = EVERYTHING) -> np.ndarray | None:
     try:
-        image: Image.Image = Image.open(BytesIO(data))
+        image: Image.Image = Image.open(BytesIO(data), formats=["PNG", "JPEG"])
         if window != EVERYTHING:
             rows, columns = window
             image = image.crop((columns.start, rows.start, columns.stop, rows.stop))

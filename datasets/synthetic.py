@@ -28,6 +28,7 @@ def synthetic(
     images: tuple[int, int] = (IMAGES["train"], IMAGES["val"]),
     seed: int = 0,
     strict: bool = True,
+    draw: bool = True,
 ) -> SegmentationDataset:
     """One split, "train" or "val", of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
 
@@ -36,8 +37,8 @@ def synthetic(
     `seed`.
 
     Raises:
-        ValueError: the split is unknown, `root` holds other files or cannot be written, there are no images, or an
-            image has no label (without `strict`: no image has one).
+        ValueError: the split is unknown, `root` holds other files or cannot be written, there are no pictures yet and
+            `draw` is False, or an image has no label (without `strict`: no image has one).
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
@@ -45,6 +46,8 @@ def synthetic(
     folder = Path(root).expanduser() if root else _cache_folder(settings)
     with limited():
         is_written = (folder / _MARKER).is_file()
+    if not is_written and not draw:
+        raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
     if not is_written:
         _write_once(folder, settings)
     written = json.loads((folder / _MARKER).read_text())

@@ -1,6 +1,6 @@
 """Predict images from a checkpoint alone: `python -m scripts.predict checkpoint=FILE input=IMAGE_OR_DIR output=DIR`.
 
-Reads every format that Pillow reads, and turns photographs as their EXIF orientation says. Writes three PNGs per image,
+Reads the usual formats of photographs, and turns them as their EXIF orientation says. Writes three PNGs per image,
 at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png. window.size=PIXELS
 bounds the memory for large images, as in eval.py. A path with blanks or non-ASCII letters needs quotes that reach
 Hydra: 'input="Straße 1"'.
@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 from datasets import reading_errors
-from datasets.reading import decode_photograph
+from datasets.reading import PHOTOGRAPHS, decode_photograph
 from datasets.time_limit import limited
 from engine import assemble
 from engine.checkpoint import files as checkpoint
@@ -114,16 +114,14 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
         named = ", ".join(skipped[:SHOWN]) + (", …" if len(skipped) > SHOWN else "")
         logger.info(f"skipped {len(skipped)} file(s) without an image's suffix: {named}")
     if not images:
-        raise ValueError(
-            f"input={source} holds no image that Pillow can read, such as .png, .jpg or .tif, or only predictions"
-        )
+        raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
     return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))
 
 
 def image_suffixes() -> set[str]:
-    """Suffixes of the formats that Pillow reads, in lower case."""
+    """Suffixes of the formats that `decode_photograph` reads, in lower case."""
     formats = Image.registered_extensions()
-    return {".mpo", *(suffix for suffix, name in formats.items() if name in Image.OPEN)}  # MPO is read as JPEG
+    return {".mpo", *(suffix for suffix, name in formats.items() if name in PHOTOGRAPHS)}  # MPO has none of its own
 
 
 def result_names(images: Sequence[Path]) -> list[str]:

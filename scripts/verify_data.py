@@ -117,7 +117,7 @@ def check_split(config: Data, split: str, official_images: int, workers: int | N
             official_images = assemble.classified_counts(config, len(classes)).get(split, images)
         else:
             assert isinstance(config, SegmentationData), config
-            dataset = assemble.dataset(config, split, strict=False)
+            dataset = assemble.dataset(config, split, strict=False, draw=True)
             with counted(console, f"checking {dataset.name} {split}") as progress:
                 inspection = inspect(dataset, workers, progress)
             problems, classes = inspection.problems, dataset.classes

@@ -24,16 +24,19 @@ from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 
 
-def dataset(config: SegmentationData, split: str, strict: bool = True, key: str | None = None) -> SegmentationDataset:
+def dataset(
+    config: SegmentationData, split: str, strict: bool = True, key: str | None = None, draw: bool = False
+) -> SegmentationDataset:
     """One split of the dataset; its files are paired and counted but not yet read.
 
     `key`: the config key of `split`, for messages; None if it is a choice for this command alone, `data.split`.
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
+    Synthetic images that do not exist yet are drawn only if `draw`: a checkpoint's folder is not to be written to.
 
     Raises:
         ValueError: the dataset has no such split, or files are missing.
     """
-    make, images = _source(config)
+    make, images = _source(config, draw)
     if split not in images:
         known = ", ".join(images)
         raise ValueError(
@@ -52,7 +55,7 @@ def official_images(config: SegmentationData) -> dict[str, int]:
     return images
 
 
-def _source(config: SegmentationData) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
+def _source(config: SegmentationData, draw: bool = False) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
     """The function that makes a split, and `official_images`."""
     if isinstance(config, CocoStuffData):
         make = partial(coco_stuff, lists=config.lists, other_class=config.other_class, lists_key="data.lists")
@@ -60,7 +63,7 @@ def _source(config: SegmentationData) -> tuple[Callable[..., SegmentationDataset
     sources: dict[str, tuple[Callable[..., SegmentationDataset], dict[str, int]]] = {
         "camvid": (camvid, CAMVID_IMAGES),
         "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
-        "synthetic": (synthetic, SYNTHETIC_IMAGES),
+        "synthetic": (partial(synthetic, draw=draw), SYNTHETIC_IMAGES),
         "vistas": (vistas, VISTAS_IMAGES),
     }
     return sources[config.name]
@@ -74,7 +77,7 @@ def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, Segm
 
 def labelled_dataset(config: SegmentationData, key: str, split: str) -> SegmentationDataset:
     """As `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
-    built = dataset(config, split, key=key)
+    built = dataset(config, split, key=key, draw=True)
     if not built.has_labels:
         raise ValueError(
             f"{key}={split}: {config.name} has no labels in this split; choose one with labels, such as val"

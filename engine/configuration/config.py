@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import Keys, alternative, check_values, groups_of
+from engine.schema.keys import Keys, alternative, check_values, groups_of, without_interpolation
 from engine.schema.training import TrainingRun
 
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
@@ -71,7 +71,7 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
             merged[name] = OmegaConf.structured(_selected(values, name, alternatives))
-        config = _instance(OmegaConf.merge(merged, values), schema)
+        config = _instance(OmegaConf.merge(merged, _literal(values)), schema)
         for entry in fields(config):
             if entry.name in NEEDED_TO_EVALUATE:
                 check_values(getattr(config, entry.name), f"{entry.name}.")
@@ -82,7 +82,7 @@ def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[S
     """Read one group of the configuration in a checkpoint for any task. ValueError: see `from_plain`."""
     with _misfits_of(source):
         schema = _selected(values, group, alternatives)
-        config = _instance(OmegaConf.merge(OmegaConf.structured(schema), values[group]), schema)
+        config = _instance(OmegaConf.merge(OmegaConf.structured(schema), _literal(values[group])), schema)
         check_values(config, f"{group}.")
         return config
 
@@ -90,6 +90,15 @@ def group_from_plain(values: dict, group: str, alternatives: Mapping[str, type[S
 def _selected(values: dict, group: str, alternatives: Mapping[str, type[Schema]]) -> type[Schema]:
     chosen = values.get(group)
     return alternative(group, alternatives, chosen.get("name") if isinstance(chosen, dict) else None)
+
+
+def _literal(value: Any) -> Any:
+    """Escape interpolations: a checkpoint must not read this machine's environment variables."""
+    if isinstance(value, dict):
+        return {key: _literal(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_literal(entry) for entry in value]
+    return without_interpolation(value) if isinstance(value, str) else value
 
 
 def _instance(values: Any, schema: type[Schema]) -> Schema:

@@ -226,7 +226,9 @@ class MetricsLogger:
             "run": str(directory.path),
             "training": f"{took}, {self.skipped} images skipped",
             "last": f"{directory.last}, step {last}, {score_text(self.scores[last])}",
-            "best": f"{directory.best}{gone}, step {best}, {score_text(self.best_score)}" if best is not None else "none",
+            "best": f"{directory.best}{gone}, step {best}, {score_text(self.best_score)}"
+            if best is not None
+            else "none",
             "evaluate": evaluate,
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }

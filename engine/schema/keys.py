@@ -141,6 +141,10 @@ def override(name: str, path: object) -> str:
     """`name=path` as a Hydra override, quoted for Hydra if needed. Quote the result for the shell as well."""
     text = str(path)
     if not re.fullmatch(r"[\w.+-]*(/[\w.+-]+)+", text, re.ASCII):
-        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # an interpolation otherwise
-        text = QuotedString(text, Quote.double).with_quotes()
+        text = QuotedString(without_interpolation(text), Quote.double).with_quotes()
     return f"{name}={text}"
+
+
+def without_interpolation(text: str) -> str:
+    """Escape every ${ for OmegaConf, which would replace it by another key's value, or an environment variable's."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)

@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import EpsImagePlugin, Image, ImageOps
 
 from datasets import vistas
 from datasets.reading import decode_image, decode_photograph
@@ -137,7 +137,7 @@ def test_photographs_are_turned_as_viewers_show_them(suffix, tmp_path):
             assert np.array_equal(decode_image(path), stored)
 
 
-def test_every_format_of_pillow_is_predicted(trained, tmp_path, capsys):
+def test_every_usual_format_is_predicted(trained, tmp_path, capsys):
     formats = [".bmp", ".gif", ".j2k", ".jfif", ".mpo", ".ppm", ".qoi", ".tga", ".tif", ".TIFF", ".webp"]
     pixels = picture(tmp_path / "in" / "a.png")[..., ::-1]
     for number, suffix in enumerate(formats):
@@ -168,6 +168,15 @@ def test_gray_photographs_become_rgb(tmp_path):
     Image.fromarray(gray.astype(np.float32)).save(path.with_suffix(".tif"))  # its black and white are unknown
     with pytest.raises(ValueError, match="I;16.tif: has pixels of Pillow's mode 'F'; expected 8 or 16"):
         decode_photograph(path.with_suffix(".tif"))
+
+
+def test_no_program_is_started_for_an_image(tmp_path, monkeypatch):
+    """Pillow would run Ghostscript on a file with EPS content, whatever its name."""
+    for name in ("Ghostscript", "has_ghostscript"):
+        monkeypatch.setattr(EpsImagePlugin, name, lambda *_, **__: pytest.fail("Ghostscript was asked for"))
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.jpg", "EPS")
+    with pytest.raises(ValueError, match="photo.jpg: cannot be decoded as an image; expected AVIF, BMP, "):
+        decode_photograph(tmp_path / "photo.jpg")
 
 
 def test_photographs_cut_short_are_named(tmp_path):
@@ -252,7 +261,7 @@ def test_wrong_values_are_refused_before_anything_is_written(trained, tmp_path):
     (tmp_path / "empty").mkdir()
     for override, message in (
         ("input=/nowhere/at/all.png", "input=/nowhere/at/all.png does not exist"),
-        (f"input={tmp_path / 'empty'}", "empty holds no image that Pillow can read, such as .png"),
+        (f"input={tmp_path / 'empty'}", "empty holds no image, such as .png"),
         ("window.size=100", "window.size=100: expected a multiple of the network's output stride 8, such as 104"),
         ("tta.scales=[-1]", "tta.scales=[-1.0]: expected a number above 0"),
     ):
@@ -274,3 +283,14 @@ def test_a_checkpoint_without_colours_takes_those_of_its_data(trained, tmp_path)
     run(trained, tmp_path / "a.png", tmp_path / "new")
     shutil.rmtree(state["config"]["data"]["root"])
     assert (tmp_path / "old/colour/a.png").read_bytes() == (tmp_path / "new/colour/a.png").read_bytes()
+
+
+def test_a_checkpoint_writes_nowhere_but_to_output(trained, tmp_path):
+    picture(tmp_path / "a.png")
+    config = run_config("data=synthetic", f"data.root={tmp_path / 'drawn'}")
+    state = {**checkpoint.load(trained[0]), "config": cfg.plain(config)}
+    del state["palette"]
+    checkpoint.save(tmp_path / "net.pt", state)
+    with pytest.raises(ValueError, match="drawn: the synthetic dataset has not been drawn at .*drawn yet"):
+        run((tmp_path / "net.pt",), tmp_path / "a.png", tmp_path / "out")
+    assert relative_files(tmp_path) == ["a.png", "net.pt"]

@@ -478,3 +478,11 @@ def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_f
     assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume"} <= shared
     of_a_machine = {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device", "run_dir"}
     assert not of_a_machine & shared
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", r"\${a}", r"C:\\${oc.env:HOME}\\", "${unfinished", "$", r"\\"])
+def test_a_checkpoint_reads_no_environment_variable(text):
+    config = run_config("data=cityscapes", "data.root=DIR")
+    values = cfg.plain(config)
+    values["data"]["root"] = text
+    assert cfg.from_plain(values, SegmentationRun).data.root == text
