@@ -47,29 +47,28 @@ class Fit(NamedTuple):
 
 
 def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
-    """Print the plan; return what fits. Raises ValueError if a key is wrong, or nothing fits."""
+    """Print the plan; return what fits. Raises ValueError if a key is wrong, or the budget is not met."""
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
     share, size = planner.share_of(config, devices), config.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
+    budget, found = config.memory.available(), []
+    fails = budget is not None and trace.peak > budget
+    if budget is not None:
+        reserved = f"less memory.context={config.memory.context} and memory.workspace={config.memory.workspace}"
+        lost = f", less memory.fragmentation={config.memory.fragmentation}" if config.memory.fragmentation else ""
+        verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
+        console.print(f"{verdict}: {reserved}{lost}, {planner.gib(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
     console.print(f"{share} crops of {size}x{size} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
     console.print(peak_table(trace))
     console.print(f"kept for the backward pass: {planner.gib(sum(trace.saved.values()))}")
     console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
-    budget, found = config.memory.available(), []
-    if budget is not None:
-        verdict = "fits" if trace.peak <= budget else "does not fit"
-        reserved = f"less memory.context={config.memory.context} and memory.workspace={config.memory.workspace}"
-        lost = f", less memory.fragmentation={config.memory.fragmentation}" if config.memory.fragmentation else ""
-        console.print(
-            f"{config.memory.budget} {reserved}{lost}: {planner.gib(budget)} for tensors. This step {verdict}."
-        )
-        if config.memory.fit is not None:
-            found = list(fits(config, devices))
-            console.print(f"memory.fit={config.memory.fit} {each}:")
-            console.print(fit_table(found))
+    if config.memory.fit is not None:
+        found = list(fits(config, devices))
+        console.print(f"memory.fit={config.memory.fit} {each}:")
+        console.print(fit_table(found))
     if config.memory.gpus == 1:
         console.print(f"{share} crops of {size}x{size} pixels on one device, with the memory that CUDA itself needs:")
         console.print(combination_table(config))
@@ -83,6 +82,11 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
         console.print("trainer.compile=true is planned as without it: compiled graphs keep about as much.")
+    if fails and not found:
+        raise ValueError(
+            f"memory.budget={config.memory.budget}: this step needs {planner.gib(trace.peak)}; memory.fit=batch or "
+            f"memory.fit=crop finds what fits"
+        )
     return found
 
 

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
@@ -24,8 +24,8 @@ from engine.assemble.data import official_images
 from engine.assemble.network import forward
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
-from engine.console import logger
-from engine.distributed import World
+from engine.console import log_to, logger, make_console
+from engine.distributed import World, device_of
 from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
@@ -132,8 +132,10 @@ def share_of(config: TrainingRun, devices: int) -> int:
     return -(-config.data.crops_per_minibatch // devices)
 
 
-def fitting(config: Config, devices: int) -> Config:
+def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
+
+    `images`: of the training split, which a minibatch must not exceed; None: the published number.
 
     Raises:
         ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
@@ -143,7 +145,8 @@ def fitting(config: Config, devices: int) -> Config:
     assert budget is not None
     chosen, size, share = deepcopy(config), config.data.crop_size, share_of(config, devices)
     if memory.fit == "batch":
-        found = most_crops(lambda crops: step_memory(config, crops, size, devices).peak, budget, fewest)
+        most = (images or training_images(config.data)) // devices
+        found = most_crops(lambda crops: step_memory(config, crops, size, devices).peak, budget, fewest, most)
         least = fewest, size
         chosen.data.crops_per_minibatch = (found or 0) * devices
     else:
@@ -181,7 +184,9 @@ def fitted(config: Config) -> Iterator[Config]:
             f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "
             f"torchrun --nproc-per-node {memory.gpus}"
         )
-    chosen = _begun(config) or (fitting(config, processes) if memory.fit else deepcopy(config))
+    rank = int(os.environ.get("RANK", "0"))
+    log_to(make_console(rank), None, rank)
+    chosen = _begun(config) or (fitting(config, processes, _images(config)) if memory.fit else deepcopy(config))
     data, share = chosen.data, share_of(chosen, processes)
     needed = step_memory(chosen, share, data.crop_size, processes).peak
     step = f"{share} crops of {data.crop_size}x{data.crop_size} pixels on each device need {gib(needed)}"
@@ -190,11 +195,12 @@ def fitted(config: Config) -> Iterator[Config]:
             f"memory.budget={memory.budget}: {step}, and {gib(budget)} are left for tensors; memory.fit=batch or "
             f"memory.fit=crop chooses what fits"
         )
-    if os.environ.get("RANK", "0") == "0":
-        logger.info(
-            f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
-            f"data.crop_size={data.crop_size}, as {step} of {gib(budget)}"
-        )
+    on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
+    logger.info(
+        f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
+        f"data.crop_size={data.crop_size}, as {step} of {gib(budget)}"
+        + ("; on a CPU nothing holds the process to it" if on_cpu else "")
+    )
     chosen.memory = Memory()
     try:
         yield chosen
@@ -205,6 +211,13 @@ def fitted(config: Config) -> Iterator[Config]:
             f"{error}. The plan for memory.budget={memory.budget} was {gib(needed)}, and {taken} before that: give "
             f"more memory.workspace or memory.fragmentation, or a smaller budget"
         ) from error
+
+
+def _images(config: TrainingRun) -> int | None:
+    """The number of training images in `data.root`; None if they cannot be found, which the run will say."""
+    with suppress(ValueError, OSError):
+        return len(TASKS[config.task].dataset(config.data, config.data.train_split, {}))
+    return None
 
 
 def _begun(config: Config) -> Config | None:

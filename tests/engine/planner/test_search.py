@@ -4,12 +4,13 @@ import pytest
 import yaml
 
 import train_seg
+from datasets import cityscapes
 from engine import planner
 from engine.planner.search import largest_crop, most_crops
 from engine.schema.memory import bytes_of
 from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
-from tests import runs
+from tests import runs, trees
 
 
 @pytest.mark.parametrize("budget, expected", [(99, None), (119, 2), (139, 3), (140, 4), (1000, 47)])
@@ -24,6 +25,13 @@ def test_the_most_crops_are_found_with_few_traces(budget, expected):
     assert len(traced) <= 5
 
 
+@pytest.mark.parametrize(
+    "budget, most, expected", [(1000, 46, 46), (1000, 48, 47), (140, 4, 4), (1000, 2, 2), (1000, 1, 2)]
+)
+def test_no_more_crops_than_images_are_chosen(budget, most, expected):
+    assert most_crops(lambda crops: 60 + 20 * crops, budget, fewest=2, most=most) == expected
+
+
 @pytest.mark.parametrize("budget, expected", [(1_000, None), (10_000, 96), (1_048_576 + 1000, 1024)])
 def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
     assert largest_crop(lambda side: side**2 + 500, budget, smallest=64) == expected
@@ -32,6 +40,24 @@ def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
 @pytest.mark.parametrize("text, expected", [("12GiB", 12 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9)])
 def test_units(text, expected):
     assert bytes_of("memory.budget", text) == expected
+
+
+def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
+    root = trees.cityscapes(tmp_path)
+    config = planned(
+        FLAT, "data=cityscapes", f"data.root={root}", "memory.budget=24GiB", "memory.fit=batch", "norm=std"
+    )
+    with planner.fitted(config) as chosen:
+        assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
+    output = capsys.readouterr().out
+    assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing holds" in output
+
+
+def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
+    values = runs.composed("train_seg", *SMALL, FLAT, "memory.budget=3MiB")
+    with pytest.raises(ValueError, match="memory.budget=3MiB: this step needs .* memory.fit=batch or"):
+        plan_memory.plan(values, SegmentationRun)
+    assert capsys.readouterr().out.startswith("This step does not fit into memory.budget=3MiB: less")
 
 
 SMALL = ("body=resnext_tiny", "memory.context=0MiB", "memory.workspace=0MiB")
@@ -104,7 +130,11 @@ def test_the_plan_of_an_experiment(capsys):
     assert std.crops == checkpoint.crops == inplace.crops and std.crop_size < inplace.crop_size
     assert all(fit.bytes <= 100 * 2**20 for fit in (std, checkpoint, inplace))
     printed = capsys.readouterr().out
-    assert "on each of 2 devices" in printed and "body.mod1" in printed and "100MiB less memory.context=0MiB" in printed
+    assert (
+        "on each of 2 devices" in printed
+        and "body.mod1" in printed
+        and "memory.budget=100MiB: less memory.context=0MiB" in printed
+    )
 
 
 def test_the_experiment_decides_whose_keys_are_taken():
