@@ -56,7 +56,7 @@ def worker_init(worker_id: int) -> None:
     if parent_process() is not None:
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        _die_with_parent()
+        die_with_parent(signal.SIGKILL)
     cv2.setNumThreads(0)  # OpenCV's own threads would compete with the other workers
     # Let Pillow reuse the memory of a large image: getting new pages from the system each time can take as long as
     # decoding. (This call is private, but the only alternative is an environment variable.)
@@ -136,10 +136,10 @@ def _allow_open_files(workers: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _die_with_parent() -> None:
-    """Have Linux kill this process when its parent ends: a process that is stopped or stuck would stay for ever."""
+def die_with_parent(number: signal.Signals) -> None:
+    """Have Linux send this process a signal when its parent ends. (A stopped or stuck one obeys SIGKILL only.)"""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Stop a run on request: job schedulers send SIGTERM or SIGUSR1 before they take the machine away."""
+"""Stop a run on request: by Ctrl-C, or by the SIGTERM or SIGUSR1 of a scheduler that will take the machine away."""
 
 import os
 import signal
@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import torch
 
+from datasets.workers import die_with_parent
 from engine.dataset import SizedIterable
 from engine.distributed import World, launched
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-ONE_REQUEST_SECONDS = 5.0
+# Signals that ask for a stop, and for how many seconds the same signal is still the same request: Slurm and torchrun may
+# both pass one on, and torchrun repeats Ctrl-C at once.
+ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
 
 
 class Preempted(Exception):
@@ -25,8 +27,8 @@ class StopRequest:
     """Context in which a signal asks for a stop: it sets `requested` instead of killing the process.
 
     Until `training` is set there is nothing to save, and a signal raises `Preempted` at once. The same signal again
-    ends the process, after `ONE_REQUEST_SECONDS`: Slurm and torchrun may both pass a signal on. So does a request that
-    the run has not answered after `patience_seconds`.
+    ends the process, after `ONE_REQUEST_SECONDS`. So does a request that the run has not answered after
+    `patience_seconds`. Under torchrun, its death is a request too. Signals that are ignored stay so (`nohup`, `&`).
     """
 
     def __init__(self, patience_seconds: float) -> None:
@@ -39,7 +41,10 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
-            self.before = {number: signal.signal(number, self._request) for number in SIGNALS}
+            heard = [number for number in ONE_REQUEST_SECONDS if signal.getsignal(number) is not signal.SIG_IGN]
+            self.before = {number: signal.signal(number, self._request) for number in heard}
+        if launched():
+            die_with_parent(signal.SIGTERM)  # a torchrun that is killed cannot stop its processes
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -55,7 +60,7 @@ class StopRequest:
         return bool(world.sum_(torch.tensor(int(self.requested))))
 
     def _request(self, number: int, frame: object) -> None:
-        if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS:
+        if time.monotonic() > self.requested_s.setdefault(number, time.monotonic()) + ONE_REQUEST_SECONDS[number]:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.last_resort is None:

@@ -116,11 +116,6 @@ class RunDirectory:
         try:
             with self._saved_at_the_end():
                 yield
-        except KeyboardInterrupt as interrupt:
-            kept = "there is no checkpoint yet"
-            if good := checkpoint.last_good(self.last, self.previous):
-                kept = f"resume=auto with the same run_dir continues from {good[0]}, of step {good[1]}"
-            raise KeyboardInterrupt(kept) from interrupt
         except FloatingPointError as error:
             path, step = checkpoint.last_good(self.last, self.previous) or (None, None)
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
@@ -144,7 +139,7 @@ class RunDirectory:
     def _saved_at_the_end(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # Ctrl-C as well
+        except BaseException:
             with suppress(Exception):  # the first error counts
                 self.saved()
             raise

@@ -4,7 +4,9 @@ import difflib
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -153,6 +155,12 @@ def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
     return ValueError(f"{group}={choice}: there is no such {group}; the nearest are {', '.join(nearest)}")
 
 
+def _ignore_interrupts() -> None:
+    """While Python exits, another Ctrl-C would only print a traceback."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @contextmanager
 def errors_for_users() -> Iterator[None]:
     """Wraps a command: errors that its user can fix become a message and exit status 1; others keep their traceback.
@@ -162,9 +170,11 @@ def errors_for_users() -> Iterator[None]:
     print_what_can_be()
     try:
         yield
-    except KeyboardInterrupt as interrupt:
-        sys.exit(f"interrupted; {interrupt}" if str(interrupt) else "interrupted")
+    except KeyboardInterrupt:
+        _ignore_interrupts()
+        sys.exit("interrupted")
     except Preempted as stopped:
+        _ignore_interrupts()
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
     except RuntimeError as error:

@@ -12,21 +12,37 @@ from engine import stopping
 from engine.stopping import EXIT_CODE, Preempted, StopRequest
 
 
-def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(monkeypatch):
-    now, sent, before = 100.0, [], [signal.getsignal(number) for number in stopping.SIGNALS]
+def handlers() -> list:
+    return [signal.getsignal(number) for number in stopping.ONE_REQUEST_SECONDS]
+
+
+@pytest.mark.parametrize("number, other", [(signal.SIGTERM, signal.SIGUSR1), (signal.SIGINT, signal.SIGTERM)])
+def test_the_same_signal_again_ends_the_process_unless_it_is_the_same_request(monkeypatch, number, other):
+    now, sent, before = 100.0, [], handlers()
     monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(stopping, "os", SimpleNamespace(kill=lambda *call: sent.append(call), getpid=os.getpid))
     with StopRequest(patience_seconds=60) as stop:
         stop.training = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        now += stopping.ONE_REQUEST_SECONDS
-        os.kill(os.getpid(), signal.SIGTERM)  # as Slurm and torchrun may both send it
+        os.kill(os.getpid(), number)
+        now += stopping.ONE_REQUEST_SECONDS[number]
+        os.kill(os.getpid(), number)  # as Slurm and torchrun may both send it
         now += 0.01
-        os.kill(os.getpid(), signal.SIGUSR1)  # another signal: no second request
+        os.kill(os.getpid(), other)  # no second request
         assert stop.requested and not sent
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert sent == [(os.getpid(), signal.SIGTERM)] and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert stop.last_resort.finished.is_set() and before == [signal.getsignal(number) for number in stopping.SIGNALS]
+        os.kill(os.getpid(), number)
+        assert sent == [(os.getpid(), number)] and signal.getsignal(number) is signal.SIG_DFL
+    assert stop.last_resort.finished.is_set() and before == handlers()
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    """A shell starts background processes with SIGINT ignored: Ctrl-C is meant for others."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopRequest(patience_seconds=60) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert not stop.requested and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 UNANSWERED = """

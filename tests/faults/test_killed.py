@@ -82,11 +82,14 @@ def asked_to_stop(run_dir, whole, number: signal.Signals, workers: int, step: in
     survived(run_dir, whole, entry=entry)
 
 
-EITHER = [(number, workers) for number in (signal.SIGTERM, signal.SIGUSR1) for workers in (0, 2)]
+ASKING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+EITHER = [(number, workers) for number in ASKING for workers in (0, 2)]
 RANDOM_STEPS = [(*each, seed) for each in EITHER for seed in (2, 3)]
 
 
-@pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to the process, or to it and its data workers, in a random step")
+@pytest.mark.injects(
+    "preemption", "SIGTERM, SIGUSR1 or SIGINT to the process, or to it and its data workers, in a random step"
+)
 @pytest.mark.parametrize(
     "number, workers, seed",
     [(signal.SIGTERM, 2, 1), *(pytest.param(*each, marks=pytest.mark.faults) for each in RANDOM_STEPS)],
@@ -96,7 +99,7 @@ def test_asked_to_stop(tmp_path, whole, number, workers, seed):
 
 
 @pytest.mark.faults
-@pytest.mark.injects("preemption", "SIGTERM or SIGUSR1 to a classification and its data workers")
+@pytest.mark.injects("preemption", "SIGTERM, SIGUSR1 or SIGINT to a classification and its data workers")
 @pytest.mark.parametrize("number, workers", EITHER)
 def test_a_classification_is_asked_to_stop(tmp_path, whole_of, number, workers):
     asked_to_stop(tmp_path / "run", whole_of("train_imagenet"), number, workers, step=4, entry="train_imagenet")

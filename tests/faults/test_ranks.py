@@ -123,6 +123,15 @@ def test_torchrun_is_asked_to_stop(tmp_path, whole_of_two, number, everyone):
     survived(tmp_path / "run", whole_of_two, processes=2)
 
 
+@pytest.mark.injects("preemption", "SIGKILL to torchrun: its two ranks are left alone")
+def test_ranks_stop_when_torchrun_is_killed(tmp_path, whole_of_two):
+    launched, ranks = launched_until(2, tmp_path / "run")
+    launched.kill()
+    output = ends(launched)  # until the ranks have closed their output
+    stopped(tmp_path / "run", output)
+    survived(tmp_path / "run", whole_of_two, processes=2)
+
+
 @pytest.mark.injects("another number of processes", "two ranks killed in a run that one process continues, and back")
 @pytest.mark.parametrize("first", [1, 2])
 def test_another_number_of_processes_continues_with_a_notice(tmp_path, first):
