@@ -1,7 +1,6 @@
 """Reads the official files of CIFAR-10 and CIFAR-100. Python pickles are read without executing what they contain."""
 
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,11 +42,20 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-_reconstruct: Callable = np.empty(0).__reduce__()[0]  # type: ignore[assignment]
+_ARRAY = object()  # stands for the class, which must not be called
+
+
+def _reconstruct(kind: object, shape: tuple, code: object) -> np.ndarray:
+    """An empty array, whose content follows in the pickle. Any other would be uninitialised memory."""
+    if kind is not _ARRAY or shape != (0,):
+        raise _Foreign(f"an array {shape} without content")
+    return np.empty(0)
+
+
 _CONSTRUCTORS: dict[tuple[str, str], Any] = {
     ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
     ("numpy._core.multiarray", "_reconstruct"): _reconstruct,  # since numpy 2
-    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "ndarray"): _ARRAY,
     ("numpy", "dtype"): np.dtype,
     ("_codecs", "encode"): _encode,
 }

@@ -104,6 +104,8 @@ def index_classes(
                 f"expected a writable folder; give {folder_key}=DIR to choose one"
             ) from error
     counts, places = found
+    if len(counts) != len(dataset) or np.minimum(counts, positions).sum() != len(places):
+        raise ValueError(f"the class index {file} is damaged or of other images; remove it")
     return ClassIndex(dataset.classes, counts, places, positions)
 
 

@@ -21,10 +21,10 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def is_out_of_memory(error: RuntimeError | ValueError | TypeError) -> bool:
-    """Whether an allocation failed: in CPU memory, or on a CUDA device in PyTorch or CUDA's own libraries."""
-    signs = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: in CPU memory, OpenCV's too, or on a CUDA device in PyTorch or CUDA's libraries."""
+    signs = ("out of memory", "Insufficient memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(sign in str(error) for sign in signs)
 
 
 @contextmanager

@@ -69,13 +69,15 @@ class Run(Generic[Config, Split]):
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees as much memory as the network and its momentum
         parameters = sum(p.numel() for p in learner.network.parameters())
-        if self.start_step == 0 and (advice := self.config.random_weights_advice(parameters)):
-            logger.warning(advice)
+        if self.start_step == 0 and (doubt := self.config.doubts(parameters, len(self.train_set.classes))):
+            logger.warning(doubt)
         logger.info(
             f"{self.directory.path}: {parameters:,} parameters, "
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
         )
+        if self.config.compiles(self.world.device.type):
+            logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
         self.learner = learner
         self.metrics = MetricsLogger(
             self.directory.path if self.world.first else None,
@@ -185,7 +187,7 @@ def opened(
     ):
         config.check_shares(world.size)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
-        with directory.in_use(config):
+        with directory.in_use(config), _left_if_not_begun(directory, stop):
             run = _agree(config, world, stop, directory, *find(data))
             log_to(run.console, directory.log if world.first else None, world.rank)
             logger.debug(command)
@@ -202,6 +204,17 @@ def opened(
             if world.device.type == "cpu":
                 keep_freed_memory()  # saves a quarter of the time per step: docs/results/training_cpu.md
             yield run
+
+
+@contextmanager
+def _left_if_not_begun(directory: RunDirectory, stop: StopRequest) -> Iterator[None]:
+    """A run that fails before its first step leaves no folder behind."""
+    try:
+        yield
+    except BaseException:
+        if not stop.training:
+            directory.leave()
+        raise
 
 
 def _agree(

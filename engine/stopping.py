@@ -14,8 +14,8 @@ from engine.dataset import SizedIterable
 from engine.distributed import World, launched
 
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: try again later
-# Signals that ask for a stop, and for how many seconds the same signal is still the same request: Slurm and torchrun may
-# both pass one on, and torchrun repeats Ctrl-C at once.
+# Signals that ask for a stop, and for how many seconds the same signal is still the same request: Slurm and torchrun
+# may both pass one on, and torchrun repeats Ctrl-C at once.
 ONE_REQUEST_SECONDS: dict[int, float] = {signal.SIGTERM: 5.0, signal.SIGUSR1: 5.0, signal.SIGINT: 1.0}
 
 

@@ -27,7 +27,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import counted, make_console, printable
 from engine.distributed import World
-from engine.records.confusion_picture import without_math
+from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import key
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.pictures import class_patch, labelled
@@ -145,7 +145,7 @@ def sheet(page: Sequence[Shown], dataset: SegmentationDataset, title: str) -> Fi
                 ring = dict(marker="o", markersize=11, markerfacecolor="none", linestyle="none", clip_on=False)
                 axes.plot(columns, [row, row], markeredgecolor=colour, markeredgewidth=line_width, **ring)
     figure.legend(handles=handles, loc="outside lower center", ncols=_LEGEND_COLUMNS, fontsize=8, frameon=False)
-    return without_math(figure)
+    return with_literal_texts(figure)
 
 
 @configured("browse_data", BrowseData)

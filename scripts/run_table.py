@@ -24,6 +24,8 @@ from engine import assemble, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import make_console
+from engine.schema.classification import CLASSIFICATION_DATASETS
+from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.stopping import Preempted
@@ -31,6 +33,7 @@ from scripts.evidence import papers
 from scripts.evidence.tables import Finished
 
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
+DATA = sorted({*SEGMENTATION_DATASETS, *CLASSIFICATION_DATASETS} - {*DRAWN})
 
 
 @dataclass
@@ -51,6 +54,14 @@ class RunTable:
             given = getattr(self, name)
             if not isinstance(given, (dict, type(None))):
                 raise ValueError(f"{name}={given}: expected {{NAME: PATH, …}}")
+        for name in self.roots or {}:
+            if name not in DATA:
+                raise ValueError(f"roots={{{name}: …}}: expected one of {', '.join(DATA)}")
+        for name, path in (self.weights or {}).items():
+            if not any(name in experiment for experiment in papers.all_experiments()):
+                raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
+            if not Path(path).expanduser().is_file():
+                raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
 
 
 class Job(NamedTuple):
@@ -151,7 +162,8 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
         if fitting:
             options.append(override("init.weights", weights[fitting[-1]]))
         else:
-            missing.append(f"weights={{{experiment.split('/')[1]}: FILE}}")
+            network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
+            missing.append(f"weights={{{network}: FILE}}")
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(devices)] if devices > 1 else []
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
     flops = steps * config.data.crops_per_minibatch * crop_flops(config)

@@ -166,6 +166,9 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             train(composed("train_seg", f"run_dir={tmp_path}", *overrides))
+    with pytest.raises(ValueError, match="checkpoint gone.pt does not exist"):
+        train(composed("train_seg", f"run_dir={tmp_path / 'new'}", *SHORT, "init.weights=gone.pt"))
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_training_evaluates_batches(tmp_path, monkeypatch):
@@ -190,7 +193,7 @@ def test_trains_on_a_gpu(tmp_path, precision):
 
 
 def test_a_full_network_from_random_weights_says_so(tmp_path, monkeypatch):
-    assert run_config("init.weights=FILE").random_weights_advice(50_000_000) is None
+    assert run_config("init.weights=FILE").doubts(50_000_000, classes=19) is None
     monkeypatch.setattr("engine.schema.segmentation._FEWEST_OF_A_FULL_NETWORK", 1000)
     said = "starts from random weights, but the papers' runs with this learning rate start from a body"
     train_short(tmp_path, "trainer.steps=1")

@@ -32,10 +32,14 @@ from datasets.workers import Loader
 from engine.assemble.data import evaluation_loader, loader, order_of
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
-from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
+from engine.schema.classification import (
+    IMAGENET_CLASSES,
+    ClassificationData,
+    ClassificationRun,
+    ImageNetData,
+    SmallImagesData,
+)
 from models.recomputation import choose_recomputation
-
-IMAGENET_CLASSES = 1000
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
@@ -94,7 +98,7 @@ def classification_network(
     config: ClassificationRun, classes: int, group: dist.ProcessGroup | None = None
 ) -> nn.Module:
     """Build a body with its classifier, initialised from torch's global generator, on the current default device."""
-    network = body(config.body, norm_act(config.norm, group), classes)
+    network = body(config.body, norm_act(config.norm, group, eager=config.trainer.smoke), classes)
     choose_recomputation(network, network, config.trainer.recompute)
     return network
 

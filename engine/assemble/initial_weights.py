@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
+from engine.configuration.command_line import alternatives_of, choices
 from engine.configuration.config import group_from_plain
 from engine.schema.network import NORMS, Norm, PackageNorm
 from engine.schema.training import TrainingRun
@@ -97,8 +98,7 @@ def initialise_from(
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
-    wrong = differences(tensors, network.state_dict())
-    options = " ".join(f"body.{option}={value}".replace(", ", ",") for option, value in wrong.items())
+    options = _other_body(tensors, network)
     advice = (
         f"Give the body{f' ({options})' if options else ''}, head and norm.learn_scale that it was trained with, or "
         f"init.part=body if only the head differs"
@@ -107,6 +107,17 @@ def initialise_from(
         network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
     )
     return _with_remark_on_classes(report) if weights.classes is None else report
+
+
+def _other_body(tensors: Mapping[str, Tensor], network: nn.Module) -> str:
+    """The options with which the network would have the body of a file; "" if they are not known."""
+    wrong = differences(tensors, network.state_dict())
+    if "name" not in wrong:
+        return " ".join(f"body.{option}={value}".replace(", ", ",") for option, value in wrong.items())
+    of_kind = [
+        name for name in choices("body", TrainingRun) if ("body", wrong["name"]) in alternatives_of("body", name)
+    ]
+    return " or ".join(f"body={name}" for name in of_kind)
 
 
 def of_checkpoint(content: object, path: Path, name: str) -> Weights:
@@ -155,7 +166,8 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> We
     except ValueError as error:
         raise ValueError(f"{name} with init.format=torchvision: {error}") from error
     remarks = tuple(
-        f"norm.activation={activation}: torchvision trained with relu, so this is only a starting point"
+        f"norm.activation={activation}: torchvision trained with relu, so this is only a starting point; "
+        f"norm=std norm.activation=relu computes the same"
         for activation in sorted(_activations(network) - {"relu"})
     )
     return Weights(tensors, f"{path} (torchvision)", remarks=remarks)

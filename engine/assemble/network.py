@@ -19,8 +19,12 @@ from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
 
-def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
+def norm_act(
+    config: schema.Norm, group: dist.ProcessGroup | None = None, eager: bool = False
+) -> Callable[[int], nn.Module]:
     """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
+
+    `eager`: whatever the configured backend is, compile nothing.
 
     Raises:
         ValueError: the released package is chosen but not installed.
@@ -34,7 +38,8 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
     if isinstance(config, schema.PackageNorm):
         return partial(package_abn(), **options)
     assert isinstance(config, schema.OurNorm), config
-    options.update(learn_scale=config.learn_scale, sync=config.sync, group=group, backend=config.backend)
+    backend = "eager" if eager else config.backend
+    options.update(learn_scale=config.learn_scale, sync=config.sync, group=group, backend=backend)
     if isinstance(config, schema.InPlaceNorm):
         variant = "I" if isinstance(config, schema.InPlaceNorm1) else "II"
         return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)

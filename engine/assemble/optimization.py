@@ -49,9 +49,17 @@ def _parameter_groups(config: schema.Optim, network: nn.Module, head: tuple[str,
     ]
 
 
-def lr_schedule(config: schema.LRSchedule, optimizer: Optimizer, schedule: Schedule) -> LRScheduler:
-    """The learning rate of every step, advanced after each. ValueError if the warm-up is as long as the run."""
+def lr_schedule(
+    config: schema.LRSchedule, optimizer: Optimizer, schedule: Schedule, smoke: bool = False
+) -> LRScheduler:
+    """The learning rate of every step, advanced after each.
+
+    Raises:
+        ValueError: the warm-up is as long as the run. (A run for `smoke` goes without.)
+    """
     warmup = in_steps(config.warmup_epochs, config.warmup_steps, schedule.steps_per_epoch) or 0
+    if smoke and warmup >= schedule.total_steps:
+        warmup = 0
     if warmup >= schedule.total_steps:
         raise ValueError(
             f"lr_schedule.warmup_epochs={config.warmup_epochs} lr_schedule.warmup_steps={config.warmup_steps}: the "

@@ -18,7 +18,7 @@ def segmentation_network(
     config: SegmentationRun, classes: int, group: dist.ProcessGroup | None = None
 ) -> SegmentationNetwork:
     """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
-    norm = norm_act(config.norm, group)
+    norm = norm_act(config.norm, group, eager=config.trainer.smoke)
     features = body(config.body, norm)
     head = DeepLabV3(
         features.out_channels,

@@ -89,7 +89,7 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         network=plain.network,
         forward=plain.through(trained),
         optimizer=optimizer,
-        scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, schedule),
+        scheduler=optimization.lr_schedule(config.lr_schedule, optimizer, schedule, trainer.smoke),
         scaler=torch.amp.GradScaler(world.device.type, enabled=trainer.precision == "float16"),
         accumulation_steps=trainer.accumulation_steps,
         average=average,

@@ -17,6 +17,10 @@ from engine.memory import is_out_of_memory
 from models.checkpoints import torch_files
 
 
+class OtherFormat(ValueError):
+    """A file is intact, but of another program, or of another version of this one."""
+
+
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """Write `state` to `path`. If `previous`, a file in the same folder, is given, the old checkpoint moves there.
 
@@ -149,7 +153,7 @@ def checked(state: object, path: Path) -> dict:
     state = migrated(state)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise ValueError(f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which this version writes")
+        raise OtherFormat(f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which this version writes")
     for key, (fits, expected) in PARTS.items():
         absent = key not in state
         if absent and key in OPTIONAL:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,11 +43,13 @@ class RunDirectory:
         self.last = self.path / "checkpoints" / "last.pt"
         self.previous = self.path / "checkpoints" / "previous.pt"  # the one before `last`
         self.best = self.path / "checkpoints" / "best.pt"
+        self.lock_file = self.path / ".lock"
         self.notice: str | None = None
         self._last_is_good = True  # or does not exist
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self._saving: Future | None = None
         self._lock: TextIO | None = None
+        self._new: list[Path] = []  # folders that `lock` has made, from the innermost
 
     def save(self, state: dict, best: bool = False) -> None:
         """Write the last checkpoint and keep the one before it, or write the `best`.
@@ -78,10 +81,12 @@ class RunDirectory:
             saving.result()
 
     def _check_places(self) -> None:
-        for path in (self.last, self.previous, self.best):
-            if path.is_dir():
+        files = (self.last, self.previous, self.best, self.config, self.log, self.metrics, self.results, self.lock_file)
+        for path in files:
+            if path.exists() and not path.is_file():
+                found = "a folder" if path.is_dir() else "a device, pipe or socket"
                 raise ValueError(
-                    f"run_dir={self.path}: {path} is a folder, expected a file: move it away, then continue with "
+                    f"run_dir={self.path}: {path} is {found}, expected a file: move it away, then continue with "
                     f"resume=auto"
                 )
 
@@ -91,8 +96,10 @@ class RunDirectory:
         Raises:
             ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
+        self._new = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / ".lock", "w")
+        self._check_places()
+        self._lock = open(self.lock_file, "w")
         started_s, told = time.monotonic(), False
         while True:
             try:
@@ -110,6 +117,14 @@ class RunDirectory:
                 told = True
             time.sleep(0.2)
 
+    def leave(self) -> None:
+        """Remove the folders that `lock` has made: the run has failed before its first step."""
+        if self._new:
+            shutil.rmtree(self._new.pop(0), ignore_errors=True)
+        for folder in self._new:
+            with suppress(OSError):  # somebody else uses it by now
+                folder.rmdir()
+
     @contextmanager
     def in_use(self, config: TrainingRun) -> Iterator[None]:
         """Wraps a run: unless a key is wrong, errors say what survived, and `config` adds advice."""
@@ -123,6 +138,8 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
+                if file is None and error.errno == errno.EIO:  # of a write; reading images names them
+                    raise OSError(f"run_dir={self.path}: {error.strerror}; look at its disk") from error
                 if file is None or not file.is_relative_to(self.path):
                     raise  # checkpoint.save has worded it
                 raise OSError(
@@ -223,6 +240,11 @@ class RunDirectory:
     def _newest_good(self) -> dict:
         try:
             return checkpoint.load(self.last)
+        except checkpoint.OtherFormat as error:  # going back would overwrite it
+            raise ValueError(
+                f"run_dir={self.path} cannot be continued: {error}. Continue it with the version that wrote it, or "
+                f"give another run_dir to start a new run"
+            ) from error
         except ValueError as error:
             reason = error
         self._last_is_good = False

@@ -26,6 +26,8 @@ from engine.schema.keys import groups_of
 from engine.stopping import EXIT_CODE, Preempted
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+# ${per_process:2} in a configuration: twice the number of processes.
+OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
 
 
 def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -> None:
@@ -106,25 +108,25 @@ def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
     return [
         name
         for name in names
-        if all(used in groups[own] for own, used in _alternatives(group, name, configs) if own in groups)
+        if all(used in groups[own] for own, used in alternatives_of(group, name, configs) if own in groups)
     ]
 
 
-def _alternatives(group: str, choice: str, configs: Path) -> Iterator[tuple[str, str]]:
+def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
     """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
     file = configs / group / f"{choice}.yaml"
     for entry in _defaults(file) if file.is_file() else ():
         if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
             for other, name in entry.items():
-                yield from _alternatives(str(other).split("/")[-1], str(name), configs)
+                yield from alternatives_of(str(other).split("/")[-1], str(name), configs)
         elif entry.startswith("/schema/"):
             _, _, own, name = entry.split("/")
             yield own, name
         elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
             _, other, name = entry.split("/", 2)
-            yield from _alternatives(other, name, configs)
+            yield from alternatives_of(other, name, configs)
         else:  # relative to the choice's folder
-            yield from _alternatives(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
+            yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
 
 
 @cache
@@ -177,18 +179,18 @@ def errors_for_users() -> Iterator[None]:
         _ignore_interrupts()
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        logger.debug("", exc_info=True)
-        sys.exit(
-            f"error: out of memory outside of steps and images: {str(error).strip().splitlines()[0]}. The network "
-            f"and its optimiser alone need more than is free: stop other processes, or use a smaller body"
-        )
-    except (ValueError, FloatingPointError, MemoryError, OSError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+    except Exception as error:
+        out_of_memory = is_out_of_memory(error) and not (isinstance(error, MemoryError) and str(error))
+        for_users = (ValueError, FloatingPointError, MemoryError, OSError)
+        if not out_of_memory and (not isinstance(error, for_users) or os.environ.get("HYDRA_FULL_ERROR") == "1"):
             raise
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
+        if out_of_memory:
+            what = next(iter(str(error).strip().splitlines()), "the system gives no more")
+            sys.exit(
+                f"error: out of memory outside of steps and images: {what}. The network and its optimiser alone need "
+                f"more than is free: stop other processes, raise ulimit -v if it is set, or use a smaller body"
+            )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
         sys.exit(f"error: {message.strip()}")

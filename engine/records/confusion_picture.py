@@ -5,12 +5,15 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from engine.console import printable
+
 
 def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: str) -> Figure:
     """Draw the percentage of each label that is predicted as each class. `confusion`: int (K, K), rows are labels.
 
     Rows without a count stay empty.
     """
+    names = [printable(name) for name in classes]
     counts = confusion.sum(axis=1, keepdims=True)
     percent = np.where(counts > 0, 100 * confusion / np.maximum(counts, 1), np.nan)
     side = 3 + 0.24 * len(classes)  # inches: room for a number in every cell
@@ -21,16 +24,17 @@ def confusion_picture(confusion: np.ndarray, classes: tuple[str, ...], title: st
         colour = "white" if percent[row, column] > 40 else "black"
         text = f"{percent[row, column]:.0f}"
         axes.text(column, row, text, ha="center", va="center", fontsize=7, color=colour)
-    axes.set_xticks(range(len(classes)), classes, rotation=90, fontsize=8)
-    axes.set_yticks(range(len(classes)), classes, fontsize=8)
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set(xlabel="predicted", ylabel="label")
     axes.set_title(title, loc="left")
     figure.colorbar(shown, ax=axes, shrink=0.5, aspect=30, pad=0.01)
-    return without_math(figure)
+    return with_literal_texts(figure)
 
 
-def without_math(figure: Figure) -> Figure:
-    """Show every $ in the figure's texts literally: class and image names may contain one."""
+def with_literal_texts(figure: Figure) -> Figure:
+    """Show the figure's texts literally: names of classes and images may contain a $, or bytes that are not UTF-8."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))
     return figure

@@ -10,6 +10,8 @@ from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNet
 from engine.schema.keys import group, key, override
 from engine.schema.training import Trainer, TrainingRun
 
+IMAGENET_CLASSES = 1000
+
 
 @dataclass
 class ClassificationData(Data):
@@ -73,6 +75,11 @@ class ClassificationRun(TrainingRun):
 
     def evaluation_command(self, checkpoint: Path) -> str:
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
+
+    def doubts(self, parameters: int, classes: int) -> str | None:
+        if self.data.name != "imagenet" or classes == IMAGENET_CLASSES:
+            return None
+        return f"data.root={self.data.root} holds {classes} classes, one per folder; ImageNet has {IMAGENET_CLASSES}"
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops and batches. ValueError: the crop does not fit the images."""

@@ -65,7 +65,7 @@ class SegmentationRun(TrainingRun):
     def evaluation_command(self, checkpoint: Path) -> str:
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
-    def random_weights_advice(self, parameters: int) -> str | None:
+    def doubts(self, parameters: int, classes: int) -> str | None:
         if self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
             return None
         return (

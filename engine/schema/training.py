@@ -43,6 +43,7 @@ class Trainer:
     ema_decay: float | None = key(None, above=0, most=1)
     # Minibatches to renew the average's norm statistics from before an evaluation; 0: use the trained network's.
     ema_statistics_minibatches: int = key(0, least=0)
+    smoke: bool = False  # only to see whether it runs: eager norms, for which nothing compiles, and no long warm-up
     profile: int = key(0, least=0, free_on_resume=True)  # steps to profile, after ten warm-up steps, to RUN_DIR/profile
     timeout_seconds: int = key(1800, above=0, per_machine=True)  # how long one process waits for another
 
@@ -85,10 +86,10 @@ class TrainingRun:
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
 
-    run_dir: str | None = key(None, per_machine=True)  # null: runs/DATASET-NORM/DATE
+    run_dir: str | None = key(None, free_on_resume=True)  # null: runs/DATASET-NORM/DATE
     # auto: resume the run in run_dir if there is one, else start it
     resume: str | None = key(None, free_on_resume=True)
-    seed: int = key(0, least=0)
+    seed: int = key(0, least=0, most=2**63 - 1)
     init: Init = field(default_factory=Init)
     norm: Norm = group(NORMS)
     body: Body = group(BODIES)
@@ -126,10 +127,22 @@ class TrainingRun:
                 f"trainer.recompute={trainer.recompute} with body={self.body.name}: its reversible units already "
                 f"forget their activations; give trainer.recompute=none or activations"
             )
+        run_dir = str(self.run_dir)
+        if (shown := run_dir.encode(errors="backslashreplace").decode()) != run_dir:
+            raise ValueError(
+                f"run_dir={shown}: expected a path in UTF-8, as the run's records need; if it is one, set a UTF-8 "
+                f"locale such as LC_ALL=C.UTF-8"
+            )
         if self.resume not in (None, "auto"):
             raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether a run may compile code in its first steps. (On CUDA the norms' kernels take a second.)"""
+        backend = getattr(self.norm, "backend", "eager")
+        norms = backend == "compiled" or (backend == "auto" and device_type == "cpu")
+        return self.trainer.compile or (norms and not self.trainer.smoke)
 
     def score_text(self, score: float) -> str:
         """The score for the console."""
@@ -154,8 +167,8 @@ class TrainingRun:
         """Words for the name of eval.py's results file: which options of this task differ from the training's."""
         return []
 
-    def random_weights_advice(self, parameters: int) -> str | None:
-        """A line for a new run of a network with so many parameters, if its weights should not be random."""
+    def doubts(self, parameters: int, classes: int) -> str | None:
+        """A line for a new run whose network or data are unlikely to be meant; None for most."""
         return None
 
     def check_precision(self) -> None:

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from datasets import SegmentationDataset
-from engine.records.confusion_picture import without_math
+from engine.records.confusion_picture import with_literal_texts
 
 OVERLAY_OPACITY = 0.6
 
@@ -49,7 +49,7 @@ def class_legend(dataset: SegmentationDataset) -> Figure:
     rows = -(-len(handles) // columns)
     figure = Figure(figsize=(1.75 * columns, 0.22 * rows + 0.2))  # inches of 100 pixels
     figure.legend(handles=handles, loc="center", ncols=columns, frameon=False)
-    return without_math(figure)
+    return with_literal_texts(figure)
 
 
 def class_patch(colour: tuple[int, int, int], label: str) -> Patch:

@@ -137,6 +137,12 @@ def asking_for(wanted: str) -> bytes:
 FOREIGN = ("numpy.load", "numpy.ndarray.getattr", "builtins.eval", "builtins.getattr", "builtins.__import__")
 PICKLES = [
     *((asking_for(wanted), f"the pickle asks for {wanted}, which could execute code") for wanted in FOREIGN),
+    # numpy's constructors without the content that follows them in a real file.
+    (b"cnumpy\nndarray\n((I2\nI3072\ntR.", "cannot be read as a pickle"),
+    (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I2\nI3072\ntVB\ntR.",
+        r"the pickle asks for an array \(2, 3072\) without content",
+    ),
     (pickled()[:-900], "cannot be read as a pickle, so it is damaged or truncated"),
     (b"", "cannot be read as a pickle"),
     (b"GIF89a", "cannot be read as a pickle"),

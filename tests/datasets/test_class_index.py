@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from datasets import ClassIndex, SegmentationDataset, camvid, cityscapes, index_classes
+from datasets.cache import write_arrays
 from datasets.class_index import index_label
+from datasets.transforms import TrainingTransform
 
 
 def of(index: ClassIndex, label: np.ndarray, image: int, class_id: int) -> set[tuple[int, int]]:
@@ -166,6 +168,18 @@ def test_without_locks_or_with_a_damaged_file_the_results_are_the_same(camvid_fo
     assert equal(index_classes(dataset, tmp_path / "a", workers=0), expected)
     monkeypatch.setattr("fcntl.flock", refuse)
     assert equal(index_classes(dataset, tmp_path / "b", workers=0), expected)
+
+
+def test_positions_that_do_not_fit_the_images_are_refused(camvid_folders, tmp_path):
+    dataset = camvid(camvid_folders, "train")
+    good = index_classes(dataset, tmp_path, workers=0)
+    (file,) = tmp_path.rglob("index.npz")
+    write_arrays(file, {"counts": good.counts, "places": good.places[1:]})
+    with pytest.raises(ValueError, match=f"{file} is damaged or of other images; remove it"):
+        index_classes(dataset, tmp_path, workers=0)
+    transform = TrainingTransform((8, 8))
+    with pytest.raises(ValueError, match=r"no crop contains the pixel \(9, 0\) of an image of \(9, 9\)"):
+        transform.draw((9, 9), np.random.default_rng(0), (9, 0))
 
 
 def test_what_cannot_be_indexed_says_why_or_is_skipped(camvid_folders, cityscapes_root, tmp_path):

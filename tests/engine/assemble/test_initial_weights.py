@@ -258,6 +258,8 @@ def test_a_resnet_of_torchvision(tmp_path, activation, warned):
     assert {name.partition(".")[0] for name in report.new} == {"head", "cls"}
     assert set(report.skipped.values()) == {"it classifies whole images"}
     assert (f"norm.activation={activation}: torchvision trained with relu" in str(report)) == warned
+    with pytest.raises(ValueError, match=r"\(body=resnet101 or body=resnet34 or .*body=resnet50"):
+        initialise(run_config(*start), network("body=resnext_tiny"), CLASSES)
     config = run_config("body=resnet50", *start)
     with pytest.raises(ValueError, match=r"\(body.structure|does not fit the network.*base_channels=\[64,64\]"):
         initialise(config, network("body=resnet50"), CLASSES)

@@ -280,6 +280,37 @@ def test_a_folder_in_the_place_of_a_checkpoint_is_refused_before_and_in_a_run(tm
     assert resumed(run, config) == (1 if name == "last" else 2)
 
 
+@pytest.mark.parametrize("name", ["log", "lock_file", "metrics", "results", "config"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path, config, name):
+    """Opening it would wait for ever."""
+    run = run_in(tmp_path)
+    os.mkfifo(getattr(run, name))
+    with pytest.raises(ValueError, match=f"{getattr(run, name)} is a device, pipe or socket, expected a file: move"):
+        run.lock()
+
+
+def test_a_checkpoint_of_another_version_is_not_gone_back_from(tmp_path, config):
+    run = run_in(tmp_path, config, 1, 2)
+    newer = {**torch.load(run.last, weights_only=True), "format": "inplace-abn/3"}
+    torch.save(newer, run.last)
+    with pytest.raises(ValueError, match="has format 'inplace-abn/3': .* Continue it with the version that wrote it"):
+        resumed(run, config)
+
+
+def test_what_a_failed_start_has_made_is_removed(tmp_path):
+    (tmp_path / "runs").mkdir()
+    run = run_in(tmp_path / "runs" / "camvid" / "one")
+    run.lock()
+    run.log.write_text("")
+    run.leave()
+    assert list(tmp_path.iterdir()) == [tmp_path / "runs"] and not list((tmp_path / "runs").iterdir())
+    (tmp_path / "runs" / "two").mkdir()
+    run = run_in(tmp_path / "runs" / "two")
+    run.lock()
+    run.leave()
+    assert run.lock_file.exists()  # somebody else's folder stays
+
+
 @pytest.mark.parametrize("lost", ["missing", "empty", "broken link"])
 def test_a_lost_last_checkpoint_is_no_new_run(tmp_path, config, lost):
     run = run_in(tmp_path, config, 1, 2)

@@ -3,6 +3,7 @@
 import importlib
 import re
 
+import cv2
 import hydra
 import pytest
 import torch
@@ -18,6 +19,10 @@ def test_memory_that_runs_out_anywhere_is_a_message():
     with pytest.raises(SystemExit, match="error: out of memory outside of steps and images: .*smaller body"):
         with errors_for_users():
             torch.empty(2**60, dtype=torch.uint8)
+    opencv = cv2.error("OpenCV(5) alloc.cpp:66: error: (-4:Insufficient memory) Failed to allocate 9 bytes")
+    for error, what in ((MemoryError(), "the system gives no more"), (opencv, "Failed to allocate 9 bytes")):
+        with pytest.raises(SystemExit, match=f"error: out of memory .*: .*{what}.*ulimit -v"), errors_for_users():
+            raise error
     for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
         with pytest.raises(kind, match="our own"), errors_for_users():
             raise kind("our own mistake")

@@ -3,6 +3,8 @@
 import functools
 import importlib.util
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from engine.segmentation.losses import CrossEntropy
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from scripts.evidence.papers import header
 from tests import runs
-from tests.runs import classification_config, run_config, with_key
+from tests.runs import classification_config, composed, run_config, with_key
 
 CPU = torch.device("cpu")
 ENTRIES = {SegmentationRun: run_config, ClassificationRun: classification_config}
@@ -403,6 +405,7 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("trainer.device=tpu", "trainer.device=tpu: expected one of auto, cpu, cuda"),
         ("resume=auto", "resume=auto needs run_dir"),
         ("seed=-1", "seed=-1: expected 0 or more"),
+        ("seed=99999999999999999999", "seed=99999999999999999999: expected 0 or more, at most 9223372036854775807"),
         ("init.format=standard_bn", "init.format=standard_bn needs init.weights=FILE"),
         ("init.scale=raw", "init.scale=raw needs init.weights=FILE"),
         ("init.part=body", "init.part=body needs init.weights=FILE"),
@@ -418,6 +421,24 @@ def test_bounds_and_rules_across_keys(overrides, message):
         config = with_key(config, key, yaml.safe_load(given[key]))
     with pytest.raises(ValueError, match=message):
         check_values(config)
+
+
+def test_a_folder_for_records_has_a_name_in_utf_8():
+    with pytest.raises(ValueError, match=r"run_dir=caf\\udce9: expected a path in UTF-8.* LC_ALL=C.UTF-8"):
+        check_values(replace(run_config(), run_dir="caf\udce9"))
+
+
+def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    config = cfg.typed(composed("train_seg", "debug=smoke", "lr_schedule.warmup_epochs=5"), SegmentationRun)
+    config.check_shares(processes=3)
+    assert config.data.crops_per_minibatch == 6
+    schedule = assemble.schedule_of(config, images=100)
+    learner = assemble.learner(config, partial(assemble.segmentation_network, config, 3), schedule, World())
+    assert {norm.backend for norm in learner.network.modules() if isinstance(norm, ABN)} == {"eager"}
+    with pytest.raises(ValueError, match="the warm-up takes 80 steps, and the run 2"):
+        no_smoke = replace(config, trainer=replace(config.trainer, smoke=False))
+        assemble.learner(no_smoke, partial(assemble.segmentation_network, config, 3), schedule, World())
 
 
 def test_the_keys_of_one_group_are_read_from_the_checkpoint_of_any_task():
@@ -475,8 +496,8 @@ def test_a_checkpoint_with_a_wrong_value_for_an_evaluation_is_refused_by_file_an
 def test_ranks_share_the_keys_that_decide_when_they_meet_and_not_the_places_of_files():
     shared = cfg.shared(run_config()).keys()
     intervals = {f"trainer.{event}_every_steps" for event in ("evaluate", "checkpoint", "log")}
-    assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume"} <= shared
-    of_a_machine = {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device", "run_dir"}
+    assert {*intervals, "trainer.pictures", "data.on_error", "optim.lr", "resume", "run_dir"} <= shared
+    of_a_machine = {"data.root", "data.workers", "data.timeout_seconds", "sampler.folder", "trainer.device"}
     assert not of_a_machine & shared
 
 

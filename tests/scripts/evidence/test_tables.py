@@ -163,17 +163,25 @@ def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_pa
     assert 'init.weights="FILE"' in job.command and not job.missing and job.steps == 360 * (2975 // 20)
     assert job.flops == job.steps * 20 * 10**9 and job.hours(tflops=10.0) == pytest.approx(job.flops / 4e13 / 3600)
     missing = run_table.job_of("table3/coco_stuff_resnext101_std", 0, arguments).missing
-    assert missing == ["roots={coco_stuff: DIR}", "weights={coco_stuff_resnext101_std: FILE}"]
+    assert missing == ["roots={coco_stuff: DIR}", "weights={resnext101_std: FILE}"]
 
 
 @pytest.mark.usefixtures("of_few_tables")
 def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
-    options = ["roots={cifar10: DIR, cifar100: DIR}", "weights={a: b}"]
+    (tmp_path / "net.pt").touch()
+    options = ["roots={cifar10: DIR, cifar100: DIR}", f"weights={{resnet: {tmp_path}/net.pt}}"]
     values = composed("run_table", "table=cifar10", "dry_run=true", f"runs={tmp_path}", *options)
     assert run_table.run(values) == 0
     printed = capsys.readouterr().out
     assert printed.count('data.root="DIR"') == 3 and "cifar10/resnet14, seed 0" in printed
+    for option, message in (
+        ("roots={citiscapes: DIR}", "roots={citiscapes: …}: expected one of camvid, cifar10, "),
+        ("weights={xyz: b}", "weights={xyz: …}: no experiment has"),
+        ("weights={resnet: b}", "weights={resnet: b}: there is no such file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_table.run(composed("run_table", "table=cifar10", option))
     for table, message in (
         ("cifar10", r"cifar10 needs roots=\{cifar10: DIR\}"),
         ("table9", "table9: expected one of cifar10"),
