@@ -46,9 +46,7 @@ class IdentityResidualBlock(nn.Module):
         self.convs = convolutions(
             in_channels, channels, norm_act, stride=stride, dilation=dilation, groups=groups, dropout=dropout
         )
-        last = channels[-1]
-        needs_projection = stride != 1 or in_channels != last
-        self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
+        self.proj_conv = _projection(in_channels, channels[-1], stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride)).
@@ -79,30 +77,7 @@ def convolutions(
     dropout: float = 0.0,
 ) -> nn.Sequential:
     """The convolutions of a pre-activation residual function, with norms between them; see `IdentityResidualBlock`."""
-    if len(channels) == 2:
-        if groups != 1:
-            raise ValueError(
-                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
-                f"two 3x3 convolutions have no groups"
-            )
-        convs = [
-            conv3x3(in_channels, channels[0], stride=stride, dilation=dilation),
-            conv3x3(*channels, dilation=dilation),
-        ]
-    elif len(channels) == 3:
-        first, middle, last = channels
-        if first % groups or middle % groups:
-            raise ValueError(
-                f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's 3x3 convolution: "
-                f"choose a divisor of both, or other channels"
-            )
-        convs = [
-            nn.Conv2d(in_channels, first, 1, stride=stride, bias=False),
-            conv3x3(first, middle, dilation=dilation, groups=groups),
-            nn.Conv2d(middle, last, 1, bias=False),
-        ]
-    else:
-        raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+    convs = _convolutions(in_channels, channels, strides=(stride, 1), dilation=dilation, groups=groups)
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=convs[0])
     for number, conv in enumerate(convs[1:], start=2):
         layers[f"bn{number}"] = norm_act(conv.in_channels)
@@ -110,6 +85,47 @@ def convolutions(
             layers["dropout"] = nn.Dropout2d(dropout)
         layers[f"conv{number}"] = conv
     return nn.Sequential(layers)
+
+
+def _convolutions(
+    in_channels: int, channels: Sequence[int], *, strides: tuple[int, int], dilation: int, groups: int = 1
+) -> list[nn.Conv2d]:
+    """Two 3x3 convolutions, or a bottleneck of a 1x1, a 3x3 and a 1x1; `strides` are those of the first two.
+
+    Raises:
+        ValueError: there are neither two nor three channels, or the groups do not fit.
+    """
+    if len(channels) == 2:
+        if groups != 1:
+            raise ValueError(
+                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
+                f"two 3x3 convolutions have no groups"
+            )
+        first, last = channels
+        return [
+            conv3x3(in_channels, first, stride=strides[0], dilation=dilation),
+            conv3x3(first, last, stride=strides[1], dilation=dilation),
+        ]
+    if len(channels) != 3:
+        raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+    first, middle, last = channels
+    if first % groups or middle % groups:
+        raise ValueError(
+            f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's 3x3 convolution: "
+            f"choose a divisor of both, or other channels"
+        )
+    return [
+        nn.Conv2d(in_channels, first, 1, stride=strides[0], bias=False),
+        conv3x3(first, middle, stride=strides[1], dilation=dilation, groups=groups),
+        nn.Conv2d(middle, last, 1, bias=False),
+    ]
+
+
+def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:
+    """The 1x1 convolution of a shortcut; None if the shortcut is the input itself."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
 
 
 class ResidualBlock(nn.Module):
@@ -134,31 +150,16 @@ class ResidualBlock(nn.Module):
         self, in_channels: int, channels: Sequence[int], *, norm_act: NormAct, stride: int = 1, dilation: int = 1
     ):
         super().__init__()
-        if len(channels) == 2:
-            first, last = channels
-            convs = [
-                conv3x3(in_channels, first, stride=stride, dilation=dilation),
-                conv3x3(first, last, dilation=dilation),
-            ]
-        elif len(channels) == 3:
-            first, middle, last = channels
-            convs = [
-                nn.Conv2d(in_channels, first, 1, bias=False),
-                conv3x3(first, middle, stride=stride, dilation=dilation),
-                nn.Conv2d(middle, last, 1, bias=False),
-            ]
-        else:
-            raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
-
+        strides = (stride, 1) if len(channels) == 2 else (1, stride)
+        convs = _convolutions(in_channels, channels, strides=strides, dilation=dilation)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for number, conv in enumerate(convs, start=1):
             layers[f"conv{number}"] = conv
             norm = norm_act if number < len(convs) else without_activation(norm_act)
             layers[f"bn{number}"] = norm(conv.out_channels)
         self.convs = nn.Sequential(layers)
-        needs_projection = stride != 1 or in_channels != last
-        self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
-        self.proj_bn = without_activation(norm_act)(last) if needs_projection else None
+        self.proj_conv = _projection(in_channels, channels[-1], stride)
+        self.proj_bn = without_activation(norm_act)(channels[-1]) if self.proj_conv is not None else None
 
     @property
     def activation(self) -> Activation:
