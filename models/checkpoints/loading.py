@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-SHOWN_NAMES = 4  # tensors listed per reason
+from models.layers.norms.report import listed
 
 
 class Loaded(NamedTuple):
@@ -124,12 +124,6 @@ def _must_be_given(name: str, with_head: bool) -> bool:
     if name.endswith("num_batches_tracked"):  # used only without momentum; older programs did not save it
         return False
     return is_of_body(name) or (with_head and name.startswith("head."))
-
-
-def listed(entries: Sequence[str], separator: str = ", ") -> str:
-    """The first entries, and how many more there are."""
-    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
-    return separator.join(entries[:SHOWN_NAMES]) + more
 
 
 def _shape(tensor: Tensor) -> str:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoints import torch_files
-from models.checkpoints.loading import Loaded, listed, load_by_name
+from models.checkpoints.loading import Loaded, load_by_name
 from models.checkpoints.published import Published, published
 from models.checkpoints.recognition import body_of, differences, recognised
 from models.layers import from_released
+from models.layers.norms.report import listed
 
 EPS = 1e-5  # of the released layers, in the variance and in the scale
 SCALES = ("released", "raw")

@@ -58,19 +58,8 @@ class InPlaceABN(ABN):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            learn_scale=learn_scale,
-            sync=sync,
-            group=group,
-            backend=backend,
-        )
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*of_abn, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
         if variant not in VARIANTS:
             raise ValueError(f"variant={variant!r}: expected 'I' or 'II'")
         if gamma_floor <= 0:
@@ -112,22 +101,9 @@ class InPlaceABNSync(InPlaceABN):
         *,
         backend: str = "auto",
     ):
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            variant,
-            learn_scale,
-            gamma_floor,
-            overwrite_input,
-            sync=True,
-            group=group,
-            backend=backend,
-        )
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        of_inplace_abn = (variant, learn_scale, gamma_floor, overwrite_input)
+        super().__init__(*of_abn, *of_inplace_abn, sync=True, group=group, backend=backend)
 
     @classmethod
     def convert(

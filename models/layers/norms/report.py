@@ -1,9 +1,10 @@
 """What a conversion of a network did and what it left alone."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SHOWN_NAMES = 4  # layers listed per reason
+SHOWN_NAMES = 4  # listed per reason
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,14 @@ class Report:
             lines.append(f"{title}: {len(entries)}")
             for what in dict.fromkeys(entries.values()):
                 names = [name or "(the module itself)" for name, value in entries.items() if value == what]
-                more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-                lines += [f"  {len(names)} x {what}", f"      {', '.join(names[:SHOWN_NAMES])}{more}"]
+                lines += [f"  {len(names)} x {what}", f"      {listed(names)}"]
         return "\n".join(lines)
+
+
+def listed(entries: Sequence[str], separator: str = ", ") -> str:
+    """The first entries, and how many more there are."""
+    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
+    return separator.join(entries[:SHOWN_NAMES]) + more
 
 
 def log_report(report: Report) -> None:

@@ -2,7 +2,7 @@
 
 import warnings
 from functools import cache
-from typing import Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -15,28 +15,7 @@ from .interface import Affine, Backend, BackwardInputs, Running
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "BackwardInputs",
-    "EagerBackend",
-    "Affine",
-    "Running",
-    "backend_for",
-    "check_backend",
-]
-
-
-class _TritonKernels(Protocol):
-    """The module `triton_kernels`, which can only be imported if triton is installed."""
-
-    INTERPRETED: bool
-
-    def runs_on(self, x: Tensor) -> bool: ...
-
-    def probe(self, device: torch.device) -> None: ...
-
-    def TritonBackend(self) -> Backend: ...
+__all__ = ["BACKENDS", "Affine", "Backend", "BackwardInputs", "EagerBackend", "Running", "backend_for", "check_backend"]
 
 
 def check_backend(name: str) -> None:
@@ -105,8 +84,8 @@ def _triton_launches(device: torch.device) -> bool:
 
 
 @cache
-def _triton() -> _TritonKernels | None:
-    """The module, or None if triton is not installed."""
+def _triton() -> ModuleType | None:
+    """The module `triton_kernels`, or None if triton is not installed."""
     try:
         from . import triton_kernels
     except ImportError:

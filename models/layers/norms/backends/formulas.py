@@ -133,11 +133,7 @@ def backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(wide_dtype(x))
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:

@@ -584,14 +584,8 @@ class TritonBackend(Backend):
         partials = _partial_moments(plan, x)
         mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
         statistics = (running.mean, running.var, float(running.momentum), float(eps))
-        z = _normalise(
-            plan,
-            x,
-            out,
-            affine.activation,
-            (mean, invstd, affine.gamma, affine.beta, partials, *statistics),
-        )
-        return z, mean, invstd
+        vectors = (mean, invstd, affine.gamma, affine.beta, partials, *statistics)
+        return _normalise(plan, x, out, affine.activation, vectors), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         partials = _partial_sums(_plan_for(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
