@@ -163,15 +163,26 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
 
 def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
-    row: list[Coupling] = []
+    for part in in_rows(blocks, is_compilable):
+        if isinstance(part, list):
+            x = run_row(part, x)
+        else:
+            x = in_turn(part if isinstance(part, tuple) else (part,), x)
+    return x
+
+
+def in_rows(
+    blocks: Iterable[Block], can_join: Callable[[Coupling, Sequence[Coupling]], bool]
+) -> list[list[Coupling] | Block]:
+    """Blocks, with couplings in a row as a list. `can_join`: whether a coupling can join a row, which may be empty."""
+    parts: list[list[Coupling] | Block] = []
     for block in blocks:
-        if in_halves(block) and is_compilable(block, row):
-            row.append(block)
-            continue
-        x = run_row(row, x) if row else x
-        row = [block] if in_halves(block) and is_compilable(block, []) else []
-        x = x if row else in_turn(block if isinstance(block, tuple) else (block,), x)
-    return run_row(row, x) if row else x
+        last = parts[-1] if parts else None
+        if in_halves(block) and isinstance(last, list) and can_join(block, last):
+            last.append(block)
+        else:
+            parts.append([block] if in_halves(block) and can_join(block, []) else block)
+    return parts
 
 
 def in_turn(modules: Iterable[nn.Module], x: Tensor) -> Tensor:

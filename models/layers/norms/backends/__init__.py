@@ -2,7 +2,7 @@
 
 import warnings
 from functools import cache
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def _triton_launches(device: torch.device) -> bool:
 
 
 @cache
-def _triton() -> ModuleType | None:
+def _triton() -> Any:
     """The module `triton_kernels`, or None if triton is not installed."""
     try:
         from . import triton_kernels
