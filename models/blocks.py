@@ -139,11 +139,9 @@ class ResidualBlock(nn.Module):
     sum keeps neither operand, so a norm without activation keeps one buffer with every strategy.
 
     Args:
-        in_channels: C of the input.
-        channels: two values make two 3x3 convolutions; three make a 1x1, 3x3, 1x1 bottleneck.
+        in_channels, channels, dilation: as in `IdentityResidualBlock`.
         norm_act: number of channels -> norm followed by phi, see `without_activation`. It may write over its input.
         stride: of the first 3x3 convolution and of the projection.
-        dilation: of every 3x3 convolution.
     """
 
     def __init__(
@@ -176,10 +174,7 @@ class ResidualBlock(nn.Module):
 
 
 def without_activation(norm_act: NormAct) -> NormAct:
-    """The same norm without its activation.
-
-    It sets the attribute `activation` of the norms that `norm_act` makes to "identity". The layers of `models.layers`
-    and of the released package read it in every forward pass; so must any other norm.
+    """The same norm with its attribute `activation` set to "identity", which every forward pass must read.
 
     Raises:
         ValueError: when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
@@ -211,8 +206,7 @@ def residual_stage(
 ) -> nn.Sequential:
     """Chain `blocks` residual blocks, named block1, block2, …; the first changes stride and channels.
 
-    block: called with in_channels, channels and the keyword stride, e.g. a partial of `ResidualBlock`. `first_block`:
-    the same for the first one, if it is built differently.
+    block: called with in_channels, channels and the keyword stride. `first_block`: the same, if the first one differs.
     """
     check_blocks(blocks)
     stage = nn.Sequential(OrderedDict(block1=(first_block or block)(in_channels, channels, stride=stride)))

@@ -28,9 +28,7 @@ class DenseModule(nn.Module):
     Args:
         in_channels: C of the input.
         layers: number of layers; each adds `growth` channels.
-        growth: output channels of each layer.
-        norm_act: number of channels -> norm followed by an activation. It may write over its input: every
-            concatenation is a tensor of its own.
+        norm_act: as in `Body`. It may write over its input: every concatenation is a tensor of its own.
         dilation: of the 3x3 convolutions.
     """
 

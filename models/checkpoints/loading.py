@@ -47,13 +47,11 @@ def load_by_name(
     for another number of classes, or of another kind of network, is skipped.
 
     Args:
-        network: with the values that tensors not in the file keep.
         tensors: of the file, with scales as the network parametrises them.
-        source: of the tensors, for the report.
+        source, remarks: for the report.
         name: of the file, for messages.
         advice: the end of the message about a misfit.
         skip: name and tensor -> why not to load it, or None.
-        remarks: for the report.
 
     Raises:
         ValueError: the tensors do not fit; the network is unchanged.

@@ -19,10 +19,7 @@ class Architecture(NamedTuple):
 
 
 def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
-    """The architecture of a body whose tensors have the released names.
-
-    Args:
-        tensors: {name: tensor}, without a prefix; tensors on the meta device suffice.
+    """The architecture of a body whose tensors have the released names without a prefix, e.g. on the meta device.
 
     Raises:
         ValueError: no body of `models.bodies` has these tensors.

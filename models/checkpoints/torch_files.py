@@ -14,11 +14,7 @@ FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and checksums are verified.
 
-    Args:
-        path: the file.
-        name: of the file, for messages.
-        expected: what the file should be, for messages.
-        if_damaged: advice for a damaged file.
+    For messages: `name` of the file, what it is `expected` to be, and advice `if_damaged`.
 
     Raises:
         ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers. A web page,

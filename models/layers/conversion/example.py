@@ -271,11 +271,7 @@ class NormsOnExample:
         return replacement
 
     def batch_norm_to_inplace(self, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
-        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example.
-
-        Raises:
-            ValueError: it cannot be replaced; the message says why.
-        """
+        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example."""
         calls = self.calls[layer]
         if not calls:
             raise ValueError("it was not called on the example")

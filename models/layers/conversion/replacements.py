@@ -36,7 +36,7 @@ class Replacement(NamedTuple):
 
 
 def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Replacement:
-    """The in-place layer for one of ours. ValueError: it cannot be replaced; the message says why."""
+    """The in-place layer for one of ours."""
     check_plain(layer, OWN_LAYERS)
     for place in tree.places[layer]:
         _check_output_is_left_alone(tree.following.get(place, []))
@@ -47,11 +47,7 @@ def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Rep
 
 
 def batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
-    """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`.
-
-    Raises:
-        ValueError: it cannot be replaced; the message says why.
-    """
+    """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`."""
     check_batch_norm(layer)
     places = tree.places[layer]
     if len(places) > 1:
@@ -82,10 +78,8 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
         raise ValueError("it is a subclass, whose forward pass may differ")
     if is_customised(layer):
         raise ValueError("it has hooks, which would not run or would see a different output; remove them first")
-    if {*layer._parameters, *layer._buffers, *layer._modules} != {
-        *STATE,
-        *(("drop", "act") if with_activation else ()),
-    }:
+    known = {*STATE, "drop", "act"} if with_activation else {*STATE}
+    if {*layer._parameters, *layer._buffers, *layer._modules} != known:
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
 
 

@@ -21,8 +21,8 @@ class CheckpointedABN(ABN):
     keeps a converted copy. It does whenever x comes from a convolution.
 
     Args (in addition to `ABN`):
-        store: "x" to recompute batch normalisation (one scale and shift with the forward pass's statistics) and the
-            activation, or "x_hat" to recompute the scale and shift and the activation.
+        store: "x" to recompute batch normalisation (with the forward pass's statistics) and the activation, or "x_hat"
+            to recompute the scale and shift and the activation.
     """
 
     def __init__(

@@ -11,15 +11,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Report:
-    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself.
+    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself."""
 
-    Attributes:
-        replaced: name of the layer -> "old layer -> new layer".
-        kept: name of the layer -> why it was not replaced.
-    """
-
-    replaced: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)  # name of the layer -> "old layer -> new layer"
+    kept: dict[str, str] = field(default_factory=dict)  # name of the layer -> why it was not replaced
 
     def __str__(self) -> str:
         lines = []

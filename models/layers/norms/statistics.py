@@ -35,7 +35,6 @@ def renew_statistics(
     average over all of them. Leaves the network in eval mode.
 
     Args:
-        network: any module, with our norms or PyTorch's.
         minibatches: the network's inputs, on its device; or anything that `forward` takes.
         forward: calls the network on a minibatch, e.g. `lambda pair: network(pair[0])` for a loader of images and
             labels, or under autocast; by default the network itself.

@@ -166,11 +166,9 @@ class AffineCoupling(Coupling):
     """y1 = s * x1 + t with (s, t) = Fm(x2); y2 = s' * x2 + t' with (s', t') = Gm(y1) (Dinh et al. 2017, equation 7).
 
     Args:
-        Fm: any module; with an adapter, one output is enough.
-        Gm: another; None copies Fm.
+        Fm, Gm, split_dim: as in `Coupling`; with an adapter, one output is enough.
         adapter: makes a module that returns (s, t) from one that does not, such as `AffineAdapterNaive`. None: Fm and
             Gm return tuples (s, t) themselves.
-        split_dim: as in `Coupling`.
     """
 
     def __init__(

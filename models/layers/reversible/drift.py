@@ -16,9 +16,7 @@ def drift(blocks: Iterable[Block], x: Tensor) -> Tensor:
     A row of couplings restores its input from its last output, so rounding errors add up over the row. Call it in eval
     mode: in training mode norms see the minibatch twice, and dropout differs.
 
-    Args:
-        blocks: as for `run_reversibly`.
-        x: input of the first block.
+    `blocks` are as for `run_reversibly`, and x is the input of the first.
     """
     errors = [torch.zeros((), device=x.device)]
     wrong: Tensor | None

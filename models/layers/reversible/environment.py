@@ -26,10 +26,7 @@ class _Buffer(NamedTuple):
 class Environment:
     """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
 
-    Args:
-        modules: those that run.
-        tensors: their inputs.
-        preserve_rng_state: repeat their random numbers.
+    `modules` run on `tensors`, and draw the same random numbers again with `preserve_rng_state`.
     """
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
@@ -67,8 +64,7 @@ class Environment:
     def restored(self) -> Iterator[None]:
         """Context of a repetition: the state of the forward pass, and at the end the present one again.
 
-        Raises:
-            RuntimeError: a parameter was modified or replaced since.
+        RuntimeError if a parameter was modified or replaced since.
         """
         self._check_parameters()
         with ExitStack() as stack:

@@ -18,13 +18,12 @@ Block = nn.Module | tuple[nn.Module, ...]
 class InvertibleModuleWrapper(nn.Module):
     """Any invertible module, without its activations: the backward pass computes them again, from its output.
 
-    Chains forget everything but the last output: if the input of a wrapper is the output of another, that output is
-    no longer kept. An input that somebody else holds stays as it is. Gradients, hooks and running statistics are those
-    of `fn` itself. Without gradients (`torch.no_grad`) the wrapper does nothing, and inside `torch.compile` it only
-    saves memory around couplings.
+    If the input of a wrapper is the output of another, that output is no longer kept. An input that somebody else holds
+    stays as it is. Gradients, hooks and running statistics are those of `fn` itself. Without gradients the wrapper does
+    nothing, and inside `torch.compile` it only saves memory around couplings.
 
-    A coupling's branches run once more in the backward pass, other modules twice: once to invert them. With standard
-    floating-point numbers the restored input differs by rounding.
+    A coupling's branches run once more in the backward pass, other modules twice: once to invert them. The restored
+    input differs by rounding.
 
     Args:
         fn: a module with `forward` and `inverse`, from one or several tensors to one or several tensors. It computes
@@ -108,9 +107,7 @@ class ReversibleSequence(nn.Module):
     Couplings with the same `split_dim` pass their halves on, so nothing is concatenated between them. A coupling that
     is not invertible (`Coupling.invertible`), and any module without a method `inverse`, keeps its input.
 
-    Args:
-        blocks: the modules; each takes the output of the one before, a single tensor.
-        disable: keep all activations, as any other network does.
+    Each module takes the output of the one before, a single tensor. `disable`: keep all activations.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], disable: bool = False):

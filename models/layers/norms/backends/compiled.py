@@ -103,12 +103,7 @@ def compiler_available(device_type: str) -> bool:
 
 
 def check_compiler(device_type: str, asked: str = "backend='compiled'", instead: str = "backend='eager'") -> None:
-    """Raise ValueError if TorchInductor cannot compile here.
-
-    Args:
-        asked: the setting that needs the compiler.
-        instead: a setting that needs none.
-    """
+    """Raise ValueError if TorchInductor cannot compile here. The setting `asked` needs it, `instead` does not."""
     if not compiler_available(device_type):
         raise ValueError(
             f"{asked} cannot compile for {device_type} on this machine: install a C++ compiler (g++, or set CXX) and "

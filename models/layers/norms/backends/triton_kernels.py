@@ -42,9 +42,7 @@ BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
 ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations (section 3.3), element by element: the arithmetic of ..activations in float32
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Activations (section 3.3), element by element: the arithmetic of ..activations in float32 ----
 
 
 @triton.jit
@@ -116,9 +114,7 @@ def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
     return y
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tiles and parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Tiles and parts ----
 
 
 @triton.jit
@@ -211,9 +207,7 @@ def _combine_moments(
     return mean, _sum(deviations / count + weights * apart * apart, BLOCK_C)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L ----
 
 _kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
 
@@ -402,9 +396,7 @@ def _input_gradient_kernel(
         tl.store(dx + start + offsets, (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(dx.dtype.element_ty), mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Launches ----
 
 
 class Plan(NamedTuple):
