@@ -52,21 +52,13 @@ class Reader(NamedTuple):
 
 @dataclass
 class NormCall:
-    """What happened to the output of one call.
+    """What happened to the output of one call."""
 
-    Attributes:
-        activations: activation modules that got the output.
-        readers: everything else that got the output, or a view of it.
-        writer: what wrote over the output, or over the result of the activation.
-        is_returned: whether the network returns the output without an activation.
-        does_as_twin: whether the layer computed the same as its twin, if it has one (see `calls_on_example`).
-    """
-
-    activations: list[nn.Module] = field(default_factory=list)
-    readers: list[Reader] = field(default_factory=list)
-    writer: Reader | None = None
-    is_returned: bool = False
-    does_as_twin: bool = True
+    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output
+    readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
+    writer: Reader | None = None  # what wrote over the output, or over the result of the activation
+    is_returned: bool = False  # by the network, without an activation
+    does_as_twin: bool = True  # computed the same as the layer's twin, if it has one (see `calls_on_example`)
 
 
 def calls_on_example(

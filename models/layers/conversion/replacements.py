@@ -20,19 +20,13 @@ PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their inp
 
 
 class Replacement(NamedTuple):
-    """A layer and what replaces it.
-
-    Attributes:
-        before: what is replaced, for the report.
-        emptied: place of an activation that the new layer includes, which needs no module any more.
-        merged: activations that the new layer includes, but that may have other inputs too.
-    """
+    """A layer and what replaces it."""
 
     old: nn.Module
     new: ABN
-    before: str
-    emptied: Place | None = None
-    merged: tuple[nn.Module, ...] = ()
+    before: str  # what is replaced, for the report
+    emptied: Place | None = None  # of an activation that the new layer includes, which needs no module any more
+    merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
 
 
 def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Replacement:

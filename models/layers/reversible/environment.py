@@ -55,7 +55,7 @@ class Environment:
         self.buffers = [
             buffer
             for buffer in self.buffers
-            if _is_norm(buffer.owner)
+            if has_running_statistics(buffer.owner)
             or buffer.owner._buffers[buffer.name] is not buffer.values
             or buffer.values._version != buffer.version
         ]
@@ -100,7 +100,7 @@ class Environment:
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Context in which forward passes of some modules do not change the running statistics of their norms."""
     parts = [part for module in modules for part in module.modules()]
-    norms = [part for part in parts if part.training and _is_norm(part)]
+    norms = [part for part in parts if part.training and has_running_statistics(part)]
     if not torch.compiler.is_compiling():
         with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
             yield
@@ -113,14 +113,10 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
         values.copy_(value)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return has_running_statistics(module)
-
-
 def _buffers(module: nn.Module) -> list[_Buffer]:
     """The buffers that a forward pass may change, or that may change before it is repeated."""
     found = [(name, values) for name, values in module._buffers.items() if values is not None]
-    if _is_norm(module):
+    if has_running_statistics(module):
         found = [(name, values) for name, values in found if name in _STATISTICS]
         if module.training:  # the minibatch's statistics count
             return [_Buffer(module, name, values, values._version, None) for name, values in found]
