@@ -49,11 +49,7 @@ class IdentityResidualBlock(nn.Module):
         self.proj_conv = _projection(in_channels, channels[-1], stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride)).
-
-        Raises:
-            ValueError: bn1 wrote over x although x is the shortcut.
-        """
+        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), …). ValueError if bn1 wrote over a shortcut."""
         activated = self.bn1(x)
         if self.proj_conv is not None:
             return self.convs(activated) + self.proj_conv(activated)
@@ -92,8 +88,7 @@ def _convolutions(
 ) -> list[nn.Conv2d]:
     """Two 3x3 convolutions, or a bottleneck of a 1x1, a 3x3 and a 1x1; `strides` are those of the first two.
 
-    Raises:
-        ValueError: there are neither two nor three channels, or the groups do not fit.
+    ValueError if there are neither two nor three channels, or the groups do not fit.
     """
     if len(channels) == 2:
         if groups != 1:
@@ -176,8 +171,7 @@ class ResidualBlock(nn.Module):
 def without_activation(norm_act: NormAct) -> NormAct:
     """The same norm with its attribute `activation` set to "identity", which every forward pass must read.
 
-    Raises:
-        ValueError: when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
+    ValueError when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
     """
 
     def identity_norm(channels: int) -> nn.Module:

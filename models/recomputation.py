@@ -42,8 +42,7 @@ def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
 def recompute_blocks(body: Any, recompute: str) -> None:
     """Choose how a body of `models.bodies` keeps the activations of its blocks, see `run_blocks`.
 
-    Raises:
-        ValueError: `recompute` is not in BLOCKS, or the body is reversible.
+    ValueError if `recompute` is not in BLOCKS, or the body is reversible.
     """
     if recompute not in BLOCKS:
         raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(BLOCKS)}")

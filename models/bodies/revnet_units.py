@@ -37,11 +37,11 @@ class ReversibleUnit(AdditiveCoupling):
                 f"even numbers"
             )
         halves = [value // 2 for value in channels]
-        first = partial(ResidualFunction, in_channels // 2, halves, norm_act, stride=stride, dilation=dilation)
-        second = ResidualFunction(halves[-1], halves, norm_act, dilation=dilation)
-        super().__init__(first(activated=after_stem), second)
-        shortcuts = [shortcut(in_channels // 2, halves, stride) for _ in range(2)]
-        self.short1, self.short2 = shortcuts
+        function = partial(ResidualFunction, channels=halves, norm_act=norm_act, dilation=dilation)
+        second = function(halves[-1])
+        first = function(in_channels // 2, stride=stride, activated=after_stem)
+        super().__init__(first, second)
+        self.short1, self.short2 = (shortcut(in_channels // 2, halves, stride) for _ in range(2))
 
     @property
     def invertible(self) -> bool:  # type: ignore[override]

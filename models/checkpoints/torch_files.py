@@ -14,11 +14,8 @@ FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and checksums are verified.
 
-    For messages: `name` of the file, what it is `expected` to be, and advice `if_damaged`.
-
-    Raises:
-        ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers. A web page,
-            an archive, a Git LFS pointer and an empty file are named.
+    ValueError if it does not exist, is damaged, or holds anything but tensors and plain containers. A web page, an
+    archive, a Git LFS pointer and an empty file are named. Messages contain `name`, `expected` and `if_damaged`.
     """
     if not path.is_file():
         raise ValueError(f"{name} {'is a folder' if path.is_dir() else 'does not exist'}: expected {expected}")

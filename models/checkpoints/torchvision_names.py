@@ -17,8 +17,7 @@ _RULES = (
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give the tensors of a torchvision ResNet the names in `models.bodies.ResNet`. The norms there need relu.
 
-    Raises:
-        ValueError: the state dict is not of a torchvision ResNet.
+    ValueError if the state dict is not of a torchvision ResNet.
     """
     if "layer1.0.conv1.weight" not in state:
         found = ", ".join(list(state)[:3]) or "nothing"

@@ -61,9 +61,8 @@ class MergedActivation(nn.Module):
     def forward(self, x: Tensor | Activated) -> Tensor:
         """x: any shape and floating dtype.
 
-        Raises:
-            RuntimeError: the norm includes another activation; or x was computed without gradients, which are enabled
-                here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
+        RuntimeError if the norm includes another activation; or x was computed without gradients, which are enabled
+        here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
         """
         if not isinstance(x, Activated):
             return self.activation(x)

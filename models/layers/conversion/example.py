@@ -18,17 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..norms.abn import ABN
 from ..norms.inplace_abn import InPlaceABN
+from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
-from .replacements import (
-    BATCH_NORMS,
-    STATE,
-    Replacement,
-    batch_norm_like,
-    check_batch_norm,
-    inplace_activation,
-    own_to_inplace,
-)
+from .replacements import BATCH_NORMS, STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
@@ -258,7 +251,7 @@ class NormsOnExample:
 
     def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
         """`replacements.own_to_inplace`, unless something overwrites the output on the example (ValueError)."""
-        replacement = own_to_inplace(self.tree, layer, relu_slope)
+        replacement = replacements.own_to_inplace(self.tree, layer, relu_slope)
         _check_output_is_left_alone(self.calls[layer])
         return replacement
 

@@ -34,8 +34,7 @@ def backend_for(name: str, x: Tensor) -> Backend:
     code. It is `eager` for empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters),
     which cannot see inside a fused kernel.
 
-    Raises:
-        ValueError: the backend cannot compute on the device or in the dtype of x.
+    ValueError if the backend cannot compute on the device or in the dtype of x.
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
