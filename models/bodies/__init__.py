@@ -16,28 +16,3 @@ from models.bodies.revnet import (
     revnet164_cifar,
 )
 from models.bodies.wider_resnet import WiderResNet, wider_resnet38, wider_resnet38_a2
-
-__all__ = [
-    "Body",
-    "DenseNet",
-    "ResNeXt",
-    "ResNet",
-    "RevNet",
-    "WiderResNet",
-    "densenet264",
-    "preact_resnet101",
-    "resnet101",
-    "resnet110_cifar",
-    "resnet164_cifar",
-    "resnet32_cifar",
-    "resnet34",
-    "resnet50",
-    "resnext101",
-    "resnext152",
-    "revnet104",
-    "revnet110_cifar",
-    "revnet164_cifar",
-    "revnet38_cifar",
-    "wider_resnet38",
-    "wider_resnet38_a2",
-]

@@ -81,15 +81,9 @@ class ResidualUnit(nn.Module):
 
 
 class ResidualFunction(nn.Sequential):
-    """F: norm and activation (bn1) before every convolution.
+    """F: norm and activation (bn1) before every convolution. Arguments as in `IdentityResidualBlock`.
 
-    Args:
-        in_channels: C of the input.
-        channels: of two 3x3 convolutions, or of a bottleneck's three: 1x1, 3x3, 1x1.
-        norm_act: number of channels -> norm followed by an activation.
-        stride: of the first convolution.
-        dilation: of every 3x3 convolution.
-        activated: the input comes from the stem's activation, so bn1 is left out.
+    `activated`: the input comes from the stem's activation, so bn1 is left out.
     """
 
     repeatable = True  # computes the same each time, see `models.layers.reversible.compiled`
@@ -117,7 +111,6 @@ class Stem(nn.Sequential):
     """A stem whose output is at least float32, also under autocast: the first of the sums that units add to."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """As the sequence."""
         x = super().forward(images)
         return x.to(torch.promote_types(x.dtype, torch.float32))
 

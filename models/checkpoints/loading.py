@@ -58,11 +58,8 @@ def load_by_name(
     """
     own = network.state_dict()
     tensors = _named_as_in(own, tensors)
-    skipped = {}
-    for key, tensor in tensors.items():
-        reason = _reason_to_skip(key, tensor, own) or skip(key, tensor)
-        if reason is not None:
-            skipped[key] = reason
+    reasons = {key: _reason_to_skip(key, tensor, own) or skip(key, tensor) for key, tensor in tensors.items()}
+    skipped = {key: reason for key, reason in reasons.items() if reason is not None}
     wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
 
     new = [key for key in own if key not in wanted]

@@ -28,8 +28,5 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _renamed(name: str) -> str:
     for pattern, replacement in _RULES:
         name = pattern.sub(replacement, name)
-
-    def stage_and_block(match: re.Match) -> str:  # both count from 0 or 1 there, from 2 and 1 here
-        return f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}."
-
-    return re.sub(r"^layer(\d+)\.(\d+)\.", stage_and_block, name)
+    # Stages and blocks count from 1 and 0 there, from 2 and 1 here.
+    return re.sub(r"^layer(\d+)\.(\d+)\.", lambda match: f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}.", name)

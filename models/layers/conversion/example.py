@@ -67,9 +67,8 @@ def calls_on_example(
     PyTorch and Python. Only what a forward pass writes into Parameters or outside the modules remains.
 
     Args:
-        network: any network that runs eagerly.
+        network: any that runs eagerly.
         example: its input, or a tuple of its positional arguments.
-        norms: the modules to record.
         activations: the modules to recognise as activations. They take one tensor.
         twin: copies a norm to a layer that should compute the same, or returns None.
 

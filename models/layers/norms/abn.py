@@ -206,14 +206,9 @@ class ABN(nn.Module):
             warn_if_released(state_dict, prefix, local_metadata, missing_keys=args[1])
         # State dicts of the released package lack num_batches_tracked: keep our own count.
         key = prefix + "num_batches_tracked"
-        added = self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict
-        if added:
-            state_dict[key] = self.num_batches_tracked
-        try:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        finally:
-            if added:
-                del state_dict[key]
+        if self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict:
+            state_dict = {**state_dict, key: self.num_batches_tracked}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __deepcopy__(self, memo: dict) -> "ABN":
         if self.group is not None:
