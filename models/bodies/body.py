@@ -9,11 +9,12 @@ from models.recomputation import run_blocks, units_of
 class Body(nn.Module):
     """Base class of bodies: a stem (mod1) and stages (mod2, mod3, …).
 
-    The first arguments of every body:
+    Arguments of every body:
         norm_act: number of channels -> norm followed by an activation.
         classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
         output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
             same. With the CIFAR stem also 4 or 2.
+        stem_channels: channels of mod1.
 
     Attributes:
         out_channels: C of the features.

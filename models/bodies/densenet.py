@@ -68,7 +68,6 @@ class DenseNet(Body):
         structure: layers in each of the four dense modules; with the CIFAR stem, three or four. DenseNet-121 has
             (6, 12, 24, 16), -169 (6, 12, 32, 32), -201 (6, 12, 48, 32) and -264 (6, 12, 64, 48).
         growth: channels that each layer adds.
-        stem_channels: channels of mod1.
         stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
     """
 

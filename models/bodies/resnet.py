@@ -24,7 +24,6 @@ class ResNet(Body):
         structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         base_channels: channels of the convolutions in mod2's blocks, doubled in each later stage: two values (3x3, 3x3)
             or three (1x1, 3x3, 1x1).
-        stem_channels: channels of mod1.
         stem: "7x7" (released), "3x3" or "cifar", see `build_stem`. A norm follows each of its convolutions.
     """
 

@@ -21,7 +21,6 @@ class ResNeXt(Body):
         structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         groups: cardinality of the 3x3 convolutions; divides their channels.
         base_channels: channels of the three convolutions in mod2's bottlenecks; doubled in each later stage.
-        stem_channels: channels of mod1.
         stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
     """
 

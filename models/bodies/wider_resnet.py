@@ -29,7 +29,6 @@ class WiderResNet(Body):
             a strided first convolution in mod4, mod5 and mod6. Parameter names and shapes are the same, so ImageNet
             weights of the plain network load into A2.
         dropout: per stage, the probability of dropping a channel before a block's last convolution.
-        stem_channels: channels of mod1.
 
     At output stride 8 every 3x3 convolution of A2 has dilation 2 in mod5 and dilation 4 in mod6 and mod7, as in the
     release. This does not reproduce the strided network's features: mod5 starts with a 3x3 convolution, which is

@@ -32,11 +32,8 @@ class ABN(nn.Module):
     Parameters and statistics: (C,), float32 (float64 for float64 inputs). Names as in `torch.nn.BatchNorm2d`.
 
     Args:
-        num_features: C.
-        eps: added to the variance.
-        momentum: weight of the new minibatch in the running statistics; None averages over all minibatches.
-        affine: learn gamma (`weight`) and beta (`bias`).
-        track_running_stats: keep running statistics and use them in eval mode; otherwise always use the minibatch's.
+        num_features (C), eps, momentum, affine, track_running_stats: as in `torch.nn.BatchNorm2d`; gamma is `weight`,
+            beta is `bias`.
         activation: leaky_relu, elu, identity, sigmoid, tanh or relu.
         activation_param: slope of leaky_relu for negative inputs, alpha of elu.
         learn_scale: False fixes gamma to 1 and learns beta only (section 3.3: a following convolution absorbs gamma).
