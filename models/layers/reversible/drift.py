@@ -24,7 +24,7 @@ def drift(blocks: Iterable[Block], x: Tensor) -> Tensor:
         if isinstance(part, list):
             y, wrong = _through(part, x)
         else:
-            y = in_turn(part if isinstance(part, tuple) else (part,), x)
+            y = in_turn(part, x)
             inverse = inverse_of(part)
             wrong = None if inverse is None else (inverse(y) - x).abs().max()
         if wrong is not None:

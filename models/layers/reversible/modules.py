@@ -161,10 +161,7 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
 def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
     for part in in_rows(blocks, is_compilable):
-        if isinstance(part, list):
-            x = run_row(part, x)
-        else:
-            x = in_turn(part if isinstance(part, tuple) else (part,), x)
+        x = run_row(part, x) if isinstance(part, list) else in_turn(part, x)
     return x
 
 
@@ -182,9 +179,9 @@ def in_rows(
     return parts
 
 
-def in_turn(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Run modules one after the other."""
-    for module in modules:
+def in_turn(block: Block, x: Tensor) -> Tensor:
+    """Run a module, or several one after the other."""
+    for module in block if isinstance(block, tuple) else (block,):
         x = module(x)
     return x
 
