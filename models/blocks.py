@@ -46,16 +46,10 @@ class IdentityResidualBlock(nn.Module):
         self.convs = convolutions(
             in_channels, channels, norm_act, stride=stride, dilation=dilation, groups=groups, dropout=dropout
         )
-        last = channels[-1]
-        needs_projection = stride != 1 or in_channels != last
-        self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
+        self.proj_conv = _projection(in_channels, channels[-1], stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), ceil(W / stride)).
-
-        Raises:
-            ValueError: bn1 wrote over x although x is the shortcut.
-        """
+        """(N, in_channels, H, W) -> (N, channels[-1], ceil(H / stride), …). ValueError if bn1 wrote over a shortcut."""
         activated = self.bn1(x)
         if self.proj_conv is not None:
             return self.convs(activated) + self.proj_conv(activated)
@@ -79,30 +73,7 @@ def convolutions(
     dropout: float = 0.0,
 ) -> nn.Sequential:
     """The convolutions of a pre-activation residual function, with norms between them; see `IdentityResidualBlock`."""
-    if len(channels) == 2:
-        if groups != 1:
-            raise ValueError(
-                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
-                f"two 3x3 convolutions have no groups"
-            )
-        convs = [
-            conv3x3(in_channels, channels[0], stride=stride, dilation=dilation),
-            conv3x3(*channels, dilation=dilation),
-        ]
-    elif len(channels) == 3:
-        first, middle, last = channels
-        if first % groups or middle % groups:
-            raise ValueError(
-                f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's 3x3 convolution: "
-                f"choose a divisor of both, or other channels"
-            )
-        convs = [
-            nn.Conv2d(in_channels, first, 1, stride=stride, bias=False),
-            conv3x3(first, middle, dilation=dilation, groups=groups),
-            nn.Conv2d(middle, last, 1, bias=False),
-        ]
-    else:
-        raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+    convs = _convolutions(in_channels, channels, strides=(stride, 1), dilation=dilation, groups=groups)
     layers: OrderedDict[str, nn.Module] = OrderedDict(conv1=convs[0])
     for number, conv in enumerate(convs[1:], start=2):
         layers[f"bn{number}"] = norm_act(conv.in_channels)
@@ -110,6 +81,46 @@ def convolutions(
             layers["dropout"] = nn.Dropout2d(dropout)
         layers[f"conv{number}"] = conv
     return nn.Sequential(layers)
+
+
+def _convolutions(
+    in_channels: int, channels: Sequence[int], *, strides: tuple[int, int], dilation: int, groups: int = 1
+) -> list[nn.Conv2d]:
+    """Two 3x3 convolutions, or a bottleneck of a 1x1, a 3x3 and a 1x1; `strides` are those of the first two.
+
+    ValueError if there are neither two nor three channels, or the groups do not fit.
+    """
+    if len(channels) == 2:
+        if groups != 1:
+            raise ValueError(
+                f"groups={groups} with channels={tuple(channels)}: expected three channel values, for a bottleneck; "
+                f"two 3x3 convolutions have no groups"
+            )
+        first, last = channels
+        return [
+            conv3x3(in_channels, first, stride=strides[0], dilation=dilation),
+            conv3x3(first, last, stride=strides[1], dilation=dilation),
+        ]
+    if len(channels) != 3:
+        raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
+    first, middle, last = channels
+    if first % groups or middle % groups:
+        raise ValueError(
+            f"groups={groups} does not divide the channels {first} and {middle} of a bottleneck's 3x3 convolution: "
+            f"choose a divisor of both, or other channels"
+        )
+    return [
+        nn.Conv2d(in_channels, first, 1, stride=strides[0], bias=False),
+        conv3x3(first, middle, stride=strides[1], dilation=dilation, groups=groups),
+        nn.Conv2d(middle, last, 1, bias=False),
+    ]
+
+
+def _projection(in_channels: int, out_channels: int, stride: int) -> nn.Conv2d | None:
+    """The 1x1 convolution of a shortcut; None if the shortcut is the input itself."""
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False)
 
 
 class ResidualBlock(nn.Module):
@@ -123,42 +134,25 @@ class ResidualBlock(nn.Module):
     sum keeps neither operand, so a norm without activation keeps one buffer with every strategy.
 
     Args:
-        in_channels: C of the input.
-        channels: two values make two 3x3 convolutions; three make a 1x1, 3x3, 1x1 bottleneck.
+        in_channels, channels, dilation: as in `IdentityResidualBlock`.
         norm_act: number of channels -> norm followed by phi, see `without_activation`. It may write over its input.
         stride: of the first 3x3 convolution and of the projection.
-        dilation: of every 3x3 convolution.
     """
 
     def __init__(
         self, in_channels: int, channels: Sequence[int], *, norm_act: NormAct, stride: int = 1, dilation: int = 1
     ):
         super().__init__()
-        if len(channels) == 2:
-            first, last = channels
-            convs = [
-                conv3x3(in_channels, first, stride=stride, dilation=dilation),
-                conv3x3(first, last, dilation=dilation),
-            ]
-        elif len(channels) == 3:
-            first, middle, last = channels
-            convs = [
-                nn.Conv2d(in_channels, first, 1, bias=False),
-                conv3x3(first, middle, stride=stride, dilation=dilation),
-                nn.Conv2d(middle, last, 1, bias=False),
-            ]
-        else:
-            raise ValueError(f"channels={tuple(channels)}: expected two values (3x3, 3x3) or three (1x1, 3x3, 1x1)")
-
+        strides = (stride, 1) if len(channels) == 2 else (1, stride)
+        convs = _convolutions(in_channels, channels, strides=strides, dilation=dilation)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         for number, conv in enumerate(convs, start=1):
             layers[f"conv{number}"] = conv
             norm = norm_act if number < len(convs) else without_activation(norm_act)
             layers[f"bn{number}"] = norm(conv.out_channels)
         self.convs = nn.Sequential(layers)
-        needs_projection = stride != 1 or in_channels != last
-        self.proj_conv = nn.Conv2d(in_channels, last, 1, stride=stride, bias=False) if needs_projection else None
-        self.proj_bn = without_activation(norm_act)(last) if needs_projection else None
+        self.proj_conv = _projection(in_channels, channels[-1], stride)
+        self.proj_bn = without_activation(norm_act)(channels[-1]) if self.proj_conv is not None else None
 
     @property
     def activation(self) -> Activation:
@@ -175,13 +169,9 @@ class ResidualBlock(nn.Module):
 
 
 def without_activation(norm_act: NormAct) -> NormAct:
-    """The same norm without its activation.
+    """The same norm with its attribute `activation` set to "identity", which every forward pass must read.
 
-    It sets the attribute `activation` of the norms that `norm_act` makes to "identity". The layers of `models.layers`
-    and of the released package read it in every forward pass; so must any other norm.
-
-    Raises:
-        ValueError: when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
+    ValueError when called, if the norm lacks `activation` (a name in ACTIVATIONS) or `activation_param`.
     """
 
     def identity_norm(channels: int) -> nn.Module:
@@ -210,8 +200,7 @@ def residual_stage(
 ) -> nn.Sequential:
     """Chain `blocks` residual blocks, named block1, block2, …; the first changes stride and channels.
 
-    block: called with in_channels, channels and the keyword stride, e.g. a partial of `ResidualBlock`. `first_block`:
-    the same for the first one, if it is built differently.
+    block: called with in_channels, channels and the keyword stride. `first_block`: the same, if the first one differs.
     """
     check_blocks(blocks)
     stage = nn.Sequential(OrderedDict(block1=(first_block or block)(in_channels, channels, stride=stride)))

@@ -1,6 +1,7 @@
 """Weight initialisation for training from scratch, as in the releases of in-place ABN and RevNet."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -8,26 +9,21 @@ from torch import nn
 _WITHIN_TWO = math.erf(math.sqrt(2))  # probability of a normal number within two standard deviations
 
 
-def initialise(network: nn.Module, negative_slope: float = 0.01) -> None:
+def initialise(network: nn.Module) -> None:
     """Initialise the convolutions and linear layers of a network in place, on any device (including meta).
 
-    Convolutions: Xavier normal, var = gain^2 * 2 / (fan_in + fan_out), gain^2 = 2 / (1 + negative_slope^2) as for a
-    leaky ReLU. Linear layers: Xavier uniform with gain 0.1. Biases: 0. Norms are skipped: their constructors set a
+    Convolutions: Xavier normal, var = gain^2 * 2 / (fan_in + fan_out), gain^2 = 2 / (1 + 0.01^2) as for a leaky ReLU of
+    slope 0.01. Linear layers: Xavier uniform with gain 0.1. Biases: 0. Norms are skipped: their constructors set a
     scale of 1 and a shift of 0.
 
     The gain does not depend on the activation, because almost every convolution feeds a norm, which removes the scale.
     Random numbers come from torch's global generator, so a seed fixes the weights.
     """
-    gain = math.sqrt(2 / (1 + negative_slope**2))
-    for module in network.modules():
+    for module in _without_biases(network):
         if isinstance(module, nn.Conv2d):
-            nn.init.xavier_normal_(module.weight, gain)
-        elif isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight, 0.1)
+            nn.init.xavier_normal_(module.weight, math.sqrt(2 / (1 + 0.01**2)))
         else:
-            continue
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+            nn.init.xavier_uniform_(module.weight, 0.1)
 
 
 def initialise_truncated(network: nn.Module) -> None:
@@ -36,17 +32,22 @@ def initialise_truncated(network: nn.Module) -> None:
     Convolutions: normal with var = 2 / (kernel area * output channels), truncated at two standard deviations. Linear
     layers: uniform with var = 1 / fan_in. Biases: 0. Random numbers come from torch's global generator.
     """
-    for module in network.modules():
+    for module in _without_biases(network):
         if isinstance(module, nn.Conv2d):
             std = math.sqrt(2 / (module.kernel_size[0] * module.kernel_size[1] * module.out_channels))
             # By the inverse of the distribution function: torch's own draws again where it must, and so reads values.
             nn.init.uniform_(module.weight, -_WITHIN_TWO, _WITHIN_TWO)
             with torch.no_grad():
                 module.weight.erfinv_().mul_(math.sqrt(2) * std)
-        elif isinstance(module, nn.Linear):
+        else:
             bound = math.sqrt(3 / module.in_features)
             nn.init.uniform_(module.weight, -bound, bound)
-        else:
-            continue
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
+
+
+def _without_biases(network: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
+    """The convolutions and linear layers, with their biases set to 0."""
+    for module in network.modules():
+        if isinstance(module, (nn.Conv2d, nn.Linear)):
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+            yield module

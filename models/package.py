@@ -16,8 +16,7 @@ def package_abn() -> type[nn.Module]:
     and float64. Its synchronised layer is not offered: version 1.1.0 silently does not synchronise over the default
     group.
 
-    Raises:
-        ValueError: the package is not installed or fails to load.
+    ValueError if the package is not installed or fails to load.
     """
     try:
         from inplace_abn import InPlaceABN

@@ -29,12 +29,7 @@ def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
     """Choose how a network with a body of `models.bodies` keeps its activations.
 
     The operations of the whole network compute the outputs of its `CheckpointedABN` layers again in any case.
-
-    Args:
-        recompute: "activations": see `recompute_activations`; otherwise see `run_blocks`.
-
-    Raises:
-        ValueError: see `recompute_blocks`.
+    `recompute`: "activations": see `recompute_activations`; otherwise see `recompute_blocks`, also for its ValueErrors.
     """
     if recompute == "activations":
         recompute_activations(network)
@@ -47,8 +42,7 @@ def choose_recomputation(network: nn.Module, body: Any, recompute: str) -> None:
 def recompute_blocks(body: Any, recompute: str) -> None:
     """Choose how a body of `models.bodies` keeps the activations of its blocks, see `run_blocks`.
 
-    Raises:
-        ValueError: `recompute` is not in BLOCKS, or the body is reversible.
+    ValueError if `recompute` is not in BLOCKS, or the body is reversible.
     """
     if recompute not in BLOCKS:
         raise ValueError(f"recompute={recompute!r}: expected one of {', '.join(BLOCKS)}")
@@ -69,8 +63,6 @@ def units_of(stages: Iterable[nn.Module], recompute: str) -> list[Block]:
 
 def run_blocks(blocks: Sequence[Block], x: Tensor, recompute: str) -> State:
     """Run blocks one after the other; each takes the tensors that the one before returned.
-
-    Without gradients (`torch.no_grad`) nothing is kept anyway, and the blocks just run.
 
     Args:
         blocks: of all stages; pooling and transitions belong to the block after them.

@@ -32,14 +32,9 @@ class SegmentationNetwork(nn.Module):
         initialise(self.cls)
 
     def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
-        """Logits per pixel, before any softmax.
+        """Normalised images (N, 3, H, W) -> logits (N, classes, *size), before any softmax.
 
-        Args:
-            images: (N, 3, H, W), normalised.
-            size: (height, width) of the logits, e.g. the labels'; by default the images'.
-
-        Returns:
-            (N, classes, *size), interpolated bilinearly between the centres of the feature cells.
+        Interpolated bilinearly between the centres of the feature cells. `size`: (height, width); None: the images'.
         """
         logits = self.cls(self.head(self.body(images)))  # (N, classes, H / output_stride, W / output_stride)
         return F.interpolate(logits, size=size or images.shape[2:], mode="bilinear", align_corners=False)

@@ -1,5 +1,6 @@
 """Bodies: images (N, 3, H, W) -> features (N, out_channels, H / output_stride, W / output_stride), or class logits."""
 
+from models.bodies.body import Body
 from models.bodies.densenet import DenseNet, densenet264
 from models.bodies.resnet import ResNet, resnet34, resnet50, resnet101
 from models.bodies.resnext import ResNeXt, resnext101, resnext152
@@ -15,30 +16,3 @@ from models.bodies.revnet import (
     revnet164_cifar,
 )
 from models.bodies.wider_resnet import WiderResNet, wider_resnet38, wider_resnet38_a2
-
-Body = DenseNet | ResNet | ResNeXt | RevNet | WiderResNet
-
-__all__ = [
-    "Body",
-    "DenseNet",
-    "ResNeXt",
-    "ResNet",
-    "RevNet",
-    "WiderResNet",
-    "densenet264",
-    "preact_resnet101",
-    "resnet101",
-    "resnet110_cifar",
-    "resnet164_cifar",
-    "resnet32_cifar",
-    "resnet34",
-    "resnet50",
-    "resnext101",
-    "resnext152",
-    "revnet104",
-    "revnet110_cifar",
-    "revnet164_cifar",
-    "revnet38_cifar",
-    "wider_resnet38",
-    "wider_resnet38_a2",
-]

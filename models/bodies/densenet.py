@@ -3,11 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models.blocks import NormAct, check_blocks, conv3x3, pooled_classifier
+from models.blocks import NormAct, check_blocks, conv3x3
+from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN
@@ -26,9 +28,7 @@ class DenseModule(nn.Module):
     Args:
         in_channels: C of the input.
         layers: number of layers; each adds `growth` channels.
-        growth: output channels of each layer.
-        norm_act: number of channels -> norm followed by an activation. It may write over its input: every
-            concatenation is a tensor of its own.
+        norm_act: as in `Body`. It may write over its input: every concatenation is a tensor of its own.
         dilation: of the 3x3 convolutions.
     """
 
@@ -57,41 +57,19 @@ class DenseModule(nn.Module):
         return [partial(_layer, *parts) for parts in zip(starts, self.convs1, self.convs3, strict=True)]
 
 
-class DenseNet(nn.Module):
+class DenseNet(Body):
     """A stem (mod1), dense modules (mod2, mod3, …) with transitions between them (tra2, …), a final norm (bn_out).
 
     A transition halves the channels and, unless its stage is dilated, the resolution.
 
-    Args:
-        norm_act: number of channels -> norm followed by an activation. It may write over its input.
-        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
-        output_stride: 32, or 16 or 8 to dilate the last one or two modules and leave out the pooling before them. The
-            parameters stay the same. With the CIFAR stem also 4 or 2.
+    Args (in addition to `Body`):
+        norm_act: it may write over its input.
+        output_stride: the pooling before a dilated module is left out.
         structure: layers in each of the four dense modules; with the CIFAR stem, three or four. DenseNet-121 has
             (6, 12, 24, 16), -169 (6, 12, 32, 32), -201 (6, 12, 48, 32) and -264 (6, 12, 64, 48).
         growth: channels that each layer adds.
-        stem_channels: channels of mod1.
         stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
-
-    Attributes:
-        out_channels: C of the features.
-        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three modules.
-        classes: as given.
-        recompute: how the layers are checkpointed, see `recompute_blocks`.
-
-    Raises:
-        ValueError: an option has a value not listed above.
     """
-
-    recompute = "none"
-
-    mod2: DenseModule
-    mod3: DenseModule
-    mod4: DenseModule
-    mod5: DenseModule
-    tra2: nn.Sequential
-    tra3: nn.Sequential
-    tra4: nn.Sequential
 
     def __init__(
         self,
@@ -106,6 +84,7 @@ class DenseNet(nn.Module):
     ):
         super().__init__()
         plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=False)
         in_channels = stem_channels
         for number, (layers, (stride, dilation)) in enumerate(zip(structure, plan, strict=True), start=2):
@@ -116,27 +95,21 @@ class DenseNet(nn.Module):
             self.add_module(f"mod{number}", module)
             in_channels = module.out_channels
         self.bn_out = norm_act(in_channels)
-        self.classifier = pooled_classifier(in_channels, classes) if classes else None
-
-        self.stages = len(structure)
-        self.out_channels = in_channels
-        self.classes = classes
+        self.add_classifier(in_channels, classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         x = self.mod1(images)  # stride 4, or 1 with the CIFAR stem
-        transitions = [None, *(getattr(self, f"tra{number - 1}") for number in range(3, self.stages + 2))]
-        modules = [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
+        transitions = [None, *(getattr(self, f"tra{number}") for number in range(2, self.stages + 1))]
+        pairs: Any = zip(transitions, self.stage_modules(), strict=True)
         if self.recompute == "none":
-            for transition, module in zip(transitions, modules, strict=True):
+            for transition, module in pairs:
                 x = module(x if transition is None else transition(x))
         else:
-            pairs = zip(transitions, modules, strict=True)
             layers = [layer for transition, module in pairs for layer in module.layers(transition)]
             x = torch.cat(run_blocks(layers, x, self.recompute), dim=1)
-        x = self.bn_out(x)
-        return x if self.classifier is None else self.classifier(x)
+        return self.classified(self.bn_out(x))
 
 
 def _layer(transition: nn.Module | None, convs1: nn.Module, convs3: nn.Module, *parts: Tensor) -> tuple[Tensor, ...]:

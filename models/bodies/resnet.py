@@ -3,49 +3,29 @@
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.blocks import NormAct, ResidualBlock, pooled_classifier, residual_stage
+from models.blocks import NormAct, ResidualBlock, residual_stage
+from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN
-from models.recomputation import run_blocks, units_of
 
 
-class ResNet(nn.Module):
+class ResNet(Body):
     """A stem (mod1) and stages of post-activation residual blocks (mod2, mod3, …).
 
     The function of torchvision's ResNets, whose stride is also on the 3x3 convolution; ABN with relu has their norms.
 
-    Args:
-        norm_act: number of channels -> norm followed by an activation, which must be an attribute `activation` of the
-            norm, see `models.blocks.without_activation`.
-        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
-        output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding, from their first block
-            on as in the release. The parameters stay the same. Features differ a little, because the strided 3x3
-            convolution of a stage is not dilated. With the CIFAR stem also 4 or 2.
+    Args (in addition to `Body`):
+        norm_act: the norm must have an attribute `activation`, see `models.blocks.without_activation`.
+        output_stride: stages are dilated from their first block on, as in the release. Features differ a little,
+            because the strided 3x3 convolution of a stage is not dilated.
         structure: blocks in each of the four stages; with the CIFAR stem, three or four.
         base_channels: channels of the convolutions in mod2's blocks, doubled in each later stage: two values (3x3, 3x3)
             or three (1x1, 3x3, 1x1).
-        stem_channels: channels of mod1.
         stem: "7x7" (released), "3x3" or "cifar", see `build_stem`. A norm follows each of its convolutions.
-
-    Attributes:
-        out_channels: C of the features.
-        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
-        classes: as given.
-        recompute: how the blocks are checkpointed, see `recompute_blocks`.
-
-    Raises:
-        ValueError: an option has a value not listed above, or the norm has no `activation`.
     """
-
-    recompute = "none"
-
-    mod2: nn.Sequential
-    mod3: nn.Sequential
-    mod4: nn.Sequential
-    mod5: nn.Sequential
 
     def __init__(
         self,
@@ -60,6 +40,7 @@ class ResNet(nn.Module):
     ):
         super().__init__()
         plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=True)
         in_channels = stem_channels
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, plan, strict=True)):
@@ -67,18 +48,12 @@ class ResNet(nn.Module):
             channels = [c * 2**index for c in base_channels]
             self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))
             in_channels = channels[-1]
-        self.classifier = pooled_classifier(in_channels, classes) if classes else None
-
-        self.stages = len(structure)
-        self.out_channels = in_channels
-        self.classes = classes
+        self.add_classifier(in_channels, classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        blocks = units_of((getattr(self, f"mod{number}") for number in range(2, self.stages + 2)), self.recompute)
-        (x,) = run_blocks(blocks, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
-        return x if self.classifier is None else self.classifier(x)
+        return self.classified(self.run_stages(self.mod1(images)))  # the stem has stride 4, or 1 with CIFAR's
 
 
 resnet34 = partial(ResNet, structure=(3, 4, 6, 3), base_channels=(64, 64))  # 21,284,672 parameters without classifier

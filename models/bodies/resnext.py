@@ -3,46 +3,26 @@
 from collections.abc import Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, residual_stage
+from models.blocks import IdentityResidualBlock, NormAct, residual_stage
+from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
 from models.layers import InPlaceABN
-from models.recomputation import run_blocks, units_of
 
 
-class ResNeXt(nn.Module):
+class ResNeXt(Body):
     """A stem (mod1), stages of grouped bottlenecks (mod2, mod3, …) and a final norm (bn_out).
 
-    Args:
-        norm_act: number of channels -> norm followed by an activation.
-        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
-        output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
-            same, and every second or fourth cell of the dilated network has the strided network's features. With the
-            CIFAR stem also 4 or 2.
+    Every second or fourth cell of a dilated network has the strided network's features.
+
+    Args (in addition to `Body`):
         structure: blocks in each of the four stages; with the CIFAR stem, three or four.
-        groups: cardinality of the 3x3 convolutions.
+        groups: cardinality of the 3x3 convolutions; divides their channels.
         base_channels: channels of the three convolutions in mod2's bottlenecks; doubled in each later stage.
-        stem_channels: channels of mod1.
         stem: "3x3" (released), "7x7" or "cifar", see `build_stem`. No norm follows its last convolution.
-
-    Attributes:
-        out_channels: C of the features.
-        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
-        classes: as given.
-        recompute: how the blocks are checkpointed, see `recompute_blocks`.
-
-    Raises:
-        ValueError: an option has a value not listed above, or groups do not divide the channels.
     """
-
-    recompute = "none"
-
-    mod2: nn.Sequential
-    mod3: nn.Sequential
-    mod4: nn.Sequential
-    mod5: nn.Sequential
 
     def __init__(
         self,
@@ -61,6 +41,7 @@ class ResNeXt(nn.Module):
             raise ValueError(f"base_channels={tuple(base_channels)}: expected three, for the bottleneck's convolutions")
 
         plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.stages = len(structure)
         self.mod1 = build_stem(stem, stem_channels, norm_act, last_norm=False)
         in_channels = stem_channels
         for index, (blocks, (stride, dilation)) in enumerate(zip(structure, plan, strict=True)):
@@ -69,19 +50,13 @@ class ResNeXt(nn.Module):
             self.add_module(f"mod{index + 2}", residual_stage(block, in_channels, channels, blocks, stride=stride))
             in_channels = channels[-1]
         self.bn_out = norm_act(in_channels)
-        self.classifier = pooled_classifier(in_channels, classes) if classes else None
-
-        self.stages = len(structure)
-        self.out_channels = in_channels
-        self.classes = classes
+        self.add_classifier(in_channels, classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        blocks = units_of((getattr(self, f"mod{number}") for number in range(2, self.stages + 2)), self.recompute)
-        (x,) = run_blocks(blocks, self.mod1(images), self.recompute)  # the stem has stride 4, or 1 with CIFAR's
-        x = self.bn_out(x)
-        return x if self.classifier is None else self.classifier(x)
+        x = self.run_stages(self.mod1(images))  # the stem has stride 4, or 1 with CIFAR's
+        return self.classified(self.bn_out(x))
 
 
 # The paper does not say which stem it used. The released checkpoints have the 3x3 one, hence the default.

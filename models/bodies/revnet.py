@@ -6,17 +6,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from models.blocks import NormAct, pooled_classifier, residual_stage
+from models.blocks import NormAct, residual_stage
+from models.bodies.body import Body
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_autocast_dtype
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
 from models.layers import InPlaceABN, run_reversibly
-from models.recomputation import run_blocks, units_of
 
 
-class RevNet(nn.Module):
+class RevNet(Body):
     """A stem (mod1), stages of residual units (mod2, mod3, …) and a final norm (bn_out).
 
     In a RevNet each half of the channels is updated by a residual function of the other, and the backward pass restores
@@ -25,35 +25,15 @@ class RevNet(nn.Module):
     Under autocast the residual functions compute in low precision, but the sums that they are added to are in float32:
     their rounding errors would add up in the restored inputs.
 
-    Args:
-        norm_act: number of channels -> norm followed by an activation. It may not write over its input.
-        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
-        output_stride: 32, or 16 or 8 to dilate the last one or two stages instead of striding. The parameters stay the
-            same. With the CIFAR stem also 4 or 2.
+    Args (in addition to `Body`):
+        norm_act: it may not write over its input.
         structure: units in each of the four stages; with the CIFAR stem, three or four.
         channels: per stage, channels of a unit's convolutions: two values for 3x3, 3x3, three for a bottleneck of 1x1,
-            3x3, 1x1. A reversible unit has two residual functions with half as many channels each.
-        stem_channels: channels of mod1.
+            3x3, 1x1. A reversible unit has two residual functions with half as many channels each: even numbers.
         stem: "7x7" (ImageNet), "3x3" or "cifar", see `build_stem`. A norm follows its last convolution.
         reversible: False for a ResNet: each unit adds one residual function of all channels to its input.
         keep_activations: compute the same as a RevNet, but keep all activations.
-
-    Attributes:
-        out_channels: C of the features.
-        output_stride: image pixels per feature cell; with the CIFAR stem at most 8, or 4 with three stages.
-        classes: as given.
-        recompute: how the units of a ResNet are checkpointed, see `recompute_blocks`.
-
-    Raises:
-        ValueError: an option has a value not listed above, or a reversible unit has an odd number of channels.
     """
-
-    recompute = "none"
-
-    mod2: nn.Sequential
-    mod3: nn.Sequential
-    mod4: nn.Sequential
-    mod5: nn.Sequential
 
     def __init__(
         self,
@@ -75,6 +55,9 @@ class RevNet(nn.Module):
                 f"structure={tuple(structure)} has {len(structure)}"
             )
         plan, self.output_stride = downsampling(structure, stem, output_stride)
+        self.stages = len(structure)
+        self.reversible = reversible
+        self.keep_activations = keep_activations
         self.mod1 = Stem(OrderedDict(build_stem(stem, stem_channels, norm_act, last_norm=True).named_children()))
         in_channels = stem_channels
         unit = ReversibleUnit if reversible else ResidualUnit
@@ -86,13 +69,7 @@ class RevNet(nn.Module):
             self.add_module(f"mod{number}", stage)
             in_channels = widths[-1]
         self.bn_out = norm_act(in_channels)
-        self.classifier = pooled_classifier(in_channels, classes) if classes else None
-
-        self.stages = len(structure)
-        self.reversible = reversible
-        self.keep_activations = keep_activations
-        self.out_channels = in_channels
-        self.classes = classes
+        self.add_classifier(in_channels, classes)
         initialise_truncated(self)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -100,23 +77,19 @@ class RevNet(nn.Module):
         if self.reversible:
             x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
         else:
-            (x,) = run_blocks(units_of(self._stages(), self.recompute), self.mod1(images), self.recompute)
-        x = self.bn_out(in_autocast_dtype(x))
-        return x if self.classifier is None else self.classifier(x)
+            x = self.run_stages(self.mod1(images))
+        return self.classified(self.bn_out(in_autocast_dtype(x)))
 
     @property
     def reversible_blocks(self) -> list[Any]:
         """The stem and the units, as `run_reversibly` takes them; none in a ResNet."""
         if not self.reversible:
             return []
-        units: list[Any] = [unit for stage in self._stages() for unit in stage]
+        units: list[Any] = [unit for stage in self.stage_modules() for unit in stage]
         # A first unit without inverse would keep the stem's output; with the stem, it keeps only the images.
         if units[0].invertible or self.keep_activations or torch.compiler.is_compiling():
             return [(self.mod1,), *units]
         return [(self.mod1, units[0]), *units[1:]]
-
-    def _stages(self) -> list[nn.Sequential]:
-        return [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
 
 
 def _basic(*widths: int) -> list[tuple[int, int]]:

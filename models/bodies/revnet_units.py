@@ -37,11 +37,11 @@ class ReversibleUnit(AdditiveCoupling):
                 f"even numbers"
             )
         halves = [value // 2 for value in channels]
-        first = partial(ResidualFunction, in_channels // 2, halves, norm_act, stride=stride, dilation=dilation)
-        second = ResidualFunction(halves[-1], halves, norm_act, dilation=dilation)
-        super().__init__(first(activated=after_stem), second)
-        shortcuts = [shortcut(in_channels // 2, halves, stride) for _ in range(2)]
-        self.short1, self.short2 = shortcuts
+        function = partial(ResidualFunction, channels=halves, norm_act=norm_act, dilation=dilation)
+        second = function(halves[-1])
+        first = function(in_channels // 2, stride=stride, activated=after_stem)
+        super().__init__(first, second)
+        self.short1, self.short2 = (shortcut(in_channels // 2, halves, stride) for _ in range(2))
 
     @property
     def invertible(self) -> bool:  # type: ignore[override]
@@ -81,15 +81,9 @@ class ResidualUnit(nn.Module):
 
 
 class ResidualFunction(nn.Sequential):
-    """F: norm and activation (bn1) before every convolution.
+    """F: norm and activation (bn1) before every convolution. Arguments as in `IdentityResidualBlock`.
 
-    Args:
-        in_channels: C of the input.
-        channels: of two 3x3 convolutions, or of a bottleneck's three: 1x1, 3x3, 1x1.
-        norm_act: number of channels -> norm followed by an activation.
-        stride: of the first convolution.
-        dilation: of every 3x3 convolution.
-        activated: the input comes from the stem's activation, so bn1 is left out.
+    `activated`: the input comes from the stem's activation, so bn1 is left out.
     """
 
     repeatable = True  # computes the same each time, see `models.layers.reversible.compiled`
@@ -117,7 +111,6 @@ class Stem(nn.Sequential):
     """A stem whose output is at least float32, also under autocast: the first of the sums that units add to."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """As the sequence."""
         x = super().forward(images)
         return x.to(torch.promote_types(x.dtype, torch.float32))
 

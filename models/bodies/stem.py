@@ -42,8 +42,7 @@ def downsampling(structure: Sequence[int], kind: str, output_stride: int) -> tup
     The stages have strides 1, 2, 2, 2 and stop downsampling at `output_stride`. After the CIFAR stem, four stages reach
     8 and three reach 4, so a larger `output_stride` changes nothing there.
 
-    Raises:
-        ValueError: the stem is not known, the number of stages does not fit it, or see `dilate_strides`.
+    ValueError if the stem is not known, the number of stages does not fit it, or see `dilate_strides`.
     """
     if kind not in STEM_STRIDES:
         raise ValueError(f"stem={kind!r}: expected '3x3' or '7x7', or 'cifar' for images of 32 pixels")
@@ -63,8 +62,7 @@ def dilate_strides(strides: Sequence[int], *, stem_stride: int, output_stride: i
     Once the output stride is reached, further strides multiply the dilation instead, starting with the first block of
     their stage. At output stride 8, strides (1, 2, 2, 2) after a stem of stride 4 become dilations (1, 1, 2, 4).
 
-    Raises:
-        ValueError: output_stride is not a power of two from twice the stem's stride to 32.
+    ValueError if output_stride is not a power of two from twice the stem's stride to 32.
     """
     possible = [stride for stride in (2, 4, 8, 16, 32) if stride >= 2 * stem_stride]
     if output_stride not in possible:

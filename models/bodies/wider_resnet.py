@@ -6,7 +6,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.blocks import IdentityResidualBlock, NormAct, pooled_classifier, residual_stage
+from models.blocks import IdentityResidualBlock, NormAct, residual_stage
+from models.bodies.body import Body
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
 from models.layers import InPlaceABN
@@ -17,12 +18,10 @@ WRN38_CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2
 NO_DROPOUT = (0.0,) * 6
 
 
-class WiderResNet(nn.Module):
+class WiderResNet(Body):
     """A convolution of stride 1 (mod1), six stages of identity residual blocks (mod2 … mod7), a final norm (bn_out).
 
-    Args:
-        norm_act: number of channels -> norm followed by an activation.
-        classes: above 0 adds global average pooling and a linear classifier (`classifier.fc`).
+    Args (in addition to `Body`):
         output_stride: 32, 16 or 8 with strided convolutions; 32 with max-pooling.
         structure: blocks in each of the six stages.
         channels: per stage, channels of a block's convolutions: two values for 3x3, 3x3, three for a bottleneck.
@@ -30,35 +29,11 @@ class WiderResNet(nn.Module):
             a strided first convolution in mod4, mod5 and mod6. Parameter names and shapes are the same, so ImageNet
             weights of the plain network load into A2.
         dropout: per stage, the probability of dropping a channel before a block's last convolution.
-        stem_channels: channels of mod1.
-
-    Attributes:
-        out_channels: C of the features.
-        output_stride: image pixels per feature cell.
-        classes: as given.
-        recompute: how the blocks are checkpointed, see `recompute_blocks`.
 
     At output stride 8 every 3x3 convolution of A2 has dilation 2 in mod5 and dilation 4 in mod6 and mod7, as in the
     release. This does not reproduce the strided network's features: mod5 starts with a 3x3 convolution, which is
     strided but not dilated there. Output stride 16 is exact.
-
-    Raises:
-        ValueError: an option has a value not listed above.
     """
-
-    recompute = "none"
-
-    pool2: nn.Module
-    pool3: nn.Module
-    pool4: nn.Module
-    pool5: nn.Module
-    pool6: nn.Module
-    mod2: nn.Sequential
-    mod3: nn.Sequential
-    mod4: nn.Sequential
-    mod5: nn.Sequential
-    mod6: nn.Sequential
-    mod7: nn.Sequential
 
     def __init__(
         self,
@@ -77,7 +52,7 @@ class WiderResNet(nn.Module):
             if len(values) != 6:
                 raise ValueError(f"{name}={tuple(values)}: expected six values, for mod2 … mod7")
         pooled, plan = _downsampling_plan(downsampling, output_stride)
-
+        self.stages, self.output_stride = 6, output_stride
         self.mod1 = nn.Sequential(OrderedDict(conv1=nn.Conv2d(3, stem_channels, 3, padding=1, bias=False)))
         in_channels = stem_channels
         stages = zip(structure, channels, plan, dropout, strict=True)
@@ -90,23 +65,18 @@ class WiderResNet(nn.Module):
             self.add_module(f"mod{number}", stage)
             in_channels = stage_channels[-1]
         self.bn_out = norm_act(in_channels)
-        self.classifier = pooled_classifier(in_channels, classes) if classes else None
-
-        self.out_channels = in_channels
-        self.output_stride = output_stride
-        self.classes = classes
+        self.add_classifier(in_channels, classes)
         initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
         blocks: list[Block] = []
-        for number in range(2, 8):
-            first, *others = units_of([getattr(self, f"mod{number}")], self.recompute)
+        for number, stage in enumerate(self.stage_modules(), start=2):
+            first, *others = units_of([stage], self.recompute)
             pool = getattr(self, f"pool{number}", None)
             blocks += [first if pool is None else partial(_pooled, pool, first), *others]
         (x,) = run_blocks(blocks, self.mod1(images), self.recompute)
-        x = self.bn_out(x)
-        return x if self.classifier is None else self.classifier(x)
+        return self.classified(self.bn_out(x))
 
 
 def _pooled(pool: nn.Module, block: Block, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-SHOWN_NAMES = 4  # tensors listed per reason
+from models.layers.norms.report import listed
 
 
 class Loaded(NamedTuple):
@@ -47,24 +47,19 @@ def load_by_name(
     for another number of classes, or of another kind of network, is skipped.
 
     Args:
-        network: with the values that tensors not in the file keep.
         tensors: of the file, with scales as the network parametrises them.
-        source: of the tensors, for the report.
+        source, remarks: for the report.
         name: of the file, for messages.
         advice: the end of the message about a misfit.
         skip: name and tensor -> why not to load it, or None.
-        remarks: for the report.
 
     Raises:
         ValueError: the tensors do not fit; the network is unchanged.
     """
     own = network.state_dict()
     tensors = _named_as_in(own, tensors)
-    skipped = {}
-    for key, tensor in tensors.items():
-        reason = _reason_to_skip(key, tensor, own) or skip(key, tensor)
-        if reason is not None:
-            skipped[key] = reason
+    reasons = {key: _reason_to_skip(key, tensor, own) or skip(key, tensor) for key, tensor in tensors.items()}
+    skipped = {key: reason for key, reason in reasons.items() if reason is not None}
     wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
 
     new = [key for key in own if key not in wanted]
@@ -124,12 +119,6 @@ def _must_be_given(name: str, with_head: bool) -> bool:
     if name.endswith("num_batches_tracked"):  # used only without momentum; older programs did not save it
         return False
     return is_of_body(name) or (with_head and name.startswith("head."))
-
-
-def listed(entries: Sequence[str], separator: str = ", ") -> str:
-    """The first entries, and how many more there are."""
-    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
-    return separator.join(entries[:SHOWN_NAMES]) + more
 
 
 def _shape(tensor: Tensor) -> str:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from models.checkpoints import torch_files
-from models.checkpoints.loading import Loaded, listed, load_by_name
+from models.checkpoints.loading import Loaded, load_by_name
 from models.checkpoints.published import Published, published
 from models.checkpoints.recognition import body_of, differences, recognised
 from models.layers import from_released
+from models.layers.norms.report import listed
 
 EPS = 1e-5  # of the released layers, in the variance and in the scale
 SCALES = ("released", "raw")
@@ -40,19 +41,18 @@ class ReleasedFile(NamedTuple):
 
 
 def load_released(network: nn.Module, path: str | Path, scale: str | None = None) -> Loaded:
-    """Load a released checkpoint: of a classification network into one of our bodies, or of a segmentation network.
-
-    Names and shapes must match. Of a classification file, a `SegmentationNetwork` takes the body.
+    """Load a released checkpoint of a classification or segmentation network; names and shapes must match.
 
     Args:
-        network: a body of `models.bodies`, or a `SegmentationNetwork`; its norms are of any kind in `models.layers`.
+        network: a body of `models.bodies`, or a `SegmentationNetwork`, which takes the body of a classification file;
+            its norms are of any kind in `models.layers`.
         path: the file as downloaded. It is no archive, although it is called .pth.tar.
         scale: "released": a norm's weight w stands for the scale |w| + eps, as in the release's in-place and
             synchronised layers. "raw": for w, as in its standard layers. None: as the md5 says for a published file,
             otherwise "released". A file does not say which it holds.
 
     Returns:
-        What matched; it also says which scale was taken and why.
+        What matched, and which scale was taken and why.
 
     Raises:
         ValueError: the file cannot be read, is no released file, has another scale, or does not fit the network, which
@@ -88,10 +88,9 @@ def released_file(
     Args:
         content: what `read` returned.
         path: the file, whose md5 tells published files apart.
-        name: of the file, for messages.
         scale: as for `load_released`, or None: as its md5 says.
         otherwise: the scale of a file that is not published, if `scale` is None.
-        key: the name of the argument `scale`, for messages.
+        name, key: of the file and of the argument `scale`, for messages.
 
     Raises:
         ValueError: the content has another layout, the scale is wrong, or it is not known.
@@ -150,24 +149,16 @@ def _renamed(tensors: Mapping) -> dict[str, Tensor]:
 
 
 def to_standard_bn(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of our network for one with PyTorch's batch normalisation; always exact.
-
-    Names and values are the same. Only norms with `learn_scale=False` get a weight of ones.
-    """
+    """The state dict of our network for PyTorch's batch normalisation: norms with `learn_scale=False` get ones."""
     fixed = [norm for norm in _norms(state) if f"{norm}weight" not in state]
     return {**state, **{f"{norm}weight": torch.ones_like(state[f"{norm}running_var"]) for norm in fixed}}
 
 
 def to_released(state: Mapping[str, Tensor], scale: str = "released") -> dict:
-    """The state dict of our network in the released layout, which `load_released` reads back to the bit.
+    """The state dict of our body or `SegmentationNetwork` in the layout that `load_released` reads back to the bit.
 
     One rounding is lost in every second float32 scale from 7.1e-5 to 1.2e-4: there no weight w has |w| + eps equal to
-    the scale.
-
-    Args:
-        state: of a body, or of a `SegmentationNetwork`.
-        scale: "released" for the release's in-place and synchronised layers, which scale by |weight| + eps; "raw" for
-            its standard layers.
+    the scale. `scale`: as in `load_released`.
 
     Returns:
         {"state_dict": {module.NAME: tensor}} for a body, {"state_dict": {"body": …, "head": …, "cls": …}} for a

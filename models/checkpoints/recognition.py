@@ -19,13 +19,9 @@ class Architecture(NamedTuple):
 
 
 def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
-    """The architecture of a body whose tensors have the released names.
+    """The architecture of a body whose tensors have the released names without a prefix, e.g. on the meta device.
 
-    Args:
-        tensors: {name: tensor}, without a prefix; tensors on the meta device suffice.
-
-    Raises:
-        ValueError: no body of `models.bodies` has these tensors.
+    ValueError if no body of `models.bodies` has these tensors.
     """
     stem = tensors.get("mod1.conv1.weight")
     structure = _structure(tensors)

@@ -14,15 +14,8 @@ FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
     """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and checksums are verified.
 
-    Args:
-        path: the file.
-        name: of the file, for messages.
-        expected: what the file should be, for messages.
-        if_damaged: advice for a damaged file.
-
-    Raises:
-        ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers. A web page,
-            an archive, a Git LFS pointer and an empty file are named.
+    ValueError if it does not exist, is damaged, or holds anything but tensors and plain containers. A web page, an
+    archive, a Git LFS pointer and an empty file are named. Messages contain `name`, `expected` and `if_damaged`.
     """
     if not path.is_file():
         raise ValueError(f"{name} {'is a folder' if path.is_dir() else 'does not exist'}: expected {expected}")

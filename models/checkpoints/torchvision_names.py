@@ -17,8 +17,7 @@ _RULES = (
 def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Give the tensors of a torchvision ResNet the names in `models.bodies.ResNet`. The norms there need relu.
 
-    Raises:
-        ValueError: the state dict is not of a torchvision ResNet.
+    ValueError if the state dict is not of a torchvision ResNet.
     """
     if "layer1.0.conv1.weight" not in state:
         found = ", ".join(list(state)[:3]) or "nothing"
@@ -29,8 +28,5 @@ def from_torchvision(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _renamed(name: str) -> str:
     for pattern, replacement in _RULES:
         name = pattern.sub(replacement, name)
-
-    def stage_and_block(match: re.Match) -> str:  # both count from 0 or 1 there, from 2 and 1 here
-        return f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}."
-
-    return re.sub(r"^layer(\d+)\.(\d+)\.", stage_and_block, name)
+    # Stages and blocks count from 1 and 0 there, from 2 and 1 here.
+    return re.sub(r"^layer(\d+)\.(\d+)\.", lambda match: f"mod{int(match[1]) + 1}.block{int(match[2]) + 1}.", name)

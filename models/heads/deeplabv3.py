@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.blocks import NormAct
+from models.blocks import NormAct, conv3x3
 from models.initialisation import initialise
 from models.layers import InPlaceABN
 
@@ -47,10 +47,7 @@ class DeepLabV3(nn.Module):
         self.out_channels = out_channels
 
         self.map_convs = nn.ModuleList([nn.Conv2d(in_channels, hidden_channels, 1, bias=False)])
-        for dilation in dilations:
-            self.map_convs.append(
-                nn.Conv2d(in_channels, hidden_channels, 3, padding=dilation, dilation=dilation, bias=False)
-            )
+        self.map_convs.extend(conv3x3(in_channels, hidden_channels, dilation=dilation) for dilation in dilations)
         map_channels = hidden_channels * len(self.map_convs)
         self.map_bn = norm_act(map_channels)
         self.global_pooling_conv = nn.Conv2d(in_channels, hidden_channels, 1, bias=False)
@@ -63,9 +60,7 @@ class DeepLabV3(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) -> (N, out_channels, H, W).
 
-        Raises:
-            ValueError: a single crop in training. The pooled branch has one value per channel and crop, so its norm
-                needs at least two crops.
+        ValueError for a single crop in training: the pooled branch has one value per channel and crop, for a norm.
         """
         maps = torch.cat([conv(x) for conv in self.map_convs], dim=1)  # (N, 4 * hidden, H, W)
         reduced = self.red_conv(self.map_bn(maps))  # (N, out, H, W)

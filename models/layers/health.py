@@ -33,8 +33,8 @@ def layer_health(
         forward: calls the network on the images, e.g. under autocast; by default the network itself.
 
     Returns:
-        smallest_gamma: over the norms that learn a scale, |gamma| as used in training (in-place layers have a floor;
-            for the released package, |weight| without its eps).
+        smallest_gamma: over the norms that learn a scale, `training_gamma` (for the released package, |weight|
+            without its eps).
         largest_reconstruction_error: over the in-place layers, see `reconstruction_error`.
         largest_drift: over the modules with an attribute `reversible_blocks`, see `drift`.
         Keys are missing if the network has no such layers. NaN is more extreme than any number.

@@ -22,17 +22,11 @@ METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim
 
 @dataclass(eq=False)
 class Activated:
-    """The output of a norm and its activation, for the module of that activation only.
+    """The output of a norm and its activation, for the module of that activation only."""
 
-    Attributes:
-        tensor: the output, any shape and floating dtype.
-        activation: the activation that the norm includes.
-        with_grad: whether it was computed with gradients enabled.
-    """
-
-    tensor: Tensor
-    activation: Activation
-    with_grad: bool
+    tensor: Tensor  # any shape and floating dtype
+    activation: Activation  # that the norm includes
+    with_grad: bool  # computed with gradients enabled
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -56,27 +50,19 @@ pytree.register_pytree_node(
 
 
 class MergedActivation(nn.Module):
-    """An activation that some norms include: passes their outputs on, and activates every other tensor.
-
-    Args:
-        activation: the module that it replaces.
-
-    Attributes:
-        included: what the norms before it compute in its place, e.g. a leaky ReLU for a ReLU.
-    """
+    """In place of an activation that some norms include: passes their outputs on, and activates every other tensor."""
 
     def __init__(self, activation: nn.Module):
         super().__init__()
         self.activation = activation
-        self.included: tuple[Activation, ...] = ()
+        self.included: tuple[Activation, ...] = ()  # what the norms compute instead, e.g. a leaky ReLU for a ReLU
         self.train(activation.training)
 
     def forward(self, x: Tensor | Activated) -> Tensor:
         """x: any shape and floating dtype.
 
-        Raises:
-            RuntimeError: the norm includes another activation; or x was computed without gradients, which are enabled
-                here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
+        RuntimeError if the norm includes another activation; or x was computed without gradients, which are enabled
+        here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
         """
         if not isinstance(x, Activated):
             return self.activation(x)

@@ -1,8 +1,7 @@
-"""Convert whole networks from standard to in-place layers and back, keeping the same Parameters and names.
+"""Convert whole networks from standard to in-place layers and back, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
 
 In eval mode all our layers are batch normalisation with the raw weight, so outputs do not change, for any sign of
-gamma. Both functions change the network itself and return it, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
-Parameters and buffers stay the same objects under the same names, so optimizers and checkpoints keep working.
+gamma. Parameters and buffers stay the same objects under the same names, so optimizers and checkpoints keep working.
 """
 
 from collections.abc import Callable
@@ -47,14 +46,11 @@ def to_inplace(
     raises PyTorch's error about a modified variable; write `x = x + shortcut`. With an example such norms are left.
 
     Args:
-        module: a network, which is changed, or a single layer, for which a new one is returned.
+        module: a network, which is changed and returned, or a single layer, for which a new one is returned.
         relu_slope: replace ReLU, which cannot be inverted, by a leaky ReLU with this slope (0.01 in the paper) after
             the replaced norms. This changes the function of the network; its weights are then a starting point.
         example: an input that the network can be trained on, or a tuple of its positional arguments.
         report: called with the `Report`, e.g. `print` or the append method of a list.
-
-    Returns:
-        The module itself, or the new layer.
 
     Raises:
         ValueError: relu_slope is not above 0, or the network does not run on the example.
@@ -79,16 +75,9 @@ def to_inplace(
 
 
 def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_report) -> nn.Module:
-    """Replace every in-place and checkpointed layer by the standard `ABN`.
+    """Replace every in-place and checkpointed layer by the standard `ABN`; arguments and result as in `to_inplace`.
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
-
-    Args:
-        module: a network, which is changed, or a single layer, for which a new one is returned.
-        report: called with the `Report`, e.g. `print` or the append method of a list.
-
-    Returns:
-        The module itself, or the new layer.
     """
 
     def planned(layer: nn.Module) -> Replacement | None:

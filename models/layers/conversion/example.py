@@ -18,17 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..norms.abn import ABN
 from ..norms.inplace_abn import InPlaceABN
+from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
-from .replacements import (
-    BATCH_NORMS,
-    STATE,
-    Replacement,
-    batch_norm_like,
-    check_batch_norm,
-    inplace_activation,
-    own_to_inplace,
-)
+from .replacements import BATCH_NORMS, STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
@@ -52,21 +45,13 @@ class Reader(NamedTuple):
 
 @dataclass
 class NormCall:
-    """What happened to the output of one call.
+    """What happened to the output of one call."""
 
-    Attributes:
-        activations: activation modules that got the output.
-        readers: everything else that got the output, or a view of it.
-        writer: what wrote over the output, or over the result of the activation.
-        is_returned: whether the network returns the output without an activation.
-        does_as_twin: whether the layer computed the same as its twin, if it has one (see `calls_on_example`).
-    """
-
-    activations: list[nn.Module] = field(default_factory=list)
-    readers: list[Reader] = field(default_factory=list)
-    writer: Reader | None = None
-    is_returned: bool = False
-    does_as_twin: bool = True
+    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output
+    readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
+    writer: Reader | None = None  # what wrote over the output, or over the result of the activation
+    is_returned: bool = False  # by the network, without an activation
+    does_as_twin: bool = True  # computed the same as the layer's twin, if it has one (see `calls_on_example`)
 
 
 def calls_on_example(
@@ -82,9 +67,8 @@ def calls_on_example(
     PyTorch and Python. Only what a forward pass writes into Parameters or outside the modules remains.
 
     Args:
-        network: any network that runs eagerly.
+        network: any that runs eagerly.
         example: its input, or a tuple of its positional arguments.
-        norms: the modules to record.
         activations: the modules to recognise as activations. They take one tensor.
         twin: copies a norm to a layer that should compute the same, or returns None.
 
@@ -266,16 +250,12 @@ class NormsOnExample:
 
     def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
         """`replacements.own_to_inplace`, unless something overwrites the output on the example (ValueError)."""
-        replacement = own_to_inplace(self.tree, layer, relu_slope)
+        replacement = replacements.own_to_inplace(self.tree, layer, relu_slope)
         _check_output_is_left_alone(self.calls[layer])
         return replacement
 
     def batch_norm_to_inplace(self, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
-        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example.
-
-        Raises:
-            ValueError: it cannot be replaced; the message says why.
-        """
+        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example."""
         calls = self.calls[layer]
         if not calls:
             raise ValueError("it was not called on the example")

@@ -20,23 +20,17 @@ PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their inp
 
 
 class Replacement(NamedTuple):
-    """A layer and what replaces it.
-
-    Attributes:
-        before: what is replaced, for the report.
-        emptied: place of an activation that the new layer includes, which needs no module any more.
-        merged: activations that the new layer includes, but that may have other inputs too.
-    """
+    """A layer and what replaces it."""
 
     old: nn.Module
     new: ABN
-    before: str
-    emptied: Place | None = None
-    merged: tuple[nn.Module, ...] = ()
+    before: str  # what is replaced, for the report
+    emptied: Place | None = None  # of an activation that the new layer includes, which needs no module any more
+    merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
 
 
 def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Replacement:
-    """The in-place layer for one of ours. ValueError: it cannot be replaced; the message says why."""
+    """The in-place layer for one of ours."""
     check_plain(layer, OWN_LAYERS)
     for place in tree.places[layer]:
         _check_output_is_left_alone(tree.following.get(place, []))
@@ -47,11 +41,7 @@ def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Rep
 
 
 def batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
-    """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`.
-
-    Raises:
-        ValueError: it cannot be replaced; the message says why.
-    """
+    """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`."""
     check_batch_norm(layer)
     places = tree.places[layer]
     if len(places) > 1:
@@ -82,10 +72,8 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
         raise ValueError("it is a subclass, whose forward pass may differ")
     if is_customised(layer):
         raise ValueError("it has hooks, which would not run or would see a different output; remove them first")
-    if {*layer._parameters, *layer._buffers, *layer._modules} != {
-        *STATE,
-        *(("drop", "act") if with_activation else ()),
-    }:
+    known = {*STATE, "drop", "act"} if with_activation else {*STATE}
+    if {*layer._parameters, *layer._buffers, *layer._modules} != known:
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
 
 

@@ -32,11 +32,8 @@ class ABN(nn.Module):
     Parameters and statistics: (C,), float32 (float64 for float64 inputs). Names as in `torch.nn.BatchNorm2d`.
 
     Args:
-        num_features: C.
-        eps: added to the variance.
-        momentum: weight of the new minibatch in the running statistics; None averages over all minibatches.
-        affine: learn gamma (`weight`) and beta (`bias`).
-        track_running_stats: keep running statistics and use them in eval mode; otherwise always use the minibatch's.
+        num_features (C), eps, momentum, affine, track_running_stats: as in `torch.nn.BatchNorm2d`; gamma is `weight`,
+            beta is `bias`.
         activation: leaky_relu, elu, identity, sigmoid, tanh or relu.
         activation_param: slope of leaky_relu for negative inputs, alpha of elu.
         learn_scale: False fixes gamma to 1 and learns beta only (section 3.3: a following convolution absorbs gamma).
@@ -206,14 +203,9 @@ class ABN(nn.Module):
             warn_if_released(state_dict, prefix, local_metadata, missing_keys=args[1])
         # State dicts of the released package lack num_batches_tracked: keep our own count.
         key = prefix + "num_batches_tracked"
-        added = self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict
-        if added:
-            state_dict[key] = self.num_batches_tracked
-        try:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        finally:
-            if added:
-                del state_dict[key]
+        if self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict:
+            state_dict = {**state_dict, key: self.num_batches_tracked}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __deepcopy__(self, memo: dict) -> "ABN":
         if self.group is not None:

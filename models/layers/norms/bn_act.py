@@ -151,17 +151,8 @@ def kept_by(node: Node) -> BackwardInputs:
         # With running statistics gamma is the raw weight, which may be too small to divide by.
         scale = gamma if node.call.use_batch_statistics else floored(gamma, strategy.gamma_floor)
         offset, factor = beta, scale.reciprocal()
-    return BackwardInputs(
-        values,
-        strategy.keep == "z",
-        offset,
-        factor,
-        gamma,
-        beta,
-        invstd,
-        node.call.activation,
-        strategy.recover_x_hat,
-    )
+    is_output, activation = strategy.keep == "z", node.call.activation
+    return BackwardInputs(values, is_output, offset, factor, gamma, beta, invstd, activation, strategy.recover_x_hat)
 
 
 def recompute_output(node: Node) -> Tensor:

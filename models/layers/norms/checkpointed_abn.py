@@ -21,8 +21,8 @@ class CheckpointedABN(ABN):
     keeps a converted copy. It does whenever x comes from a convolution.
 
     Args (in addition to `ABN`):
-        store: "x" to recompute batch normalisation (one scale and shift with the forward pass's statistics) and the
-            activation, or "x_hat" to recompute the scale and shift and the activation.
+        store: "x" to recompute batch normalisation (with the forward pass's statistics) and the activation, or "x_hat"
+            to recompute the scale and shift and the activation.
     """
 
     def __init__(
@@ -41,19 +41,8 @@ class CheckpointedABN(ABN):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            learn_scale=learn_scale,
-            sync=sync,
-            group=group,
-            backend=backend,
-        )
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*of_abn, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
         if store not in STORES:
             raise ValueError(f"store={store!r}: expected 'x' or 'x_hat'")
         self.store = store

@@ -20,8 +20,7 @@ class InPlaceABN(ABN):
     every value; variant II folds this inversion into per-channel constants. A following convolution keeps z anyway, so
     the layer itself costs no memory.
 
-    z is written to a new buffer and the input is left untouched. The preceding operation does not keep its output, so
-    this saves exactly as many bytes as overwriting x, without the aliasing.
+    z is a new buffer: the preceding operation does not keep its output, so overwriting x would save no more bytes.
 
     With minibatch statistics the scale is gamma = copysign(max(|weight|, gamma_floor), weight), which can be inverted,
     and dL/dweight = dL/dgamma, so a zero weight can recover. With running statistics the layer is exactly batch
@@ -58,19 +57,8 @@ class InPlaceABN(ABN):
         group: dist.ProcessGroup | None = None,
         backend: str = "auto",
     ):
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            learn_scale=learn_scale,
-            sync=sync,
-            group=group,
-            backend=backend,
-        )
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        super().__init__(*of_abn, learn_scale=learn_scale, sync=sync, group=group, backend=backend)
         if variant not in VARIANTS:
             raise ValueError(f"variant={variant!r}: expected 'I' or 'II'")
         if gamma_floor <= 0:
@@ -112,22 +100,9 @@ class InPlaceABNSync(InPlaceABN):
         *,
         backend: str = "auto",
     ):
-        super().__init__(
-            num_features,
-            eps,
-            momentum,
-            affine,
-            track_running_stats,
-            activation,
-            activation_param,
-            variant,
-            learn_scale,
-            gamma_floor,
-            overwrite_input,
-            sync=True,
-            group=group,
-            backend=backend,
-        )
+        of_abn = (num_features, eps, momentum, affine, track_running_stats, activation, activation_param)
+        of_inplace_abn = (variant, learn_scale, gamma_floor, overwrite_input)
+        super().__init__(*of_abn, *of_inplace_abn, sync=True, group=group, backend=backend)
 
     @classmethod
     def convert(
@@ -137,20 +112,15 @@ class InPlaceABNSync(InPlaceABN):
         *,
         report: Callable[[Report], object] = log_report,
     ) -> nn.Module:
-        """Synchronise every layer of ours in a network, like `nn.SyncBatchNorm.convert_sync_batchnorm`.
+        """Synchronise every layer of ours in a network, or a single one; return it.
 
-        In-place, standard and checkpointed layers get statistics over `group`. They stay the same objects with the same
-        parameters; already synchronised layers switch to `group`. Convert PyTorch's batch normalisations with
-        `models.convert.to_inplace` first.
+        Layers stay the same objects with the same parameters; already synchronised ones switch to `group`. Convert
+        PyTorch's batch normalisations with `models.convert.to_inplace` first.
 
         Args:
-            module: a network or a single layer.
             group: process group; None is the default group.
             report: called with the `Report`, which names every norm that was left alone, e.g. `print`. By default it is
                 logged, as a warning if there are such norms.
-
-        Returns:
-            The module itself.
         """
         result = Report()
         for name, layer in module.named_modules():

@@ -17,15 +17,12 @@ def from_released(state_dict: Mapping[str, Tensor], eps: float = 1e-5) -> dict[s
     A norm is recognised by its running_mean. Norms with num_batches_tracked, which the release lacks, are left alone
     (e.g. PyTorch's, in the same network). Do not convert networks of the release's plain `ABN`, whose scale is w.
 
-    The copy is marked as converted in its metadata, which `torch.save` keeps, so loading it does not warn. Rename keys
-    before the conversion, because a new dict has no metadata.
+    The copy returned shares all other tensors. It is marked as converted in its metadata, which `torch.save` keeps, so
+    loading it does not warn. Rename keys before the conversion, because a new dict has no metadata.
 
     Args:
         state_dict: with any prefix, of a network or a part of it. It stays unchanged.
         eps: of the released layers.
-
-    Returns:
-        A copy with new weights. All other tensors are shared.
     """
     converted = OrderedDict(state_dict)
     metadata = copy.deepcopy(getattr(state_dict, "_metadata", {}))

@@ -1,24 +1,20 @@
 """What a conversion of a network did and what it left alone."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-SHOWN_NAMES = 4  # layers listed per reason
+SHOWN_NAMES = 4  # listed per reason
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Report:
-    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself.
+    """What a conversion did. Names are as in `network.named_modules()`; "" is the converted module itself."""
 
-    Attributes:
-        replaced: name of the layer -> "old layer -> new layer".
-        kept: name of the layer -> why it was not replaced.
-    """
-
-    replaced: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)  # name of the layer -> "old layer -> new layer"
+    kept: dict[str, str] = field(default_factory=dict)  # name of the layer -> why it was not replaced
 
     def __str__(self) -> str:
         lines = []
@@ -26,9 +22,14 @@ class Report:
             lines.append(f"{title}: {len(entries)}")
             for what in dict.fromkeys(entries.values()):
                 names = [name or "(the module itself)" for name, value in entries.items() if value == what]
-                more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-                lines += [f"  {len(names)} x {what}", f"      {', '.join(names[:SHOWN_NAMES])}{more}"]
+                lines += [f"  {len(names)} x {what}", f"      {listed(names)}"]
         return "\n".join(lines)
+
+
+def listed(entries: Sequence[str], separator: str = ", ") -> str:
+    """The first entries, and how many more there are."""
+    more = f" and {len(entries) - SHOWN_NAMES} more" if len(entries) > SHOWN_NAMES else ""
+    return separator.join(entries[:SHOWN_NAMES]) + more
 
 
 def log_report(report: Report) -> None:

@@ -1,27 +1,15 @@
 """Recompute the running statistics of norms."""
 
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from .synchronisation import synchronised_group
 
 Minibatch = TypeVar("Minibatch")
-
-
-class _Norm(Protocol):
-    """Any norm with running statistics, ours or PyTorch's."""
-
-    momentum: float | None
-    running_mean: Tensor
-    running_var: Tensor
-    training: bool
-    _buffers: dict[str, Tensor | None]
-
-    def train(self, mode: bool = True) -> object: ...
 
 
 @torch.no_grad()
@@ -35,12 +23,11 @@ def renew_statistics(
     average over all of them. Leaves the network in eval mode.
 
     Args:
-        network: any module, with our norms or PyTorch's.
         minibatches: the network's inputs, on its device; or anything that `forward` takes.
         forward: calls the network on a minibatch, e.g. `lambda pair: network(pair[0])` for a loader of images and
             labels, or under autocast; by default the network itself.
     """
-    norms = [module for module in network.modules() if has_running_statistics(module)]
+    norms: list[Any] = [module for module in network.modules() if has_running_statistics(module)]
     momenta = [norm.momentum for norm in norms]
     network.eval()
     for number, minibatch in enumerate(minibatches, start=1):
@@ -58,6 +45,6 @@ def renew_statistics(
     network.eval()
 
 
-def has_running_statistics(module: object) -> TypeGuard[_Norm]:
-    """Whether a module is a norm, of any kind, with running statistics."""
+def has_running_statistics(module: object) -> bool:
+    """Whether a module is a norm with running statistics, ours or PyTorch's."""
     return getattr(module, "running_mean", None) is not None and hasattr(module, "momentum")  # a frozen norm has none

@@ -13,8 +13,7 @@ _CHECKED: WeakKeyDictionary[dist.ProcessGroup, set[int]] = WeakKeyDictionary()
 def synchronised_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group to share statistics with (the default group for None), or None if this process is alone.
 
-    Raises:
-        ValueError: this process is not a member of the group.
+    ValueError if this process is not a member of the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -36,8 +35,7 @@ def joint_moments(mean: Tensor, var: Tensor, count: int, group: dist.ProcessGrou
     rank has, and never in compiled or captured graphs, which cannot raise. If another rank gets too few values later,
     that rank raises alone, and this one loses its connection.
 
-    Raises:
-        ValueError: a rank has fewer than two values per channel; the same error on every rank of the group that checks.
+    ValueError, on every rank of the group that checks, if a rank has fewer than two values per channel.
     """
     ranks = dist.get_world_size(group)
     own = torch.cat([mean.double(), var.double(), mean.new_full((1,), count, dtype=torch.float64)])

@@ -31,11 +31,9 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
     PyTorch's error about an in-place operation. Changes through `.data` cannot be seen, here as elsewhere in autograd.
 
     Args:
-        network: any; the branches of couplings inside are prepared as well, because they run again by themselves.
+        network: any, returned with two hooks around its forward pass. The branches of couplings inside are prepared as
+            well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
-
-    Returns:
-        The network itself, with two hooks around its forward pass.
     """
     couplings = [module for module in network.modules() if isinstance(module, Coupling)]
     for module in [network, *(branch for coupling in couplings for branch in coupling.children())]:

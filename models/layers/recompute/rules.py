@@ -206,44 +206,31 @@ def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     return (x * mask).mul_(scale)
 
 
-def _register() -> None:
-    activations: list[Function] = [F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu]
-    activations += [F.silu, F.mish, F.hardswish, F.hardsigmoid]
-    function: Function
-    plain: Function
-    for function in activations:
-        FOLLOWED[function] = _activation(function)
-    for plain in (F.relu, F.leaky_relu, F.elu, F.selu, F.celu):
-        FOLLOWED[getattr(F, plain.__name__ + "_")] = _activation(plain)
-    for function in (torch.relu, Tensor.relu, Tensor.relu_):
-        FOLLOWED[function] = _activation(F.relu)
-    for name in ("sigmoid", "tanh"):
-        plain = getattr(torch, name)
-        for function in (plain, getattr(torch, name + "_"), getattr(Tensor, name), getattr(Tensor, name + "_")):
-            FOLLOWED[function] = _repeated(plain, fresh=True)
-    makers: list[Function] = [F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm]
-    makers += [F.rms_norm, torch.rms_norm, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid]
-    for function in makers:
-        FOLLOWED[function] = _repeated(function, fresh=True)
-    copies: list[Function] = [torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad]
-    copies += [Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll]
-    for function in copies:
-        FOLLOWED[function] = _repeated(function)
-    for name, operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
-        plain = getattr(torch, name)
-        methods = [name, f"{name}_", f"__{operator}__", f"__i{operator}__"]
-        methods += [f"__r{operator}__"] if name in ("mul", "add") else []  # the others swap their arguments
-        for function in (plain, *(getattr(Tensor, method) for method in methods)):
-            FOLLOWED[function] = _repeated(plain, fresh=True)
-    for name in ("to", "float", "double", "half", "bfloat16"):
-        FOLLOWED[getattr(Tensor, name)] = _cast
-    FOLLOWED[F.batch_norm] = _batch_norm
-    FOLLOWED[F.instance_norm] = _instance_norm
-    for function in (torch.cat, torch.concat, torch.concatenate, torch.stack):
-        FOLLOWED[function] = _joined(function)
-    FOLLOWED[F.max_pool2d] = FOLLOWED[torch.max_pool2d] = _max_pool
-    FOLLOWED[F.dropout] = _dropout
-    FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
+def _register(make: Callable[[Function], Rule], *functions: Function, like: Function | None = None) -> None:
+    """Give functions the rule that `make` makes for each of them, or for the one that they all are `like`."""
+    for function in functions:
+        FOLLOWED[function] = make(like or function)
 
 
-_register()
+_made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
+_register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
+_register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
+_register(_activation, F.relu_, torch.relu, Tensor.relu, Tensor.relu_, like=F.relu)
+for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
+    _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
+_register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)
+_register(_made, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, like=torch.tanh)
+_register(_made, F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm)
+_register(_made, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid)
+_register(_repeated, torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad)
+_register(_repeated, Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll)
+for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
+    _methods = [_name, f"{_name}_", f"__{_operator}__", f"__i{_operator}__"]
+    _methods += [f"__r{_operator}__"] if _name in ("mul", "add") else []  # the others swap their arguments
+    _function = getattr(torch, _name)
+    _register(_made, _function, *(getattr(Tensor, method) for method in _methods), like=_function)
+_register(_joined, torch.cat, torch.concat, torch.concatenate, torch.stack)
+FOLLOWED |= dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16), _cast)
+FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool)
+FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm, F.dropout: _dropout}
+FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)

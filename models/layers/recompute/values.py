@@ -148,14 +148,11 @@ class Recipe:
         options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
         arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
         enabled, dtype = self.autocast
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            with (
-                torch.autocast(self.device, dtype, enabled)
-                if _autocast(self.device) != self.autocast
-                else nullcontext()
-            ):
-                result = self.function(*arguments, **options)
-                return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
+        as_then = _autocast(self.device) == self.autocast
+        autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast:
+            result = self.function(*arguments, **options)
+            return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
 
 
 def _is_spare(argument: object) -> bool:

@@ -16,32 +16,10 @@ Values = tuple[Tensor, ...]
 
 # Modules that compute the same each time; inside a graph random numbers cannot be drawn again.
 _REPEATABLE = {
-    ABN,
-    CheckpointedABN,
-    InPlaceABN,
-    InPlaceABNSync,
-    AffineAdapterNaive,
-    AffineAdapterSigmoid,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ELU,
-    nn.GELU,
-    nn.GroupNorm,
-    nn.Hardswish,
-    nn.Identity,
-    nn.LayerNorm,
-    nn.LeakyReLU,
-    nn.Linear,
-    nn.ReLU,
-    nn.Sequential,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.SyncBatchNorm,
-    nn.Tanh,
+    *(ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, AffineAdapterNaive, AffineAdapterSigmoid),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Sequential, nn.Identity),
+    *(nn.ELU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh),
 }
 
 

@@ -155,7 +155,9 @@ class AdditiveCoupling(Coupling):
 
     @staticmethod
     def combine(x: Tensor, output: Tensor) -> Tensor:
-        return x + _single(output)
+        if not isinstance(output, Tensor):
+            raise ValueError(f"AdditiveCoupling got a {type(output).__name__} from a branch: expected one tensor")
+        return x + output
 
     @staticmethod
     def undo(y: Tensor, output: Tensor) -> Tensor:
@@ -166,11 +168,9 @@ class AffineCoupling(Coupling):
     """y1 = s * x1 + t with (s, t) = Fm(x2); y2 = s' * x2 + t' with (s', t') = Gm(y1) (Dinh et al. 2017, equation 7).
 
     Args:
-        Fm: any module; with an adapter, one output is enough.
-        Gm: another; None copies Fm.
+        Fm, Gm, split_dim: as in `Coupling`; with an adapter, one output is enough.
         adapter: makes a module that returns (s, t) from one that does not, such as `AffineAdapterNaive`. None: Fm and
             Gm return tuples (s, t) themselves.
-        split_dim: as in `Coupling`.
     """
 
     def __init__(
@@ -186,28 +186,18 @@ class AffineCoupling(Coupling):
 
     @staticmethod
     def combine(x: Tensor, output: Streams) -> Tensor:
-        scale, shift = _pair(output)
+        if not (isinstance(output, tuple) and len(output) == 2):
+            raise ValueError(
+                f"AffineCoupling got a {type(output).__name__} from a branch: expected a tuple (scale, shift); give "
+                f"adapter=AffineAdapterNaive or AffineAdapterSigmoid for modules with a single output"
+            )
+        scale, shift = output
         return x * scale + shift
 
     @staticmethod
     def undo(y: Tensor, output: Streams) -> Tensor:
         scale, shift = output
         return (y - shift) / scale
-
-
-def _single(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise ValueError(f"AdditiveCoupling got a {type(output).__name__} from a branch: expected one tensor")
-    return output
-
-
-def _pair(output: Any) -> Streams:
-    if isinstance(output, tuple) and len(output) == 2:
-        return output
-    raise ValueError(
-        f"AffineCoupling got a {type(output).__name__} from a branch: expected a tuple (scale, shift); give "
-        f"adapter=AffineAdapterNaive or AffineAdapterSigmoid for modules with a single output"
-    )
 
 
 def in_halves(module: object) -> TypeGuard[Coupling]:

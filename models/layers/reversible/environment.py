@@ -26,10 +26,7 @@ class _Buffer(NamedTuple):
 class Environment:
     """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
 
-    Args:
-        modules: those that run.
-        tensors: their inputs.
-        preserve_rng_state: repeat their random numbers.
+    `modules` run on `tensors`, and draw the same random numbers again with `preserve_rng_state`.
     """
 
     def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
@@ -58,7 +55,7 @@ class Environment:
         self.buffers = [
             buffer
             for buffer in self.buffers
-            if _is_norm(buffer.owner)
+            if has_running_statistics(buffer.owner)
             or buffer.owner._buffers[buffer.name] is not buffer.values
             or buffer.values._version != buffer.version
         ]
@@ -67,8 +64,7 @@ class Environment:
     def restored(self) -> Iterator[None]:
         """Context of a repetition: the state of the forward pass, and at the end the present one again.
 
-        Raises:
-            RuntimeError: a parameter was modified or replaced since.
+        RuntimeError if a parameter was modified or replaced since.
         """
         self._check_parameters()
         with ExitStack() as stack:
@@ -104,7 +100,7 @@ class Environment:
 def statistics_kept(*modules: nn.Module) -> Iterator[None]:
     """Context in which forward passes of some modules do not change the running statistics of their norms."""
     parts = [part for module in modules for part in module.modules()]
-    norms = [part for part in parts if part.training and _is_norm(part)]
+    norms = [part for part in parts if part.training and has_running_statistics(part)]
     if not torch.compiler.is_compiling():
         with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
             yield
@@ -117,14 +113,10 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
         values.copy_(value)
 
 
-def _is_norm(module: nn.Module) -> bool:
-    return has_running_statistics(module)
-
-
 def _buffers(module: nn.Module) -> list[_Buffer]:
     """The buffers that a forward pass may change, or that may change before it is repeated."""
     found = [(name, values) for name, values in module._buffers.items() if values is not None]
-    if _is_norm(module):
+    if has_running_statistics(module):
         found = [(name, values) for name, values in found if name in _STATISTICS]
         if module.training:  # the minibatch's statistics count
             return [_Buffer(module, name, values, values._version, None) for name, values in found]

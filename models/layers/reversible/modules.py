@@ -18,13 +18,12 @@ Block = nn.Module | tuple[nn.Module, ...]
 class InvertibleModuleWrapper(nn.Module):
     """Any invertible module, without its activations: the backward pass computes them again, from its output.
 
-    Chains forget everything but the last output: if the input of a wrapper is the output of another, that output is
-    no longer kept. An input that somebody else holds stays as it is. Gradients, hooks and running statistics are those
-    of `fn` itself. Without gradients (`torch.no_grad`) the wrapper does nothing, and inside `torch.compile` it only
-    saves memory around couplings.
+    If the input of a wrapper is the output of another, that output is no longer kept. An input that somebody else holds
+    stays as it is. Gradients, hooks and running statistics are those of `fn` itself. Without gradients the wrapper does
+    nothing, and inside `torch.compile` it only saves memory around couplings.
 
-    A coupling's branches run once more in the backward pass, other modules twice: once to invert them. With standard
-    floating-point numbers the restored input differs by rounding.
+    A coupling's branches run once more in the backward pass, other modules twice: once to invert them. The restored
+    input differs by rounding.
 
     Args:
         fn: a module with `forward` and `inverse`, from one or several tensors to one or several tensors. It computes
@@ -108,9 +107,7 @@ class ReversibleSequence(nn.Module):
     Couplings with the same `split_dim` pass their halves on, so nothing is concatenated between them. A coupling that
     is not invertible (`Coupling.invertible`), and any module without a method `inverse`, keeps its input.
 
-    Args:
-        blocks: the modules; each takes the output of the one before, a single tensor.
-        disable: keep all activations, as any other network does.
+    Each module takes the output of the one before, a single tensor. `disable`: keep all activations.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], disable: bool = False):
@@ -163,20 +160,28 @@ def run_reversibly(blocks: Iterable[Block], x: Tensor, disable: bool = False) ->
 
 def _run_compiled(blocks: Iterable[Block], x: Tensor) -> Tensor:
     """Inside a graph: couplings in a row are one node; of other blocks the compiler keeps what it needs."""
-    row: list[Coupling] = []
+    for part in in_rows(blocks, is_compilable):
+        x = run_row(part, x) if isinstance(part, list) else in_turn(part, x)
+    return x
+
+
+def in_rows(
+    blocks: Iterable[Block], can_join: Callable[[Coupling, Sequence[Coupling]], bool]
+) -> list[list[Coupling] | Block]:
+    """Blocks, with couplings in a row as a list. `can_join`: whether a coupling can join a row, which may be empty."""
+    parts: list[list[Coupling] | Block] = []
     for block in blocks:
-        if in_halves(block) and is_compilable(block, row):
-            row.append(block)
-            continue
-        x = run_row(row, x) if row else x
-        row = [block] if in_halves(block) and is_compilable(block, []) else []
-        x = x if row else in_turn(block if isinstance(block, tuple) else (block,), x)
-    return run_row(row, x) if row else x
+        last = parts[-1] if parts else None
+        if in_halves(block) and isinstance(last, list) and can_join(block, last):
+            last.append(block)
+        else:
+            parts.append([block] if in_halves(block) and can_join(block, []) else block)
+    return parts
 
 
-def in_turn(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """Run modules one after the other."""
-    for module in modules:
+def in_turn(block: Block, x: Tensor) -> Tensor:
+    """Run a module, or several one after the other."""
+    for module in block if isinstance(block, tuple) else (block,):
         x = module(x)
     return x
 

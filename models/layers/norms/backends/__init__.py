@@ -2,7 +2,7 @@
 
 import warnings
 from functools import cache
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +15,7 @@ from .interface import Affine, Backend, BackwardInputs, Running
 
 BACKENDS = ("auto", "eager", "compiled", "triton")
 
-__all__ = [
-    "BACKENDS",
-    "Backend",
-    "BackwardInputs",
-    "EagerBackend",
-    "Affine",
-    "Running",
-    "backend_for",
-    "check_backend",
-]
-
-
-class _TritonKernels(Protocol):
-    """The module `triton_kernels`, which can only be imported if triton is installed."""
-
-    INTERPRETED: bool
-
-    def runs_on(self, x: Tensor) -> bool: ...
-
-    def probe(self, device: torch.device) -> None: ...
-
-    def TritonBackend(self) -> Backend: ...
+__all__ = ["BACKENDS", "Affine", "Backend", "BackwardInputs", "EagerBackend", "Running", "backend_for", "check_backend"]
 
 
 def check_backend(name: str) -> None:
@@ -55,8 +34,7 @@ def backend_for(name: str, x: Tensor) -> Backend:
     code. It is `eager` for empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters),
     which cannot see inside a fused kernel.
 
-    Raises:
-        ValueError: the backend cannot compute on the device or in the dtype of x.
+    ValueError if the backend cannot compute on the device or in the dtype of x.
     """
     if torch.compiler.is_compiling():
         return CompiledBackend()
@@ -105,8 +83,8 @@ def _triton_launches(device: torch.device) -> bool:
 
 
 @cache
-def _triton() -> _TritonKernels | None:
-    """The module, or None if triton is not installed."""
+def _triton() -> Any:
+    """The module `triton_kernels`, or None if triton is not installed."""
     try:
         from . import triton_kernels
     except ImportError:

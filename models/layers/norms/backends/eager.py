@@ -9,10 +9,7 @@ from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running, per_
 
 class EagerBackend(Backend):
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Without running statistics the operator would round its results to the dtype of x.
-        unused_mean, unused_var = x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
-        mean, var = torch.batch_norm_update_stats(x, unused_mean, unused_var, 0.0)
-        return mean, var
+        return moments_by_operator(x, UNTRACKED)
 
     def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
         # The operator takes a variance in eval mode; eps is already in invstd.
@@ -74,6 +71,14 @@ class EagerBackend(Backend):
             dy, u, weight, kept.offset, ones, None, None, False, 0.0, [True, True, True]
         )
         return dx, dgamma.mul_(kept.factor), dbeta
+
+
+def moments_by_operator(x: Tensor, running: Running) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance by PyTorch's own operator, which updates the running statistics too."""
+    if running.mean is None:  # without running statistics it would round its results to the dtype of x
+        running = Running(*x.new_zeros(2, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32)))
+    mean, var = torch.batch_norm_update_stats(x, *running)
+    return mean, var
 
 
 def _buffers(out: Tensor | None, channels: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..activations import Activation, activate_, activation_backward, invert_activation
 
+Vector = Tensor | None  # (C,)
+
 
 class Settings(NamedTuple):
     """Compile-time constants."""
@@ -61,13 +63,7 @@ def forward_(settings: Settings, x: Tensor, gamma: Tensor, beta: Tensor) -> tupl
 
 
 def x_hat_and_dy(
-    settings: Settings,
-    values: Tensor,
-    dz: Tensor,
-    offset: Tensor,
-    factor: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
+    settings: Settings, values: Tensor, dz: Tensor, offset: Tensor, factor: Tensor, gamma: Vector, beta: Vector
 ) -> tuple[Tensor, Tensor]:
     """x_hat and dL/dy (Algorithm 2, lines 2 and 3) from `BackwardInputs`; values are z if gamma and beta are None."""
     dtype, values, dz = values.dtype, _wide(values), _wide(dz)
@@ -83,13 +79,7 @@ def x_hat_and_dy(
 
 
 def sums(
-    settings: Settings,
-    values: Tensor,
-    dz: Tensor,
-    offset: Tensor,
-    factor: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
+    settings: Settings, values: Tensor, dz: Tensor, offset: Tensor, factor: Tensor, gamma: Vector, beta: Vector
 ) -> tuple[Tensor, Tensor]:
     """sum dL/dy and sum dL/dy * x_hat, from the arguments of `x_hat_and_dy`."""
     x_hat, dy = x_hat_and_dy(settings, values, dz, offset, factor, gamma, beta)
@@ -105,8 +95,8 @@ def input_gradient(
     dz: Tensor,
     offset: Tensor,
     factor: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
+    gamma: Vector,
+    beta: Vector,
 ) -> Tensor:
     """dL/dx = scale * (dL/dy - mean_dy - x_hat * mean_dy_x_hat), where scale = gamma * invstd  (section 3.3)."""
     x_hat, dy = x_hat_and_dy(settings, values, dz, offset, factor, gamma, beta)
@@ -121,8 +111,8 @@ def backward(
     dz: Tensor,
     offset: Tensor,
     factor: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
+    gamma: Vector,
+    beta: Vector,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dL/dx, dL/dgamma and dL/dbeta."""
     dbeta, dgamma = sums(settings, values, dz, offset, factor, gamma, beta)
@@ -133,11 +123,7 @@ def backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(wide_dtype(x))
-
-
-def wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _per_channel(settings: Settings, *vectors: Tensor) -> tuple[Tensor, ...]:

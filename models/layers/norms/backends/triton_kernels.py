@@ -42,9 +42,7 @@ BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
 ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Activations (section 3.3), element by element: the arithmetic of ..activations in float32
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Activations (section 3.3), element by element: the arithmetic of ..activations in float32 ----
 
 
 @triton.jit
@@ -116,9 +114,7 @@ def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
     return y
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tiles and parts
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Tiles and parts ----
 
 
 @triton.jit
@@ -211,9 +207,7 @@ def _combine_moments(
     return mean, _sum(deviations / count + weights * apart * apart, BLOCK_C)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L ----
 
 _kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
 
@@ -402,9 +396,7 @@ def _input_gradient_kernel(
         tl.store(dx + start + offsets, (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(dx.dtype.element_ty), mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Launches
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Launches ----
 
 
 class Plan(NamedTuple):
@@ -465,25 +457,25 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int
         per_thread = min(BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD * align)
     else:
         threads, resident = 1024 if reads == 1 else 512, 1
-        block_c, block_l = min(_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
+        block_c, block_l = min(triton.next_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
         per_thread = BYTES_PER_THREAD // itemsize
-    block_n = min(_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
+    block_n = min(triton.next_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
     while block_n > 1 and block_n * c * length >= 2**31:  # offsets in `_tile` have 32 bits
         block_n //= 2
-    blocks = _ceil_div(c, block_c)
+    blocks = triton.cdiv(c, block_c)
     programs = resident * processors
     if length == 1:  # four tiles per program, if each thread still gets a vector
-        while block_n * block_c > threads * vector and _ceil_div(n, block_n) < 4 * _ceil_div(programs, blocks):
+        while block_n * block_c > threads * vector and triton.cdiv(n, block_n) < 4 * triton.cdiv(programs, blocks):
             block_n //= 2
     size = block_n * block_c * block_l
     threads = max(32, min(threads, size // vector))
 
-    tiles = _ceil_div(n, block_n) * _ceil_div(length, block_l)
+    tiles = triton.cdiv(n, block_n) * triton.cdiv(length, block_l)
     if length > 1:
         tiles_per_part = max(1, min(8, tiles * blocks // programs), tiles * blocks // (4 * programs))
     else:
         tiles_per_part = _share(tiles, blocks, programs)
-    tiles_per_part = max(tiles_per_part, _ceil_div(tiles, MAX_PARTS))
+    tiles_per_part = max(tiles_per_part, triton.cdiv(tiles, MAX_PARTS))
     return Plan(
         shape=shape,
         align=align,
@@ -492,7 +484,7 @@ def plan(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int
         resident=resident,
         fold=max(1, size // (threads * vector)),
         tiles_per_part=tiles_per_part,
-        parts=_ceil_div(tiles, tiles_per_part),
+        parts=triton.cdiv(tiles, tiles_per_part),
     )
 
 
@@ -501,23 +493,14 @@ def _share(tiles: int, blocks: int, programs: int) -> int:
 
     One wave of programs is best if `blocks` divide it well. Otherwise up to four waves have smaller parts.
     """
-    choices = [_ceil_div(tiles, max(1, waves * programs // blocks)) for waves in (1, 2, 3, 4)]
-    return min(choices, key=lambda share: _ceil_div(blocks * _ceil_div(tiles, share), programs) * (share + 1))
+    choices = [triton.cdiv(tiles, max(1, waves * programs // blocks)) for waves in (1, 2, 3, 4)]
+    return min(choices, key=lambda share: triton.cdiv(blocks * triton.cdiv(tiles, share), programs) * (share + 1))
 
 
 def _block_l(length: int) -> int:
     """The widest tile that covers a run of `length` with at most an eighth of overhang, or else the narrowest."""
-    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [_power_of_2(length)]
-    return next((width for width in widths if _ceil_div(length, width) * width <= 1.125 * length), widths[-1])
-
-
-def _power_of_2(number: int) -> int:
-    """Round up to a power of two."""
-    return 1 << (number - 1).bit_length()
-
-
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [triton.next_power_of_2(length)]
+    return next((width for width in widths if triton.cdiv(length, width) * width <= 1.125 * length), widths[-1])
 
 
 @cache
@@ -540,7 +523,7 @@ def _launch(kernel: Any, plan: Plan, x: Tensor, *arguments: Any, per_part: bool 
     """Run a kernel on the device of x: one program per block of channels and, with `per_part`, per part."""
     n, c, length = plan.shape
     block_n, block_c, block_l = plan.tile
-    programs = _ceil_div(c, block_c) * (plan.parts if per_part else 1)
+    programs = triton.cdiv(c, block_c) * (plan.parts if per_part else 1)
     with torch.cuda.device_of(x):
         kernel[(programs,)](
             *arguments, n, c, length // plan.align, plan.tiles_per_part, plan.parts, **constants,
@@ -584,14 +567,8 @@ class TritonBackend(Backend):
         partials = _partial_moments(plan, x)
         mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
         statistics = (running.mean, running.var, float(running.momentum), float(eps))
-        z = _normalise(
-            plan,
-            x,
-            out,
-            affine.activation,
-            (mean, invstd, affine.gamma, affine.beta, partials, *statistics),
-        )
-        return z, mean, invstd
+        vectors = (mean, invstd, affine.gamma, affine.beta, partials, *statistics)
+        return _normalise(plan, x, out, affine.activation, vectors), mean, invstd
 
     def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
         partials = _partial_sums(_plan_for(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
