@@ -68,8 +68,7 @@ def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
         image_folder, label_folder = root / split / "images", root / split / "labels"
     else:
         image_folder, label_folder = root / split, root / f"{split}annot"
-    images = _LAYOUT.images(root, image_folder, _SUFFIXES)
-    _LAYOUT.require_any(images, root, looked_for=f"{image_folder}/*.png and *.jpg", split=split)
-    labels = _LAYOUT.images(root, label_folder, (".png",))
+    images = _LAYOUT.images(split, root, image_folder, _SUFFIXES)
+    labels = _LAYOUT.files(root, label_folder, (".png",))
     files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png", strict=strict)
     return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes())

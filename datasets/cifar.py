@@ -10,7 +10,7 @@ import numpy as np
 
 from datasets.cifar_files import Batch, read_pickle, read_records
 from datasets.classification import ClassificationDataset
-from datasets.file_list import FileList, listed
+from datasets.file_list import listed
 from datasets.layout import Layout
 from datasets.segmentation import restorable
 from datasets.small_pictures import Pictures, in_folders, in_zip
@@ -165,15 +165,10 @@ def _official(kind: _Kind, split: str, form: _Form, folder: Path) -> Classificat
         found = ", ".join(f"{path.name} {count}" for path, count in zip(paths, counts, strict=True))
         raise ValueError(f"{folder}: the files hold different numbers of images ({found}); expected the same in each")
     pixels, labels, names = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    return _dataset(kind, split, labels, listed(folder, paths), pixels, names)
+    files = listed(folder, paths)
+    return ClassificationDataset(kind.layout.name, split, kind.classes, labels, files, pixels, names)
 
 
 def _decoded(kind: _Kind, split: str, pictures: Pictures) -> ClassificationDataset:
-    pixels = pictures.pixels(f"{kind.layout.name} {split}")
-    return _dataset(kind, split, pictures.labels, pictures.files, pixels, pictures.names)
-
-
-def _dataset(
-    kind: _Kind, split: str, labels: np.ndarray, files: FileList, pixels: np.ndarray, names: np.ndarray
-) -> ClassificationDataset:
-    return ClassificationDataset(kind.layout.name, split, kind.classes, labels, files, pixels, names)
+    name, labels, files, names = kind.layout.name, pictures.labels, pictures.files, pictures.names
+    return ClassificationDataset(name, split, kind.classes, labels, files, pictures.pixels(f"{name} {split}"), names)

@@ -6,7 +6,7 @@ Class-uniform sampling draws from it. Building it takes one pass over the labels
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -176,10 +176,8 @@ def _make(
 def _remove(folder: Path) -> None:
     for file in folder.glob("[0-9]*.npz"):
         file.unlink(missing_ok=True)
-    try:
+    with suppress(OSError):  # a killed process left a file or, without locks, another process is still writing
         folder.rmdir()
-    except OSError:
-        pass  # a killed process left a file or, without locks, another process is still writing
 
 
 @contextmanager
@@ -187,8 +185,6 @@ def _lock(folder: Path) -> Iterator[None]:
     """Admit one process at a time. File systems without locks only cost duplicate work."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
-        try:
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
         yield

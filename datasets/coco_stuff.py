@@ -104,7 +104,7 @@ def coco_stuff(
     root = _LAYOUT.check(root, split)
     images = _images(root, split)
     if split == _WITHHELD:
-        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+        files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
     names = _listed(root, split, images, strict, lists_key) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
@@ -118,9 +118,7 @@ def _images(root: Path, split: str) -> dict[str, Path]:
     name = f"{split}2017"
     either = [root / name, root / "images" / name]
     folder = either[1] if either[1].is_dir() else either[0]
-    images = _LAYOUT.images(root, folder, (".jpg",), archives=(f"{name}.zip",), missing=either)
-    _LAYOUT.require_any(images, root, looked_for=f"{folder}/*.jpg", split=split, missing=either)
-    return images
+    return _LAYOUT.images(split, root, folder, (".jpg",), archives=(f"{name}.zip",), missing=either)
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
@@ -181,10 +179,5 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, lists
 def _colours(count: int) -> tuple[tuple[int, int, int], ...]:
     """Distinct RGB colours, always the same: hues in golden-ratio steps, in three alternating shades."""
     shades = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, value)
-    colours = []
-    for index in range(count):
-        saturation, value = shades[index % 3]
-        rgb = colorsys.hsv_to_rgb(index * 0.6180339887 % 1, saturation, value)
-        red, green, blue = (round(255 * channel) for channel in rgb)
-        colours.append((red, green, blue))
-    return tuple(colours)
+    colours = (colorsys.hsv_to_rgb(index * 0.6180339887 % 1, *shades[index % 3]) for index in range(count))
+    return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)

@@ -5,14 +5,13 @@ from pathlib import Path
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, list_classes
-from datasets.layout import Layout
+from datasets.layout import Layout, first_of
 from datasets.time_limit import limited
 
 IMAGES = {"train": 1_281_167, "val": 50_000}  # in the official splits
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
 _OTHER = {"train": "val", "val": "train"}
-_SHOWN = 5
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
     tail -n +2 LOC_val_solution.csv | tr , ' ' | while read name wnid rest; do
       mkdir -p val/$wnid && mv val/$name.JPEG val/$wnid/; done
@@ -77,7 +76,7 @@ def _check_classes(root: Path, split: str, classes: tuple[str, ...]) -> None:
         return
     others = class_folders(root / other)
     differences = [
-        f"{len(alone)} only in {where} ({', '.join(alone[:_SHOWN])}{', …' if len(alone) > _SHOWN else ''})"
+        f"{len(alone)} only in {where} ({first_of(alone)})"
         for where, alone in ((split, sorted({*classes} - {*others})), (other, sorted({*others} - {*classes})))
         if alone
     ]

@@ -59,26 +59,41 @@ class Layout:
         fix = fix or f"{self.source} and give the folder at the top of this layout"
         return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
 
-    def images(
+    def files(
         self,
         root: Path,
         folder: Path,
         suffixes: Sequence[str],
         archives: Sequence[str] = (),
         missing: Sequence[Path] = (),
+        in_folders: bool = False,
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`; ValueError if it is missing. `archives`, `missing`: see `error`."""
+        """`list_files` of a folder below `root`, or of every folder in it. ValueError if it is missing.
+
+        `archives`, `missing`: see `error`.
+        """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
-        return list_files(folder, suffixes)
+        folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
+        return {stem: path for each in folders for stem, path in list_files(each, suffixes).items()}
 
-    def require_any(
-        self, found: Mapping[str, Path], root: Path, looked_for: str, split: str, missing: Sequence[Path] = ()
-    ) -> None:
-        """ValueError if a split has no images. `missing`: see `error`."""
+    def images(
+        self,
+        split: str,
+        root: Path,
+        folder: Path,
+        suffixes: Sequence[str],
+        archives: Sequence[str] = (),
+        missing: Sequence[Path] = (),
+        in_folders: bool = False,
+    ) -> dict[str, Path]:
+        """`files` of a split. ValueError also if there are none."""
+        found = self.files(root, folder, suffixes, archives, missing, in_folders)
         if not found:
+            looked_for = " and ".join(f"{folder}/{'*/' * in_folders}*{suffix}" for suffix in suffixes)
             problem = f"{self.name}: no images in split {split!r}, looked for {looked_for}"
             raise self.error(problem, root, missing=missing)
+        return found
 
     def pair(
         self,
@@ -95,11 +110,9 @@ class Layout:
         """
         missing = [stem for stem in images if stem not in labels]
         if len(missing) == len(images) or (strict and missing):
-            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-            raise self.error(
-                f"{self.name}: {len(missing)} of {len(images)} images have no label: {names}; looked for {looked_for}",
-                root,
-            )
+            count = f"{len(missing)} of {len(images)} images"
+            problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
+            raise self.error(problem, root)
         stems = images if strict else sorted({*images, *labels})
         return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
 
@@ -131,6 +144,11 @@ def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | Non
     names = [os.path.relpath(path, root) for path in missing]
     found = ((folder, name) for folder in (root.parent, *below) for name in names if os.path.exists(folder / name))
     return next(found, None)
+
+
+def first_of(names: Sequence[str], shown: int = 5) -> str:
+    """The first names of a list, for messages."""
+    return ", ".join(names[:shown]) + ", …" * (len(names) > shown)
 
 
 def _packed(root: Path, archives: Sequence[str]) -> list[Path]:

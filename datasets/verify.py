@@ -1,6 +1,7 @@
 """Checks a whole split before a training. Success is remembered."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,11 +71,9 @@ def _check_once(
             f"{dataset.name}, split {dataset.split!r}: {len(problems)} problem(s) in {len(dataset)} images:\n"
             f"{listed}{more}"
         )
-    try:
+    with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.touch()
-    except OSError:
-        pass  # a read-only cache folder only costs the time of the next check
 
 
 def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:

@@ -85,11 +85,10 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
     """
     root = _LAYOUT.check(root, split)
     folder = root / _FOLDERS[split]
-    images = _LAYOUT.images(root, folder / "images", (".jpg",))
-    _LAYOUT.require_any(images, root, looked_for=f"{folder / 'images'}/*.jpg", split=split)
+    images = _LAYOUT.images(split, root, folder / "images", (".jpg",))
     table = vistas_classes(_config(root))
     if split == _WITHHELD:
-        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+        files = [Files(name, path) for name, path in images.items()]
     else:
         labels = _labels(root, folder)
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
