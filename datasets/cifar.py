@@ -46,43 +46,32 @@ class _Kind:
     layout: Layout
 
 
-def _layout(name: str, python: str, binary: str, names: str) -> Layout:
-    return Layout(
-        name=name,
-        splits=tuple(IMAGES),
-        tree=f"""
-{python}
-or  {binary}
-or  DIR/train/CLASS/*.png, DIR/test/CLASS/*.png    PNG or JPEG files of 32x32 pixels; CLASS: {names}
+_FOLDERS = """
+or  DIR/train/CLASS/*.png, DIR/test/CLASS/*.png    PNG or JPEG files of 32x32 pixels; CLASS: {classes}
 or  DIR/*.zip                                      a zip file of such folders; it may also be given as DIR
-""",
-        source=f"unpack {name.replace('cifar', 'cifar-')}-python.tar.gz (docs/data.md)",
-    )
-
-
-def _numbered(pattern: str) -> tuple[str, ...]:
-    return tuple(pattern.format(number) for number in range(1, 6))
-
-
+"""
 _TEN = _Kind(
     tuple(_CIFAR10.split()),
     (
         _Form(
             "cifar-10-batches-py",
-            {"train": _numbered("data_batch_{}"), "test": ("test_batch",)},
+            {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)},
             partial(read_pickle, label_key="labels", classes=10),
         ),
         _Form(
             "cifar-10-batches-bin",
-            {"train": _numbered("data_batch_{}.bin"), "test": ("test_batch.bin",)},
+            {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test": ("test_batch.bin",)},
             partial(read_records, label_bytes=1, classes=10),
         ),
     ),
-    _layout(
-        "cifar10",
-        "DIR/cifar-10-batches-py/data_batch_1 … data_batch_5, test_batch",
-        "DIR/cifar-10-batches-bin/data_batch_1.bin … data_batch_5.bin, test_batch.bin",
-        "airplane … truck",
+    Layout(
+        name="cifar10",
+        splits=tuple(IMAGES),
+        tree="""
+DIR/cifar-10-batches-py/data_batch_1 … data_batch_5, test_batch
+or  DIR/cifar-10-batches-bin/data_batch_1.bin … data_batch_5.bin, test_batch.bin"""
+        + _FOLDERS.format(classes="airplane … truck"),
+        source="unpack cifar-10-python.tar.gz (docs/data.md)",
     ),
 )
 _HUNDRED = _Kind(
@@ -99,11 +88,14 @@ _HUNDRED = _Kind(
             partial(read_records, label_bytes=2, classes=100),  # the first byte is the coarse label
         ),
     ),
-    _layout(
-        "cifar100",
-        "DIR/cifar-100-python/train, test",
-        "DIR/cifar-100-binary/train.bin, test.bin",
-        "apple … worm",
+    Layout(
+        name="cifar100",
+        splits=tuple(IMAGES),
+        tree="""
+DIR/cifar-100-python/train, test
+or  DIR/cifar-100-binary/train.bin, test.bin"""
+        + _FOLDERS.format(classes="apple … worm"),
+        source="unpack cifar-100-python.tar.gz (docs/data.md)",
     ),
 )
 

@@ -7,8 +7,8 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import cv2
@@ -38,12 +38,14 @@ class ClassIndex:
     counts: np.ndarray
     places: np.ndarray
     positions: int = POSITIONS
-    _ends: np.ndarray = field(init=False, repr=False, compare=False)  # (images, classes): where their places end
 
     def __post_init__(self) -> None:
-        ends = np.minimum(self.counts, self.positions).cumsum().reshape(self.counts.shape)
-        assert len(self.places) == (ends[-1, -1] if ends.size else 0)
-        object.__setattr__(self, "_ends", ends)
+        assert len(self.places) == (self._ends[-1, -1] if self._ends.size else 0)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """(images, classes): where their places end."""
+        return np.minimum(self.counts, self.positions).cumsum().reshape(self.counts.shape)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -75,8 +77,7 @@ def index_classes(
 
     The file is named after the dataset's fingerprint. The index does not depend on `folder`, on `workers`, or on
     whether the pass was interrupted. If several processes call this at once, one builds the index and the others wait.
-    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
-    after each image. `skip_unreadable`: labels that cannot be read count as empty.
+    `workers`: see `in_order`. `skip_unreadable`: labels that cannot be read count as empty.
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).

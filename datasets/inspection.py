@@ -42,10 +42,7 @@ def inspect(dataset: SegmentationDataset, workers: int | None = None, progress: 
 
     Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
     images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
-    only if the decoder meets an invalid code, or the data ends too early or too late.
-
-    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
-    after each image.
+    only if the decoder meets an invalid code, or the data ends too early or too late. `workers`: see `in_order`.
     """
     classes = len(dataset.classes)
     problems = _unpaired(dataset)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets.segmentation import Files
@@ -9,14 +10,14 @@ from datasets.segmentation import Files
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
+@dataclass(frozen=True)
 class Layout:
     """The file layout of dataset `name`. Errors print `tree` (the expected folders) and `source` (how to get them)."""
 
-    def __init__(self, name: str, splits: Sequence[str], tree: str, source: str):
-        self.name = name
-        self.splits = tuple(splits)
-        self.tree = tree
-        self.source = source
+    name: str
+    splits: Sequence[str]
+    tree: str
+    source: str
 
     def check(self, root: str | os.PathLike | None, split: str) -> Path:
         """Return the root folder as a Path. ValueError if it does not exist or the split is unknown."""

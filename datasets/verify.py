@@ -34,9 +34,9 @@ def verify(dataset: SegmentationDataset, workers: int | None = None, progress: P
     TimeoutError names the first image that takes longer than the `reading_limit` around this call.
 
     Images and instance files must be complete, with a readable header and the size of the label; their pixels are not
-    decoded. Labels are decoded, and every id must be in the class table. `workers`: number of processes (default: one
-    per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder remembers
-    success until a path, size or modification time changes. If it cannot be written, the check runs every time.
+    decoded. Labels are decoded, and every id must be in the class table. `workers`: see `in_order`. The cache folder
+    remembers success until a path, size or modification time changes. If it cannot be written, the check runs every
+    time.
     """
 
     def problems(index: int) -> list[Problem]:
