@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ sunflower sweet_pepper table tank telephone television tiger tractor train trout
 willow_tree wolf woman worm"""
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """One form of the official files: their folder, the files of each split, and how to read one."""
 
     folder: str
@@ -37,8 +36,7 @@ class _Form:
     read: Callable[[Path], Batch]
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """CIFAR-10 or CIFAR-100: its classes by label, and its official forms in order of preference."""
 
     classes: tuple[str, ...]
@@ -105,10 +103,8 @@ def cifar10(root: str | os.PathLike | None, split: str) -> ClassificationDataset
 
     `root` holds the dataset in any form that the error for a wrong `root` shows; python pickles come first, then binary
     records, class folders and zip files. The official files may also lie in `root` itself. Images of folders and zip
-    files are decoded once and cached until a file's size or time changes.
-
-    Raises:
-        ValueError: the split is unknown, `root` holds no form of the dataset, or a file is missing or damaged.
+    files are decoded once and cached until a file's size or time changes. ValueError if the split is unknown, `root`
+    holds no form of the dataset, or a file is missing or damaged.
     """
     return _cifar(_TEN, root, split)
 

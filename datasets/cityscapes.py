@@ -107,15 +107,12 @@ def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) 
 
     Names are CITY_SEQ_FRAME. Labels come from the `labelIds` files and are mapped to train ids on reading;
     `instanceIds` files are optional. Prediction files hold regular ids at full size, and their names start with the
-    image's.
-
-    Raises:
-        ValueError: the split is unknown, a folder is missing, there are no images, or an image has no label (without
-            `strict`: no image has one).
+    image's. ValueError if the split is unknown, a folder or all images are missing, or an image has no label (without
+    `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
     folder, archives = root / "leftImg8bit" / split, ("leftImg8bit_trainvaltest.zip",)
-    images = _LAYOUT.images(split, root, folder, (_IMAGE_SUFFIX,), archives, in_folders=True)
+    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), archives, in_folders=True, images_of=split)
     if split == _WITHHELD:
         files = [Files(name, path) for name, path in images.items()]
     else:

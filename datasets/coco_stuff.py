@@ -94,10 +94,8 @@ def coco_stuff(
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
     maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
     `coco_stuff_classes`. `lists_key`: the name of `lists` in messages.
-
-    Raises:
-        ValueError: the split is unknown, a folder or list is missing, there are no images, or a listed image or a label
-            is missing (without `strict`: all of them are).
+    ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is
+    (without `strict`: all of them are).
     """
     if lists not in LISTS:
         raise ValueError(f"{lists_key}={lists}: expected one of {', '.join(LISTS)}")
@@ -118,7 +116,7 @@ def _images(root: Path, split: str) -> dict[str, Path]:
     name = f"{split}2017"
     either = [root / name, root / "images" / name]
     folder = either[1] if either[1].is_dir() else either[0]
-    return _LAYOUT.images(split, root, folder, (".jpg",), archives=(f"{name}.zip",), missing=either)
+    return _LAYOUT.files(root, folder, (".jpg",), (f"{name}.zip",), missing=either, images_of=split)
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:

@@ -35,10 +35,8 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
 
     A label is the position of the folder's name among the sorted names. If both splits are there, they must have the
     same classes; a folder may be empty. The list of files is cached: `list_classes` says which changes go unnoticed.
-
-    Raises:
-        ValueError: the split is unknown, a folder or all images are missing, the splits have different classes, or
-            images lie outside the class folders.
+    ValueError if the split is unknown, a folder or all images are missing, the splits have different classes, or images
+    lie outside the class folders.
     """
     with limited():
         root = _LAYOUT.check(root, split)

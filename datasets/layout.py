@@ -68,31 +68,19 @@ class Layout:
         archives: Sequence[str] = (),
         missing: Sequence[Path] = (),
         in_folders: bool = False,
+        images_of: str | None = None,
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`, or of every folder in it. ValueError if it is missing.
+        """`list_files` of a folder below `root`, or of every folder in it. ValueError if the folder is missing.
 
-        `archives`, `missing`: see `error`.
+        `archives`, `missing`: see `error`. `images_of`: the split whose images they are, of which it must have some.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
         folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
-        return {stem: path for each in folders for stem, path in list_files(each, suffixes).items()}
-
-    def images(
-        self,
-        split: str,
-        root: Path,
-        folder: Path,
-        suffixes: Sequence[str],
-        archives: Sequence[str] = (),
-        missing: Sequence[Path] = (),
-        in_folders: bool = False,
-    ) -> dict[str, Path]:
-        """`files` of a split. ValueError also if there are none."""
-        found = self.files(root, folder, suffixes, archives, missing, in_folders)
-        if not found:
+        found = {stem: path for each in folders for stem, path in list_files(each, suffixes).items()}
+        if images_of is not None and not found:
             looked_for = " and ".join(f"{folder}/{'*/' * in_folders}*{suffix}" for suffix in suffixes)
-            problem = f"{self.name}: no images in split {split!r}, looked for {looked_for}"
+            problem = f"{self.name}: no images in split {images_of!r}, looked for {looked_for}"
             raise self.error(problem, root, missing=missing)
         return found
 

@@ -74,10 +74,8 @@ class TrainingCrops(Dataset):
 def readable(crop: Callable[[Draw], dict], draw: Draw, images: int, skip_unreadable: bool) -> dict:
     """`crop(draw)` with "skipped", a line for each unreadable image that it replaces.
 
-    With `skip_unreadable`, the next readable one of all `images` replaces an image that cannot be read.
-
-    Raises:
-        ValueError: the image cannot be read, or more than `MAX_SKIPPED` in a row cannot.
+    With `skip_unreadable`, the next readable one of all `images` replaces an image that cannot be read. ValueError if
+    more than `MAX_SKIPPED` in a row cannot; without it, if the image cannot.
     """
     skipped: list[str] = []
     while True:

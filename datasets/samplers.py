@@ -99,10 +99,8 @@ class ClassUniformMinibatches(_Minibatches):
 
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
     by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
-    all images that contain it before repeating one. Classes without pixels are not drawn.
-
-    Raises:
-        ValueError: no class has a pixel, or a minibatch has fewer crops than there are ranks or more than images.
+    all images that contain it before repeating one. Classes without pixels are not drawn. ValueError if no class has a
+    pixel, or a minibatch has fewer crops than there are ranks or more than images.
     """
 
     def __init__(

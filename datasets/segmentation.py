@@ -149,11 +149,8 @@ class SegmentationDataset(Dataset):
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
         """Read the files of image and label `index` once. Slicing the results decodes no more than the slice needs.
 
-        A slice has the same pixels as a slice of `dataset[index]`.
-
-        Raises:
-            ValueError: a file is missing or truncated, or the sizes of image and label differ. Slicing raises it for
-                damaged pixels and unknown ids, but rows far below the slice are not checked.
+        A slice has the same pixels as a slice of `dataset[index]`. ValueError if a file is missing or truncated, or the
+        sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         with restorable():
             image = read(self._image_path(index))

@@ -34,11 +34,8 @@ def synthetic(
 
     `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
     or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
-    `seed`.
-
-    Raises:
-        ValueError: the split is unknown, `root` holds other files or cannot be written, there are no images, or an
-            image has no label (without `strict`: no image has one).
+    `seed`. ValueError if the split is unknown, `root` holds other files or cannot be written, or images or labels are
+    missing (as in `cityscapes`).
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")

@@ -108,28 +108,23 @@ def check(
     `size_of` returns (width, height) of the image or instance file. It and `read_label` raise ValueError for bad files.
     """
     entry = dataset.files[index]
-    problems, image_size, label = [], None, None
-    if entry.image is not None:
+    problems: list[Problem] = []
+
+    def attempted(what: str, read: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            image_size = size_of(entry.image)
+            return read(argument)
         except ValueError as error:
-            problems.append(Problem("unreadable image", str(error)))
-    if entry.label is not None:
-        try:
-            label = read_label(index)
-        except UnknownIds as error:
-            problems.append(Problem("unknown ids", str(error)))
-        except ValueError as error:
-            problems.append(Problem("unreadable label", str(error)))
-    if image_size is not None and label is not None and image_size != label.shape[::-1]:
-        message = size_mismatch(entry, image_size=image_size, label_size=label.shape[::-1])
-        problems.append(Problem("sizes differ", message))
-    if entry.instances is not None:
-        try:
-            instances_size = size_of(entry.instances)
-            if image_size not in (None, instances_size):
-                message = size_mismatch(entry._replace(label=entry.instances), image_size, instances_size)
-                problems.append(Problem("sizes differ", message))
-        except ValueError as error:
-            problems.append(Problem("unreadable instances", str(error)))
+            kind = "unknown ids" if isinstance(error, UnknownIds) else f"unreadable {what}"
+            problems.append(Problem(kind, str(error)))
+            return None
+
+    def compare(file: Path | None, size: tuple[int, int] | None) -> None:
+        if image_size is not None and size is not None and size != image_size:
+            message = size_mismatch(entry._replace(label=file), image_size, size)
+            problems.append(Problem("sizes differ", message))
+
+    image_size = None if entry.image is None else attempted("image", size_of, entry.image)
+    label = None if entry.label is None else attempted("label", read_label, index)
+    compare(entry.label, None if label is None else label.shape[::-1])
+    compare(entry.instances, None if entry.instances is None else attempted("instances", size_of, entry.instances))
     return problems, label

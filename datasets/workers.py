@@ -118,10 +118,9 @@ class Loader(DataLoader):
 
 
 def _allow_open_files(workers: int) -> None:
-    """Raise this process's limit of open files as needed. PyTorch would lose items, and wait for them for ever.
+    """Raise this process's limit of open files as needed. ValueError if the system does not permit that.
 
-    Raises:
-        ValueError: the system does not permit that.
+    PyTorch would lose items, and wait for them for ever.
     """
     # A generous guess: each worker needs some for its pipes and locks, and every tensor on its way takes one.
     needed = len(os.listdir("/dev/fd")) + 32 + 10 * workers
@@ -169,10 +168,11 @@ def reading_errors(
         known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker")
         message = next((text for text in _messages(error) if text.startswith(known)), "")
         if "shared memory" in message or "Bus error" in message:
+            usage = shutil.disk_usage("/dev/shm")
+            room = f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
             raise MemoryError(
-                f"/dev/shm is full ({_shared_memory()}): the processes that read images pass them on there. Give it "
-                f"more (docker run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs "
-                f"none.{advice}"
+                f"/dev/shm is full ({room}): the processes that read images pass them on there. Give it more (docker "
+                f"run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs none.{advice}"
             ) from error
         if message.startswith("Caught MemoryError"):
             raise MemoryError(
@@ -191,11 +191,6 @@ def _messages(error: BaseException | None) -> Iterator[str]:
     while error is not None:
         yield str(error)
         error = error.__cause__ or error.__context__
-
-
-def _shared_memory() -> str:
-    usage = shutil.disk_usage("/dev/shm")
-    return f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
 
 
 def in_order(look: Callable[[int], Any], indices: Sequence[int], workers: int | None = None) -> Loader:
