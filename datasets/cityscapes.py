@@ -40,6 +40,7 @@ _CLASSES = {
     "motorcycle": (32, (0, 0, 230)),
     "bicycle": (33, (119, 11, 32)),
 }
+_IDS = tuple(class_id for class_id, _ in _CLASSES.values())
 
 # Category: its evaluated classes, in the order of train ids. Source: the official label table.
 _CATEGORIES = {
@@ -66,9 +67,7 @@ _INSTANCE_SIZES = {
 
 # Lookup table: value in an instanceIds file -> 1000 * train id + number, or -1, as in `SegmentationDataset.scored`.
 _INSTANCE_IDS: np.ndarray = np.full((34, INSTANCES_PER_CLASS), -1, np.int32)
-_INSTANCE_IDS[[class_id for class_id, _ in _CLASSES.values()]] = np.arange(
-    len(_CLASSES) * INSTANCES_PER_CLASS, dtype=np.int32
-).reshape(-1, INSTANCES_PER_CLASS)
+_INSTANCE_IDS[list(_IDS)] = np.arange(len(_IDS) * INSTANCES_PER_CLASS).reshape(-1, INSTANCES_PER_CLASS)
 
 _LAYOUT = Layout(
     name="cityscapes",
@@ -87,13 +86,12 @@ DIR/gtFine/val/...
 
 def cityscapes_classes() -> ClassTable:
     """The 19 evaluated classes. Other ids up to 33 are ignored, and so is 255 (licence plates, officially -1)."""
-    ids = [class_id for class_id, _ in _CLASSES.values()]
     ignored = dict.fromkeys([*range(34), 255], 255)
     return ClassTable(
         names=tuple(_CLASSES),
         palette=tuple(colour for _, colour in _CLASSES.values()),
-        official_ids=tuple(ids),
-        label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(ids)}},
+        official_ids=_IDS,
+        label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(_IDS)}},
         official_void=0,
         benchmark="cityscapes",
         categories=tuple(category for category, classes in _CATEGORIES.items() for _ in classes),

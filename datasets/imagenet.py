@@ -11,7 +11,6 @@ from datasets.time_limit import limited
 IMAGES = {"train": 1_281_167, "val": 50_000}  # in the official splits
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
-_OTHER = {"train": "val", "val": "train"}
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
     tail -n +2 LOC_val_solution.csv | tr , ' ' | while read name wnid rest; do
       mkdir -p val/$wnid && mv val/$name.JPEG val/$wnid/; done
@@ -69,7 +68,7 @@ def _check_flat(root: Path, folder: Path, has_classes: bool) -> None:
 
 def _check_classes(root: Path, split: str, classes: tuple[str, ...]) -> None:
     """ValueError if the other split is there and has other classes."""
-    other = _OTHER[split]
+    (other,) = {*IMAGES} - {split}
     if not (root / other).is_dir():
         return
     others = class_folders(root / other)

@@ -118,18 +118,16 @@ def _printed_by_decoders() -> Iterator[list[str]]:
     The list is filled when the context ends. Use it only in single-threaded processes.
     """
     lines: list[str] = []
-    standard_error = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as file:
-            os.dup2(file.fileno(), 2)
-            try:
-                yield lines
-            finally:
-                os.dup2(standard_error, 2)
-            file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()
-    finally:
-        os.close(standard_error)
+    with tempfile.TemporaryFile() as file:
+        standard_error = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+        file.seek(0)
+        lines += file.read().decode(errors="replace").splitlines()
 
 
 def _histogram(label: np.ndarray) -> np.ndarray:
