@@ -26,7 +26,7 @@ class Pixels(Protocol):
     def __getitem__(self, window: tuple[slice, slice], /) -> np.ndarray: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
@@ -52,6 +52,8 @@ class TrainingTransform:
             raise ValueError(f"crop_size={self.crop_size} must be two positive numbers of pixels (height, width)")
         check_range("scale", self.scale)
         check_flip(self.flip)
+        red, green, blue = map(round, self.fill)
+        self.fill = (red, green, blue)
 
     def __call__(
         self,
@@ -73,7 +75,7 @@ class TrainingTransform:
             scaled_size,
             offset,
             self.crop_size,
-            fill=[round(value) for value in self.fill],
+            fill=self.fill,
             ignore_index=self.ignore_index,
             antialias=self.antialias,
         )
@@ -142,7 +144,7 @@ def scale_and_crop(
     scaled_size: tuple[int, int],
     offset: tuple[int, int],
     crop_size: tuple[int, int],
-    fill: Sequence[int],
+    fill: Sequence[float],
     ignore_index: int,
     antialias: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
