@@ -17,55 +17,10 @@ from datasets.imagenet import imagenet
 from datasets.inspection import Inspection, inspect, inspect_images
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
-from datasets.segmentation import INSTANCES_PER_CLASS, Sample, SegmentationDataset
+from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
 from datasets.verify import verify, verify_images
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init
-
-__all__ = [
-    "ClassIndex",
-    "ClassTable",
-    "ClassUniformMinibatches",
-    "ColourJitter",
-    "Draw",
-    "INSTANCES_PER_CLASS",
-    "Inspection",
-    "Sample",
-    "SegmentationDataset",
-    "ShuffledMinibatches",
-    "TrainingCrops",
-    "TrainingTransform",
-    "WholeImages",
-    "Workers",
-    "camvid",
-    "cityscapes",
-    "index_classes",
-    "coco_stuff",
-    "evaluation_shard",
-    "inspect",
-    "inspect_images",
-    "minibatches_per_epoch",
-    "synthetic",
-    "verify",
-    "vistas",
-    "CentreCrop",
-    "ClassificationCrops",
-    "ClassificationDataset",
-    "EvaluatedImages",
-    "Lighting",
-    "PaddedCrop",
-    "RandomResizedCrop",
-    "ResizedRandomCrop",
-    "TenCrops",
-    "cifar10",
-    "cifar100",
-    "collated",
-    "imagenet",
-    "shapes",
-    "verify_images",
-    "reading_errors",
-    "worker_init",
-]

@@ -59,17 +59,15 @@ def camvid_classes() -> ClassTable:
 def camvid(root: str | os.PathLike | None, split: str, strict: bool = True) -> SegmentationDataset:
     """One CamVid split: "train" (367 images), "val" (101) or "test" (233), in either common layout.
 
-    Raises:
-        ValueError: the split is unknown, a folder is missing, there are no images, or an image has no label (without
-            `strict`: no image has one).
+    ValueError if the split is unknown, a folder or all images are missing, or an image has no label (without `strict`:
+    no image has one).
     """
     root = _LAYOUT.check(root, split)
     if (root / split / "images").is_dir():
         image_folder, label_folder = root / split / "images", root / split / "labels"
     else:
         image_folder, label_folder = root / split, root / f"{split}annot"
-    images = _LAYOUT.images(root, image_folder, _SUFFIXES)
-    _LAYOUT.require_any(images, root, looked_for=f"{image_folder}/*.png and *.jpg", split=split)
-    labels = _LAYOUT.images(root, label_folder, (".png",))
+    images = _LAYOUT.files(root, image_folder, _SUFFIXES, images_of=split)
+    labels = _LAYOUT.files(root, label_folder, (".png",))
     files = _LAYOUT.pair(images, labels, root, looked_for=f"{label_folder}/NAME.png", strict=strict)
     return SegmentationDataset(name="camvid", split=split, files=files, table=camvid_classes())

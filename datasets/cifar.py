@@ -2,15 +2,15 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from datasets.cifar_files import Batch, read_pickle, read_records
 from datasets.classification import ClassificationDataset
-from datasets.file_list import FileList, listed
+from datasets.file_list import listed
 from datasets.layout import Layout
 from datasets.segmentation import restorable
 from datasets.small_pictures import Pictures, in_folders, in_zip
@@ -28,8 +28,7 @@ sunflower sweet_pepper table tank telephone television tiger tractor train trout
 willow_tree wolf woman worm"""
 
 
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """One form of the official files: their folder, the files of each split, and how to read one."""
 
     folder: str
@@ -37,8 +36,7 @@ class _Form:
     read: Callable[[Path], Batch]
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     """CIFAR-10 or CIFAR-100: its classes by label, and its official forms in order of preference."""
 
     classes: tuple[str, ...]
@@ -46,43 +44,32 @@ class _Kind:
     layout: Layout
 
 
-def _layout(name: str, python: str, binary: str, names: str) -> Layout:
-    return Layout(
-        name=name,
-        splits=tuple(IMAGES),
-        tree=f"""
-{python}
-or  {binary}
-or  DIR/train/CLASS/*.png, DIR/test/CLASS/*.png    PNG or JPEG files of 32x32 pixels; CLASS: {names}
+_FOLDERS = """
+or  DIR/train/CLASS/*.png, DIR/test/CLASS/*.png    PNG or JPEG files of 32x32 pixels; CLASS: {classes}
 or  DIR/*.zip                                      a zip file of such folders; it may also be given as DIR
-""",
-        source=f"unpack {name.replace('cifar', 'cifar-')}-python.tar.gz (docs/data.md)",
-    )
-
-
-def _numbered(pattern: str) -> tuple[str, ...]:
-    return tuple(pattern.format(number) for number in range(1, 6))
-
-
+"""
 _TEN = _Kind(
     tuple(_CIFAR10.split()),
     (
         _Form(
             "cifar-10-batches-py",
-            {"train": _numbered("data_batch_{}"), "test": ("test_batch",)},
+            {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)},
             partial(read_pickle, label_key="labels", classes=10),
         ),
         _Form(
             "cifar-10-batches-bin",
-            {"train": _numbered("data_batch_{}.bin"), "test": ("test_batch.bin",)},
+            {"train": tuple(f"data_batch_{number}.bin" for number in range(1, 6)), "test": ("test_batch.bin",)},
             partial(read_records, label_bytes=1, classes=10),
         ),
     ),
-    _layout(
-        "cifar10",
-        "DIR/cifar-10-batches-py/data_batch_1 … data_batch_5, test_batch",
-        "DIR/cifar-10-batches-bin/data_batch_1.bin … data_batch_5.bin, test_batch.bin",
-        "airplane … truck",
+    Layout(
+        name="cifar10",
+        splits=tuple(IMAGES),
+        tree="""
+DIR/cifar-10-batches-py/data_batch_1 … data_batch_5, test_batch
+or  DIR/cifar-10-batches-bin/data_batch_1.bin … data_batch_5.bin, test_batch.bin"""
+        + _FOLDERS.format(classes="airplane … truck"),
+        source="unpack cifar-10-python.tar.gz (docs/data.md)",
     ),
 )
 _HUNDRED = _Kind(
@@ -99,11 +86,14 @@ _HUNDRED = _Kind(
             partial(read_records, label_bytes=2, classes=100),  # the first byte is the coarse label
         ),
     ),
-    _layout(
-        "cifar100",
-        "DIR/cifar-100-python/train, test",
-        "DIR/cifar-100-binary/train.bin, test.bin",
-        "apple … worm",
+    Layout(
+        name="cifar100",
+        splits=tuple(IMAGES),
+        tree="""
+DIR/cifar-100-python/train, test
+or  DIR/cifar-100-binary/train.bin, test.bin"""
+        + _FOLDERS.format(classes="apple … worm"),
+        source="unpack cifar-100-python.tar.gz (docs/data.md)",
     ),
 )
 
@@ -113,10 +103,8 @@ def cifar10(root: str | os.PathLike | None, split: str) -> ClassificationDataset
 
     `root` holds the dataset in any form that the error for a wrong `root` shows; python pickles come first, then binary
     records, class folders and zip files. The official files may also lie in `root` itself. Images of folders and zip
-    files are decoded once and cached until a file's size or time changes.
-
-    Raises:
-        ValueError: the split is unknown, `root` holds no form of the dataset, or a file is missing or damaged.
+    files are decoded once and cached until a file's size or time changes. ValueError if the split is unknown, `root`
+    holds no form of the dataset, or a file is missing or damaged.
     """
     return _cifar(_TEN, root, split)
 
@@ -165,15 +153,10 @@ def _official(kind: _Kind, split: str, form: _Form, folder: Path) -> Classificat
         found = ", ".join(f"{path.name} {count}" for path, count in zip(paths, counts, strict=True))
         raise ValueError(f"{folder}: the files hold different numbers of images ({found}); expected the same in each")
     pixels, labels, names = (np.concatenate(parts) for parts in zip(*batches, strict=True))
-    return _dataset(kind, split, labels, listed(folder, paths), pixels, names)
+    files = listed(folder, paths)
+    return ClassificationDataset(kind.layout.name, split, kind.classes, labels, files, pixels, names)
 
 
 def _decoded(kind: _Kind, split: str, pictures: Pictures) -> ClassificationDataset:
-    pixels = pictures.pixels(f"{kind.layout.name} {split}")
-    return _dataset(kind, split, pictures.labels, pictures.files, pixels, pictures.names)
-
-
-def _dataset(
-    kind: _Kind, split: str, labels: np.ndarray, files: FileList, pixels: np.ndarray, names: np.ndarray
-) -> ClassificationDataset:
-    return ClassificationDataset(kind.layout.name, split, kind.classes, labels, files, pixels, names)
+    name, labels, files, names = kind.layout.name, pictures.labels, pictures.files, pictures.names
+    return ClassificationDataset(name, split, kind.classes, labels, files, pictures.pixels(f"{name} {split}"), names)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from datasets.reading import Unreadable
+from datasets.reading import Unreadable, missing
 from datasets.time_limit import limited
 
 SHAPE = (3, 32, 32)  # of an image: channels (RGB), height, width
@@ -92,7 +92,7 @@ def read_records(path: Path, label_bytes: int, classes: int) -> Batch:
         with limited(path):
             content = np.fromfile(path, np.uint8)
     except OSError as error:
-        raise _missing(path, error) from None
+        raise missing(path, error) from None
     record = label_bytes + _BYTES
     if not len(content) or len(content) % record:
         raise Unreadable(
@@ -115,15 +115,11 @@ def _unpickled(path: Path) -> object:
             "executed."
         ) from None
     except OSError as error:
-        raise _missing(path, error) from None
+        raise missing(path, error) from None
     except Exception as error:  # a damaged pickle raises whatever Python does for damaged bytes
         raise Unreadable(
             f"{path}: cannot be read as a pickle, so it is damaged or truncated ({type(error).__name__}: {error})."
         ) from None
-
-
-def _missing(path: Path, error: OSError) -> Unreadable:
-    return Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.")
 
 
 def _check_labels(path: Path, labels: np.ndarray, classes: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from datasets.class_table import ClassTable
-from datasets.layout import Layout, list_files
+from datasets.layout import Layout
 from datasets.reading import decode_uint16
 from datasets.segmentation import INSTANCES_PER_CLASS, Files, SegmentationDataset
 from datasets.time_limit import limited
@@ -40,6 +40,7 @@ _CLASSES = {
     "motorcycle": (32, (0, 0, 230)),
     "bicycle": (33, (119, 11, 32)),
 }
+_IDS = tuple(class_id for class_id, _ in _CLASSES.values())
 
 # Category: its evaluated classes, in the order of train ids. Source: the official label table.
 _CATEGORIES = {
@@ -66,10 +67,7 @@ _INSTANCE_SIZES = {
 
 # Lookup table: value in an instanceIds file -> 1000 * train id + number, or -1, as in `SegmentationDataset.scored`.
 _INSTANCE_IDS: np.ndarray = np.full((34, INSTANCES_PER_CLASS), -1, np.int32)
-_INSTANCE_IDS[[class_id for class_id, _ in _CLASSES.values()]] = np.arange(
-    len(_CLASSES) * INSTANCES_PER_CLASS, dtype=np.int32
-).reshape(-1, INSTANCES_PER_CLASS)
-_INSTANCE_IDS = _INSTANCE_IDS.reshape(-1)
+_INSTANCE_IDS[list(_IDS)] = np.arange(len(_IDS) * INSTANCES_PER_CLASS).reshape(-1, INSTANCES_PER_CLASS)
 
 _LAYOUT = Layout(
     name="cityscapes",
@@ -88,13 +86,12 @@ DIR/gtFine/val/...
 
 def cityscapes_classes() -> ClassTable:
     """The 19 evaluated classes. Other ids up to 33 are ignored, and so is 255 (licence plates, officially -1)."""
-    ids = [class_id for class_id, _ in _CLASSES.values()]
     ignored = dict.fromkeys([*range(34), 255], 255)
     return ClassTable(
         names=tuple(_CLASSES),
         palette=tuple(colour for _, colour in _CLASSES.values()),
-        official_ids=tuple(ids),
-        label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(ids)}},
+        official_ids=_IDS,
+        label_ids={**ignored, **{class_id: train_id for train_id, class_id in enumerate(_IDS)}},
         official_void=0,
         benchmark="cityscapes",
         categories=tuple(category for category, classes in _CATEGORIES.items() for _ in classes),
@@ -108,22 +105,19 @@ def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) 
 
     Names are CITY_SEQ_FRAME. Labels come from the `labelIds` files and are mapped to train ids on reading;
     `instanceIds` files are optional. Prediction files hold regular ids at full size, and their names start with the
-    image's.
-
-    Raises:
-        ValueError: the split is unknown, a folder is missing, there are no images, or an image has no label (without
-            `strict`: no image has one).
+    image's. ValueError if the split is unknown, a folder or all images are missing, or an image has no label (without
+    `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
-    images = _in_cities(root, root / "leftImg8bit" / split, _IMAGE_SUFFIX, "leftImg8bit_trainvaltest.zip")
-    _LAYOUT.require_any(images, root, looked_for=f"{root / 'leftImg8bit' / split}/*/*{_IMAGE_SUFFIX}", split=split)
+    folder, archives = root / "leftImg8bit" / split, ("leftImg8bit_trainvaltest.zip",)
+    images = _LAYOUT.files(root, folder, (_IMAGE_SUFFIX,), archives, in_folders=True, images_of=split)
     if split == _WITHHELD:
-        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+        files = [Files(name, path) for name, path in images.items()]
     else:
-        labels = _in_cities(root, root / "gtFine" / split, _LABEL_SUFFIX, "gtFine_trainvaltest.zip")
-        looked_for = f"{root / 'gtFine' / split}/CITY/NAME{_LABEL_SUFFIX}"
-        instances = _in_cities(root, root / "gtFine" / split, _INSTANCE_SUFFIX, "gtFine_trainvaltest.zip")
-        paired = _LAYOUT.pair(images, labels, root, looked_for, strict)
+        folder, archives = root / "gtFine" / split, ("gtFine_trainvaltest.zip",)
+        labels = _LAYOUT.files(root, folder, (_LABEL_SUFFIX,), archives, in_folders=True)
+        instances = _LAYOUT.files(root, folder, (_INSTANCE_SUFFIX,), archives, in_folders=True)
+        paired = _LAYOUT.pair(images, labels, root, f"{folder}/CITY/NAME{_LABEL_SUFFIX}", strict)
         files = [entry._replace(instances=instances.get(entry.name)) for entry in paired]
     return SegmentationDataset("cityscapes", split, files, cityscapes_classes(), decode_instances=_decode_instances)
 
@@ -131,18 +125,9 @@ def cityscapes(root: str | os.PathLike | None, split: str, strict: bool = True) 
 def _decode_instances(path: Path) -> np.ndarray:
     """Instances as `SegmentationDataset.scored` returns them."""
     raw = decode_uint16(path)
-    if raw.max(initial=0) >= len(_INSTANCE_IDS):
+    if raw.max(initial=0) >= _INSTANCE_IDS.size:
         raise ValueError(
             f"{path}: contains the value {raw.max()}; expected 1000 * id + number with ids up to 33, or an id "
             "alone. Check that this is the original instanceIds file."
         )
-    return _INSTANCE_IDS[raw]
-
-
-def _in_cities(root: Path, folder: Path, suffix: str, archive: str) -> dict[str, Path]:
-    if not folder.is_dir():
-        raise _LAYOUT.error(f"cityscapes: the folder {folder} is missing", root, (archive,), missing=[folder])
-    found = {}
-    for city in sorted(entry for entry in folder.iterdir() if entry.is_dir()):
-        found.update(list_files(city, (suffix,)))
-    return found
+    return _INSTANCE_IDS.take(raw)

@@ -6,17 +6,17 @@ Class-uniform sampling draws from it. Building it takes one pass over the labels
 import fcntl
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import cv2
 import numpy as np
-from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder, read_arrays, write_arrays
 from datasets.segmentation import SegmentationDataset
-from datasets.workers import in_order
+from datasets.workers import Progress, in_order
 
 POSITIONS = 32  # kept per image and class
 _VERSION = 1  # increment when counts or samples change
@@ -38,12 +38,14 @@ class ClassIndex:
     counts: np.ndarray
     places: np.ndarray
     positions: int = POSITIONS
-    _ends: np.ndarray = field(init=False, repr=False, compare=False)  # (images, classes): where their places end
 
     def __post_init__(self) -> None:
-        ends = np.minimum(self.counts, self.positions).cumsum().reshape(self.counts.shape)
-        assert len(self.places) == (ends[-1, -1] if ends.size else 0)
-        object.__setattr__(self, "_ends", ends)
+        assert len(self.places) == (self._ends[-1, -1] if self._ends.size else 0)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """(images, classes): where their places end."""
+        return np.minimum(self.counts, self.positions).cumsum().reshape(self.counts.shape)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -67,7 +69,7 @@ def index_classes(
     folder: str | os.PathLike | None = None,
     positions: int = POSITIONS,
     workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
     skip_unreadable: bool = False,
     folder_key: str = "folder",
 ) -> ClassIndex:
@@ -75,8 +77,7 @@ def index_classes(
 
     The file is named after the dataset's fingerprint. The index does not depend on `folder`, on `workers`, or on
     whether the pass was interrupted. If several processes call this at once, one builds the index and the others wait.
-    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
-    after each image. `skip_unreadable`: labels that cannot be read count as empty.
+    `workers`: see `in_order`. `skip_unreadable`: labels that cannot be read count as empty.
 
     Raises:
         ValueError: a label is bad or missing, or the folder cannot be written (the message names `folder_key`).
@@ -92,8 +93,8 @@ def index_classes(
             with _lock(kept):
                 found = read_arrays(file, _ARRAYS)  # another process may have made it in the meantime
                 if found is None:
-                    labels = _IndexedLabels(dataset, positions, skip_unreadable)
-                    found = _make(labels, kept / "parts", workers, progress)
+                    look = partial(_indexed, dataset, positions, skip_unreadable)
+                    found = _make(look, len(dataset), kept / "parts", workers, progress)
                     write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
                     _remove(kept / "parts")
         except TimeoutError:  # of a label
@@ -136,61 +137,50 @@ def index_label(
     return counts, np.stack(np.divmod(places, label.shape[1]), axis=1).astype(np.uint16)
 
 
-class _IndexedLabels(Dataset):
-    """image -> `index_label` of its label. Every image has its own random stream."""
-
-    def __init__(self, dataset: SegmentationDataset, positions: int, skip_unreadable: bool):
-        self.dataset = dataset
-        self.positions = positions
-        self.skip_unreadable = skip_unreadable
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, image: int) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            label = self.dataset.read_label(image)
-        except ValueError:
-            if not self.skip_unreadable:
-                raise
-            label = np.full((1, 1), self.dataset.ignore_index, np.uint8)
-        rng = np.random.default_rng([_SEED, image])
-        return index_label(label, len(self.dataset.classes), self.positions, rng)
+def _indexed(
+    dataset: SegmentationDataset, positions: int, skip_unreadable: bool, image: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`index_label` of an image's label. Every image has its own random stream."""
+    try:
+        label = dataset.read_label(image)
+    except ValueError:
+        if not skip_unreadable:
+            raise
+        label = np.full((1, 1), dataset.ignore_index, np.uint8)
+    return index_label(label, len(dataset.classes), positions, np.random.default_rng([_SEED, image]))
 
 
 def _make(
-    labels: _IndexedLabels, folder: Path, workers: int | None, progress: Callable[[int, int], None] | None
+    look: Callable[[int], tuple[np.ndarray, np.ndarray]],
+    images: int,
+    folder: Path,
+    workers: int | None,
+    progress: Progress,
 ) -> list[np.ndarray]:
     """Counts and places of all images, built in parts. Parts already in `folder` are reused."""
-    parts = {start: range(start, min(start + _PART, len(labels))) for start in range(0, len(labels), _PART)}
-    done = {start: kept for start in parts if (kept := read_arrays(folder / f"{start:08d}.npz", _ARRAYS)) is not None}
-    todo = [image for start, images in parts.items() if start not in done for image in images]
-    finished = len(labels) - len(todo)
-    source = in_order(labels, todo, workers)
+    files = {start: folder / f"{start:08d}.npz" for start in range(0, images, _PART)}  # by a part's first image
+    done = {start: kept for start, file in files.items() if (kept := read_arrays(file, _ARRAYS)) is not None}
+    todo = [image for image in range(images) if image - image % _PART not in done]
     pending = []
-    for image, result in zip(todo, source, strict=True):
-        pending.append(result)
-        start = image - image % _PART
-        if image == parts[start][-1]:
-            done[start] = [
-                np.stack([counts for counts, _ in pending]),
-                np.concatenate([places for _, places in pending]),
-            ]
-            write_arrays(folder / f"{start:08d}.npz", dict(zip(_ARRAYS, done[start], strict=True)))
+    results = zip(todo, in_order(look, todo, workers), strict=True)
+    for finished, (image, found) in enumerate(results, start=images - len(todo) + 1):
+        pending.append(found)
+        if image % _PART == _PART - 1 or image == images - 1:
+            start = image - image % _PART
+            counts, places = zip(*pending, strict=True)
+            done[start] = [np.stack(counts), np.concatenate(places)]
+            write_arrays(files[start], dict(zip(_ARRAYS, done[start], strict=True)))
             pending = []
-        finished += 1
         if progress is not None:
-            progress(finished, len(labels))
-    return [np.concatenate([done[start][i] for start in parts]) for i in range(len(_ARRAYS))]
+            progress(finished, images)
+    return [np.concatenate([done[start][i] for start in files]) for i in range(len(_ARRAYS))]
 
 
 def _remove(folder: Path) -> None:
     for file in folder.glob("[0-9]*.npz"):
         file.unlink(missing_ok=True)
-    try:
+    with suppress(OSError):  # a killed process left a file or, without locks, another process is still writing
         folder.rmdir()
-    except OSError:
-        pass  # a killed process left a file or, without locks, another process is still writing
 
 
 @contextmanager
@@ -198,8 +188,6 @@ def _lock(folder: Path) -> Iterator[None]:
     """Admit one process at a time. File systems without locks only cost duplicate work."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as file:
-        try:
+        with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:
-            pass
         yield

@@ -1,6 +1,6 @@
 """A classification dataset: a list of images in files or in memory, a class for each, and checked reading."""
 
-import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ from datasets.reading import decode_image
 from datasets.segmentation import restorable
 
 
+@dataclass(eq=False, repr=False)
 class ClassificationDataset(Dataset):
     """Images of one split with a class each.
 
@@ -21,29 +22,21 @@ class ClassificationDataset(Dataset):
 
     palette = None  # classes have no colours
     has_labels = True
+
+    name: str
+    split: str
+    classes: tuple[str, ...]
+    labels: np.ndarray
+    files: FileList
+    pixels: np.ndarray | None = None
+    names: np.ndarray | None = None
     mean_image: np.ndarray | None = None
 
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        classes: tuple[str, ...],
-        labels: np.ndarray,
-        files: FileList,
-        pixels: np.ndarray | None = None,
-        names: np.ndarray | None = None,
-    ):
-        count = len(files) if pixels is None else len(pixels)
-        assert (
-            labels.shape == (count,) and (pixels is None) == (names is None) and (names is None or len(names) == count)
-        )
-        self.name = name
-        self.split = split
-        self.classes = classes
-        self.labels = labels.astype(np.int64, copy=False)
-        self.files = files
-        self.pixels = pixels
-        self.names = names
+    def __post_init__(self) -> None:
+        assert (self.pixels is None) == (self.names is None)
+        assert len(self.labels) == len(self.files if self.pixels is None else self.pixels)
+        assert self.names is None or len(self.names) == len(self.labels)
+        self.labels = self.labels.astype(np.int64, copy=False)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -66,9 +59,7 @@ class ClassificationDataset(Dataset):
 
     def minus(self, mean_image: np.ndarray) -> "ClassificationDataset":
         """The dataset with `mean_image`, float64 (3, H, W), subtracted from the images in `in_memory`."""
-        other = copy.copy(self)
-        other.mean_image = mean_image
-        return other
+        return replace(self, mean_image=mean_image)
 
     def in_memory(self, numbers: np.ndarray) -> np.ndarray:
         """Several of `pixels`: uint8 (n, 3, H, W) RGB, or float32 with a `mean_image`, still in levels of 255."""

@@ -4,6 +4,7 @@ Pixels stay uint8, unless a mean image is subtracted from them: then they are fl
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ Key = tuple[int, int]  # epoch, number of the image
 _EPOCH_STREAM = 2  # samplers have 0 and 1
 
 
+@dataclass(eq=False)
 class ClassificationCrops(Dataset):
     """Augmented crops. Keys come from a sampler: (epoch, index).
 
@@ -25,19 +27,15 @@ class ClassificationCrops(Dataset):
     a `PaddedCrop` are augmented by the minibatch. `skip_unreadable`: see `TrainingCrops`.
     """
 
-    def __init__(
-        self,
-        dataset: ClassificationDataset,
-        transform: RandomResizedCrop | ResizedRandomCrop | PaddedCrop,
-        seed: int,
-        skip_unreadable: bool = False,
-    ):
-        assert dataset.mean_image is None or isinstance(transform, PaddedCrop), "others take images as stored"
-        self.dataset = dataset
-        self.transform = transform
-        self.seed = seed
-        self.skip_unreadable = skip_unreadable
-        self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None  # epoch, corners, flips of all images
+    dataset: ClassificationDataset
+    transform: RandomResizedCrop | ResizedRandomCrop | PaddedCrop
+    seed: int
+    skip_unreadable: bool = False
+    # Epoch, corners and flips of all images.
+    _drawn: tuple[int, np.ndarray, np.ndarray] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.dataset.mean_image is None or isinstance(self.transform, PaddedCrop), "others take stored images"
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -77,16 +75,18 @@ class ClassificationCrops(Dataset):
         return transform.minibatch(images, corners[numbers], mirrored[numbers])
 
 
+@dataclass(eq=False)
 class EvaluatedImages(Dataset):
     """Images as an evaluation sees them: `view` is a `CentreCrop`, `TenCrops`, or None for whole images.
 
     Whole images in memory are minus the dataset's mean image, if it has one.
     """
 
-    def __init__(self, dataset: ClassificationDataset, view: Callable[[np.ndarray], np.ndarray] | None):
-        assert dataset.mean_image is None or view is None, "views show images as stored"
-        self.dataset = dataset
-        self.view = view
+    dataset: ClassificationDataset
+    view: Callable[[np.ndarray], np.ndarray] | None
+
+    def __post_init__(self) -> None:
+        assert self.dataset.mean_image is None or self.view is None, "views show images as stored"
 
     def __len__(self) -> int:
         return len(self.dataset)

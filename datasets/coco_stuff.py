@@ -94,17 +94,15 @@ def coco_stuff(
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
     maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
     `coco_stuff_classes`. `lists_key`: the name of `lists` in messages.
-
-    Raises:
-        ValueError: the split is unknown, a folder or list is missing, there are no images, or a listed image or a label
-            is missing (without `strict`: all of them are).
+    ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is
+    (without `strict`: all of them are).
     """
     if lists not in LISTS:
         raise ValueError(f"{lists_key}={lists}: expected one of {', '.join(LISTS)}")
     root = _LAYOUT.check(root, split)
     images = _images(root, split)
     if split == _WITHHELD:
-        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+        files = [Files(name, path) for name, path in images.items()]
         return SegmentationDataset("coco_stuff", split, files, coco_stuff_classes(other_class=other_class))
     names = _listed(root, split, images, strict, lists_key) if lists == "challenge" else None
     labels, folder, stuffthingmaps = _labels(root, split)
@@ -118,9 +116,7 @@ def _images(root: Path, split: str) -> dict[str, Path]:
     name = f"{split}2017"
     either = [root / name, root / "images" / name]
     folder = either[1] if either[1].is_dir() else either[0]
-    images = _LAYOUT.images(root, folder, (".jpg",), archives=(f"{name}.zip",), missing=either)
-    _LAYOUT.require_any(images, root, looked_for=f"{folder}/*.jpg", split=split, missing=either)
-    return images
+    return _LAYOUT.files(root, folder, (".jpg",), (f"{name}.zip",), missing=either, images_of=split)
 
 
 def _labels(root: Path, split: str) -> tuple[dict[str, Path], Path, bool]:
@@ -181,10 +177,5 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, lists
 def _colours(count: int) -> tuple[tuple[int, int, int], ...]:
     """Distinct RGB colours, always the same: hues in golden-ratio steps, in three alternating shades."""
     shades = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, value)
-    colours = []
-    for index in range(count):
-        saturation, value = shades[index % 3]
-        rgb = colorsys.hsv_to_rgb(index * 0.6180339887 % 1, saturation, value)
-        red, green, blue = (round(255 * channel) for channel in rgb)
-        colours.append((red, green, blue))
-    return tuple(colours)
+    colours = (colorsys.hsv_to_rgb(index * 0.6180339887 % 1, *shades[index % 3]) for index in range(count))
+    return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)

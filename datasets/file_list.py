@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,10 +84,8 @@ def list_classes(folder: Path, classes: Sequence[str], suffixes: tuple[str, ...]
         files = _file_list(folder, [entry for entries in listed for entry in entries])
         found = [files.names, files.sizes, files.times, np.array([len(entries) for entries in listed], np.int64)]
         if max((modified for modified, _ in states), default=0) < 1e9 * (started - _SETTLED_SECONDS):
-            try:
+            with suppress(OSError):  # a read-only cache folder only costs the time of the next listing
                 write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
-            except OSError:
-                pass  # a read-only cache folder only costs the time of the next listing
     names, sizes, times, images = found
     return FileList(folder, names, sizes, times), np.repeat(np.arange(len(classes)), images)
 

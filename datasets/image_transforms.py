@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from datasets.colour_jitter import ColourJitter, Lighting
+from datasets.transforms import check_flip, check_range
 
 ColourChange = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
@@ -39,11 +40,9 @@ class RandomResizedCrop:
 
     def __post_init__(self) -> None:
         _check_size(self.size)
-        _check_flip(self.flip)
-        for name, (low, high), most in (("scale", self.scale, 1), ("ratio", self.ratio, math.inf)):
-            if not 0 < low <= high <= most:
-                limit = "" if most == math.inf else f" <= {most}"
-                raise ValueError(f"{name}={(low, high)} must be a range (low, high) with 0 < low <= high{limit}")
+        check_flip(self.flip)
+        check_range("scale", self.scale, most=1)
+        check_range("ratio", self.ratio)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
@@ -82,7 +81,7 @@ class ResizedRandomCrop:
 
     def __post_init__(self) -> None:
         _check_crop(self.resize, self.size)
-        _check_flip(self.flip)
+        check_flip(self.flip)
 
     def __call__(self, image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """uint8 (H, W, 3) -> uint8 (size, size, 3)."""
@@ -107,7 +106,7 @@ class PaddedCrop:
 
     def __post_init__(self) -> None:
         _check_size(self.size)
-        _check_flip(self.flip)
+        check_flip(self.flip)
         if self.padding < 0:
             raise ValueError(f"padding={self.padding} must be at least 0 pixels")
 
@@ -202,11 +201,6 @@ def _mirrored_and_recoloured(
 def _check_size(size: int) -> None:
     if size < 1:
         raise ValueError(f"size={size} must be a positive number of pixels")
-
-
-def _check_flip(flip: float) -> None:
-    if not 0 <= flip <= 1:
-        raise ValueError(f"flip={flip} must be a probability between 0 and 1")
 
 
 def _check_crop(resize: int, crop: int) -> None:

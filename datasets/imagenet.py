@@ -5,14 +5,12 @@ from pathlib import Path
 
 from datasets.classification import ClassificationDataset
 from datasets.file_list import class_folders, list_classes
-from datasets.layout import Layout
+from datasets.layout import Layout, first_of
 from datasets.time_limit import limited
 
 IMAGES = {"train": 1_281_167, "val": 50_000}  # in the official splits
 
 _SUFFIXES = (".jpeg", ".jpg", ".png")
-_OTHER = {"train": "val", "val": "train"}
-_SHOWN = 5
 _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NAME.JPEG. With Kaggle's edition:
     tail -n +2 LOC_val_solution.csv | tr , ' ' | while read name wnid rest; do
       mkdir -p val/$wnid && mv val/$name.JPEG val/$wnid/; done
@@ -36,10 +34,8 @@ def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDatase
 
     A label is the position of the folder's name among the sorted names. If both splits are there, they must have the
     same classes; a folder may be empty. The list of files is cached: `list_classes` says which changes go unnoticed.
-
-    Raises:
-        ValueError: the split is unknown, a folder or all images are missing, the splits have different classes, or
-            images lie outside the class folders.
+    ValueError if the split is unknown, a folder or all images are missing, the splits have different classes, or images
+    lie outside the class folders.
     """
     with limited():
         root = _LAYOUT.check(root, split)
@@ -72,12 +68,12 @@ def _check_flat(root: Path, folder: Path, has_classes: bool) -> None:
 
 def _check_classes(root: Path, split: str, classes: tuple[str, ...]) -> None:
     """ValueError if the other split is there and has other classes."""
-    other = _OTHER[split]
+    (other,) = {*IMAGES} - {split}
     if not (root / other).is_dir():
         return
     others = class_folders(root / other)
     differences = [
-        f"{len(alone)} only in {where} ({', '.join(alone[:_SHOWN])}{', …' if len(alone) > _SHOWN else ''})"
+        f"{len(alone)} only in {where} ({first_of(alone)})"
         for where, alone in ((split, sorted({*classes} - {*others})), (other, sorted({*others} - {*classes})))
         if alone
     ]

@@ -3,9 +3,10 @@
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -14,7 +15,8 @@ import numpy as np
 from datasets.classification import ClassificationDataset
 from datasets.reading import decode_image
 from datasets.segmentation import RESTORE, SegmentationDataset, restorable
-from datasets.verify import Problem, Source, check, every
+from datasets.verify import Problem, check, every, image_problems
+from datasets.workers import Progress
 
 # Warnings of libjpeg that mean damaged pixels. Its other warnings are harmless.
 _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|Inconsistent progression sequence")
@@ -35,22 +37,17 @@ class Inspection:
     ignored: int
 
 
-def inspect(
-    dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> Inspection:
+def inspect(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> Inspection:
     """Check every image and label of a split as `verify` does, but decode all pixels and count the label pixels.
 
     Returns problems instead of raising them. The dataset need not be strict: images without labels and labels without
     images are problems too. PNG files have checksums, so any damage is found. JPEG files have none: damage is found
-    only if the decoder meets an invalid code, or the data ends too early or too late.
-
-    `workers`: number of processes (default: one per core; 0: read in this process). `progress(done, total)` is called
-    after each image.
+    only if the decoder meets an invalid code, or the data ends too early or too late. `workers`: see `in_order`.
     """
     classes = len(dataset.classes)
     problems = _unpaired(dataset)
     pixels, images = np.zeros(256, np.int64), np.zeros(256, np.int64)
-    for found, counts in every(_Inspected(dataset), workers, progress):
+    for found, counts in every(dataset, partial(_inspected, dataset), workers, progress):
         problems += found
         pixels += counts
         images += counts > 0
@@ -58,7 +55,7 @@ def inspect(
 
 
 def inspect_images(
-    dataset: ClassificationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
+    dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None
 ) -> tuple[Problem, ...]:
     """Decode every image of a split and return the problems; arguments as in `inspect`.
 
@@ -66,33 +63,30 @@ def inspect_images(
     """
     if dataset.pixels is not None:
         return ()
-    return tuple(problem for found in every(_InspectedImages(dataset), workers, progress) for problem in found)
 
-
-class _InspectedImages(Source[ClassificationDataset]):
-    """image -> its problems, after decoding it."""
-
-    def __getitem__(self, index: int) -> list[Problem]:
+    def problems(index: int) -> list[Problem]:
+        path = dataset.path(index)
         try:
-            _decoded_size(self.dataset.path(index))
-        except ValueError as error:
-            return [Problem("unreadable image", str(error))]
-        except Exception as error:  # an unforeseen failure must not stop the check of the other files
-            return [Problem("unexpected error", f"{self.dataset.path(index)}: {type(error).__name__}: {error}")]
-        return []
+            return image_problems(_decoded_size, path)
+        except Exception as error:
+            return [_unexpected(path, error)]
+
+    return tuple(problem for found in every(dataset, problems, workers, progress) for problem in found)
 
 
-class _Inspected(Source[SegmentationDataset]):
-    """image -> its problems and the number of pixels of each train id, int64 (256,)."""
+def _inspected(dataset: SegmentationDataset, index: int) -> tuple[list[Problem], np.ndarray]:
+    """An image's problems, and the number of its pixels of each train id, int64 (256,)."""
+    try:
+        with _printed_by_decoders():  # hidden: a bad label also raises an error
+            problems, label = check(dataset, index, _decoded_size, dataset.read_label)
+    except Exception as error:
+        problems, label = [_unexpected(dataset.files[index], error)], None
+    return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
 
-    def __getitem__(self, index: int) -> tuple[list[Problem], np.ndarray]:
-        try:
-            with _printed_by_decoders():  # hidden: a bad label also raises an error
-                problems, label = check(self.dataset, index, _decoded_size, self.dataset.read_label)
-        except Exception as error:  # an unforeseen failure must not stop the check of the other files
-            problem = Problem("unexpected error", f"{self.dataset.files[index]}: {type(error).__name__}: {error}")
-            problems, label = [problem], None
-        return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
+
+def _unexpected(what: object, error: Exception) -> Problem:
+    """An unforeseen failure must not stop the check of the other files."""
+    return Problem("unexpected error", f"{what}: {type(error).__name__}: {error}")
 
 
 def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
@@ -124,18 +118,16 @@ def _printed_by_decoders() -> Iterator[list[str]]:
     The list is filled when the context ends. Use it only in single-threaded processes.
     """
     lines: list[str] = []
-    standard_error = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as file:
-            os.dup2(file.fileno(), 2)
-            try:
-                yield lines
-            finally:
-                os.dup2(standard_error, 2)
-            file.seek(0)
-            lines += file.read().decode(errors="replace").splitlines()
-    finally:
-        os.close(standard_error)
+    with tempfile.TemporaryFile() as file:
+        standard_error = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
+        file.seek(0)
+        lines += file.read().decode(errors="replace").splitlines()
 
 
 def _histogram(label: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasets.segmentation import Files
@@ -9,14 +10,14 @@ from datasets.segmentation import Files
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
+@dataclass(frozen=True)
 class Layout:
     """The file layout of dataset `name`. Errors print `tree` (the expected folders) and `source` (how to get them)."""
 
-    def __init__(self, name: str, splits: Sequence[str], tree: str, source: str):
-        self.name = name
-        self.splits = tuple(splits)
-        self.tree = tree
-        self.source = source
+    name: str
+    splits: Sequence[str]
+    tree: str
+    source: str
 
     def check(self, root: str | os.PathLike | None, split: str) -> Path:
         """Return the root folder as a Path. ValueError if it does not exist or the split is unknown."""
@@ -59,26 +60,29 @@ class Layout:
         fix = fix or f"{self.source} and give the folder at the top of this layout"
         return ValueError(f"{problem}.{found}\nExpected layout of {self.name}:\n{tree}\nFix: {fix}.")
 
-    def images(
+    def files(
         self,
         root: Path,
         folder: Path,
         suffixes: Sequence[str],
         archives: Sequence[str] = (),
         missing: Sequence[Path] = (),
+        in_folders: bool = False,
+        images_of: str | None = None,
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`; ValueError if it is missing. `archives`, `missing`: see `error`."""
+        """`list_files` of a folder below `root`, or of every folder in it. ValueError if the folder is missing.
+
+        `archives`, `missing`: see `error`. `images_of`: the split whose images they are, of which it must have some.
+        """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
-        return list_files(folder, suffixes)
-
-    def require_any(
-        self, found: Mapping[str, Path], root: Path, looked_for: str, split: str, missing: Sequence[Path] = ()
-    ) -> None:
-        """ValueError if a split has no images. `missing`: see `error`."""
-        if not found:
-            problem = f"{self.name}: no images in split {split!r}, looked for {looked_for}"
+        folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
+        found = {stem: path for each in folders for stem, path in list_files(each, suffixes).items()}
+        if images_of is not None and not found:
+            looked_for = " and ".join(f"{folder}/{'*/' * in_folders}*{suffix}" for suffix in suffixes)
+            problem = f"{self.name}: no images in split {images_of!r}, looked for {looked_for}"
             raise self.error(problem, root, missing=missing)
+        return found
 
     def pair(
         self,
@@ -95,11 +99,9 @@ class Layout:
         """
         missing = [stem for stem in images if stem not in labels]
         if len(missing) == len(images) or (strict and missing):
-            names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-            raise self.error(
-                f"{self.name}: {len(missing)} of {len(images)} images have no label: {names}; looked for {looked_for}",
-                root,
-            )
+            count = f"{len(missing)} of {len(images)} images"
+            problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
+            raise self.error(problem, root)
         stems = images if strict else sorted({*images, *labels})
         return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
 
@@ -131,6 +133,11 @@ def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | Non
     names = [os.path.relpath(path, root) for path in missing]
     found = ((folder, name) for folder in (root.parent, *below) for name in names if os.path.exists(folder / name))
     return next(found, None)
+
+
+def first_of(names: Sequence[str], shown: int = 5) -> str:
+    """The first names of a list, for messages."""
+    return ", ".join(names[:shown]) + ", …" * (len(names) > shown)
 
 
 def _packed(root: Path, archives: Sequence[str]) -> list[Path]:

@@ -1,6 +1,7 @@
 """The items that a DataLoader reads: random crops for training, whole images for evaluation. Pixels stay uint8."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cv2
@@ -27,6 +28,7 @@ class Draw(NamedTuple):
     pixel: tuple[int, int] | None = None
 
 
+@dataclass(eq=False)
 class TrainingCrops(Dataset):
     """Augmented crops. Keys come from a sampler: (epoch, index) or a `Draw`.
 
@@ -35,13 +37,10 @@ class TrainingCrops(Dataset):
     `MAX_SKIPPED` unreadable images in a row raise ValueError.
     """
 
-    def __init__(
-        self, dataset: SegmentationDataset, transform: TrainingTransform, seed: int, skip_unreadable: bool = False
-    ):
-        self.dataset = dataset
-        self.transform = transform
-        self.seed = seed
-        self.skip_unreadable = skip_unreadable
+    dataset: SegmentationDataset
+    transform: TrainingTransform
+    seed: int
+    skip_unreadable: bool = False
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -75,10 +74,8 @@ class TrainingCrops(Dataset):
 def readable(crop: Callable[[Draw], dict], draw: Draw, images: int, skip_unreadable: bool) -> dict:
     """`crop(draw)` with "skipped", a line for each unreadable image that it replaces.
 
-    With `skip_unreadable`, the next readable one of all `images` replaces an image that cannot be read.
-
-    Raises:
-        ValueError: the image cannot be read, or more than `MAX_SKIPPED` in a row cannot.
+    With `skip_unreadable`, the next readable one of all `images` replaces an image that cannot be read. ValueError if
+    more than `MAX_SKIPPED` in a row cannot; without it, if the image cannot.
     """
     skipped: list[str] = []
     while True:
@@ -96,11 +93,11 @@ def readable(crop: Callable[[Draw], dict], draw: Draw, images: int, skip_unreada
             draw = draw._replace(image=(draw.image + 1) % images, class_id=None, pixel=None)
 
 
+@dataclass(eq=False)
 class WholeImages(Dataset):
     """Whole images with their labels, for evaluation and prediction. Sizes may differ, so batches hold one image."""
 
-    def __init__(self, dataset: SegmentationDataset):
-        self.dataset = dataset
+    dataset: SegmentationDataset
 
     def __len__(self) -> int:
         return len(self.dataset)

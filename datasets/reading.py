@@ -42,7 +42,7 @@ def read(path: Path) -> Stored:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise _missing(path, error) from None
+        raise missing(path, error) from None
     return complete(path, data)
 
 
@@ -129,7 +129,7 @@ def decode_photograph(path: Path) -> np.ndarray:
     except UnidentifiedImageError:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected {', '.join(PHOTOGRAPHS)}.") from None
     except OSError as error:
-        raise _missing(path, error) from None
+        raise missing(path, error) from None
     except Exception as error:  # Pillow's readers of rare formats raise whatever Python does for damaged bytes
         raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
 
@@ -148,7 +148,7 @@ def read_size(path: Path) -> tuple[int, int]:
             file.seek(0)
             return _size(path, file)
     except OSError as error:
-        raise _missing(path, error) from None
+        raise missing(path, error) from None
 
 
 def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
@@ -161,7 +161,7 @@ def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
     except Image.DecompressionBombError:
         size = _MOST_PIXELS, 2
     except OSError as error:
-        raise _missing(path, error) from None
+        raise missing(path, error) from None
     if size is None:
         raise Unreadable(f"{path}: has no readable image header; expected an intact PNG or JPEG.")
     if size[0] * size[1] > _MOST_PIXELS:
@@ -195,7 +195,8 @@ def _checked_png(file: Path | Stored) -> Stored:
     return stored
 
 
-def _missing(path: Path, error: OSError) -> Unreadable:
+def missing(path: Path, error: OSError) -> Unreadable:
+    """The error for a file that the system cannot read."""
     return Unreadable(f"{path}: cannot be read ({error.strerror or error}); expected a readable file.")
 
 

@@ -1,6 +1,7 @@
 """Which images each training step sees. A run is one stream of steps; resuming starts later in that stream."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -30,11 +31,7 @@ def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
     return range(rank, images, world_size)
 
 
-def minibatch_share(crops_per_minibatch: int, rank: int, world_size: int) -> range:
-    """Positions of a rank's crops in a minibatch. Shares differ by at most one crop."""
-    return range(rank * crops_per_minibatch // world_size, (rank + 1) * crops_per_minibatch // world_size)
-
-
+@dataclass(eq=False)
 class _Minibatches(Sampler):
     """Split every epoch's list of `images` keys into minibatches, and each minibatch among the ranks.
 
@@ -45,31 +42,23 @@ class _Minibatches(Sampler):
     over `TrainingCrops`.
     """
 
-    def __init__(
-        self,
-        images: int,
-        crops_per_minibatch: int,
-        seed: int,
-        steps: int,
-        start_step: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        self.steps_per_epoch = minibatches_per_epoch(images, crops_per_minibatch)
-        assert 0 <= start_step, f"a run has no step {start_step}"
-        assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
-        if crops_per_minibatch < world_size:
+    images: int
+    crops_per_minibatch: int
+    seed: int
+    steps: int
+    start_step: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        self.steps_per_epoch = minibatches_per_epoch(self.images, self.crops_per_minibatch)
+        assert 0 <= self.start_step, f"a run has no step {self.start_step}"
+        assert 0 <= self.rank < self.world_size, f"there is no rank {self.rank} among {self.world_size}"
+        if self.crops_per_minibatch < self.world_size:
             raise ValueError(
-                f"crops_per_minibatch={crops_per_minibatch} cannot be divided over {world_size} processes: "
-                f"expected at least one crop for each; start fewer processes"
+                f"crops_per_minibatch={self.crops_per_minibatch} cannot be divided over {self.world_size} processes: "
+                "expected at least one crop for each; start fewer processes"
             )
-        self.images = images
-        self.crops_per_minibatch = crops_per_minibatch
-        self.seed = seed
-        self.steps = steps
-        self.start_step = start_step
-        self.rank = rank
-        self.world_size = world_size
 
     def keys(self, epoch: int) -> Sequence[tuple]:
         """All keys of an epoch, the same on every rank."""
@@ -79,15 +68,15 @@ class _Minibatches(Sampler):
         return max(0, self.steps - self.start_step)
 
     def __iter__(self) -> Iterator[list[tuple]]:
-        share = minibatch_share(self.crops_per_minibatch, self.rank, self.world_size)
+        crops = self.crops_per_minibatch
+        start, stop = (rank * crops // self.world_size for rank in (self.rank, self.rank + 1))  # in a minibatch
         keys: Sequence[tuple] = ()
         keys_epoch = None
         for step in range(self.start_step, self.steps):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != keys_epoch:
                 keys, keys_epoch = self.keys(epoch), epoch
-            first = position * self.crops_per_minibatch
-            yield list(keys[first + share.start : first + share.stop])
+            yield list(keys[position * crops + start : position * crops + stop])
 
 
 class ShuffledMinibatches(_Minibatches):
@@ -110,10 +99,8 @@ class ClassUniformMinibatches(_Minibatches):
 
     Classes come in rounds: each round holds every class once, in random order. So the counts of any two classes differ
     by at most one, in the whole list and in any prefix, such as the part that fills minibatches. Likewise, a class uses
-    all images that contain it before repeating one. Classes without pixels are not drawn.
-
-    Raises:
-        ValueError: no class has a pixel, or a minibatch has fewer crops than there are ranks or more than images.
+    all images that contain it before repeating one. Classes without pixels are not drawn. ValueError if no class has a
+    pixel, or a minibatch has fewer crops than there are ranks or more than images.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class Files(NamedTuple):
 
     name: str
     image: Path | None
-    label: Path | None
+    label: Path | None = None
     instances: Path | None = None  # which instance each pixel belongs to, if the official score needs it
 
 
@@ -61,6 +61,7 @@ def restorable() -> Iterator[None]:
         raise ValueError(f"{error} {RESTORE}") from None
 
 
+@dataclass(eq=False, repr=False)
 class SegmentationDataset(Dataset):
     """Images of one split with their labels in train ids.
 
@@ -69,22 +70,14 @@ class SegmentationDataset(Dataset):
     `scored` does. Reading checks the files: a ValueError names the file, the problem, what was expected and the fix.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: str,
-        files: Sequence[Files],
-        table: ClassTable,
-        decode_label: Callable[[Stored, Window], np.ndarray] = decode_label,
-        decode_instances: Callable[[Path], np.ndarray] | None = None,
-    ):
-        self.name = name
-        self.split = split
-        self.files = tuple(Files(*entry) for entry in files)
-        self.table = table
-        self.decode_label = decode_label
-        self.decode_instances = decode_instances
-        self.mean_image = None  # only small images have one
+    mean_image = None  # only small images have one
+
+    name: str
+    split: str
+    files: Sequence[Files]
+    table: ClassTable
+    decode_label: Callable[[Stored, Window], np.ndarray] = decode_label
+    decode_instances: Callable[[Path], np.ndarray] | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -133,18 +126,15 @@ class SegmentationDataset(Dataset):
         assert entry.instances is not None and self.decode_instances is not None
         with restorable():
             instances = self.decode_instances(entry.instances)
-        if instances.shape != sample.label.shape:
-            raise ValueError(
-                size_mismatch(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
-            )
+        _check_same_size(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
         return sample, instances
 
     def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
         entry = self.files[index]
         image = self.read_image(index)
         label = None if entry.label is None else self._decode_label(self._stored_label(index), ids)
-        if label is not None and label.shape != image.shape[:2]:
-            raise ValueError(size_mismatch(entry, image_size=image.shape[1::-1], label_size=label.shape[::-1]))
+        if label is not None:
+            _check_same_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)
 
     def size(self, index: int) -> tuple[int, int]:
@@ -153,23 +143,22 @@ class SegmentationDataset(Dataset):
         with restorable():
             size = read_size(self._image_path(index))
             label_size = size if entry.label is None else read_size(entry.label)
-        return _height_and_width(entry, size, label_size)
+        _check_same_size(entry, size, label_size)
+        return size[::-1]
 
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
         """Read the files of image and label `index` once. Slicing the results decodes no more than the slice needs.
 
-        A slice has the same pixels as a slice of `dataset[index]`.
-
-        Raises:
-            ValueError: a file is missing or truncated, or the sizes of image and label differ. Slicing raises it for
-                damaged pixels and unknown ids, but rows far below the slice are not checked.
+        A slice has the same pixels as a slice of `dataset[index]`. ValueError if a file is missing or truncated, or the
+        sizes of image and label differ; when slicing, for damaged pixels and unknown ids down to the slice.
         """
         with restorable():
             image = read(self._image_path(index))
-            image_size = image.size
+            size = image.size
             label = self._stored_label(index)
             label_size = label.size
-        shape = _height_and_width(self.files[index], image_size, label_size)
+        _check_same_size(self.files[index], size, label_size)
+        shape = size[::-1]
         return (
             Undecoded(shape, restorable()(partial(decode_image, image))),
             Undecoded(shape, partial(self._decode_label, label, self.table.train_ids)),
@@ -272,14 +261,13 @@ def _state(path: str) -> str:
     return f"{stat.st_size}|{stat.st_mtime_ns}"
 
 
-def _height_and_width(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> tuple[int, int]:
-    """(H, W) of an image and its label. ValueError if their sizes, (width, height) in pixels, differ."""
+def _check_same_size(entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:
+    """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
     if label_size != image_size:
         raise ValueError(size_mismatch(entry, image_size, label_size))
-    return image_size[::-1]
 
 
-def size_mismatch(entry: Files, image_size: tuple[int, int], label_size: tuple[int, int]) -> str:
+def size_mismatch(entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> str:
     """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
     return (
         f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "

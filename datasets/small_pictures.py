@@ -4,6 +4,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -12,7 +13,7 @@ import numpy as np
 
 from datasets.cache import cache_folder, read_arrays, write_arrays
 from datasets.file_list import FileList, class_folders, list_classes, listed
-from datasets.layout import Layout
+from datasets.layout import Layout, first_of
 from datasets.reading import Stored, Unreadable, complete, decode_image, read
 from datasets.segmentation import restorable
 from datasets.time_limit import limited
@@ -20,7 +21,6 @@ from datasets.time_limit import limited
 SIZE = (32, 32)  # height, width
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 _VERSION = 1  # increment when decoded pixels change
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,8 @@ class Pictures:
                         f"{stored.path}: has {image.shape[1]}x{image.shape[0]} pixels; expected {SIZE[1]}x{SIZE[0]}."
                     )
                 pixels[number] = image.transpose(2, 0, 1)
-        try:
+        with suppress(OSError):  # a cache folder that is read-only or full only costs the time of decoding again
             write_arrays(file, {"pixels": pixels}, compressed=False)
-        except OSError:
-            pass  # a cache folder that is read-only or full only costs the time of decoding again
         return pixels
 
 
@@ -67,7 +65,9 @@ def in_folders(root: Path, split: str, classes: Sequence[str], layout: Layout) -
     with limited():
         _check_classes(class_folders(folder), classes, folder, root, layout)
     files, labels = list_classes(folder, classes, _SUFFIXES)
-    _check_counts(labels, classes, folder, root, layout)
+    empty = [name for label, name in enumerate(classes) if label not in labels]
+    if empty:
+        raise layout.error(f"{layout.name}: no pictures in {folder} of {first_of(empty)}", root)
     names = np.array([files.name(number) for number in range(len(files))])
     return Pictures(files, labels, names, partial(_read_files, files))
 
@@ -92,24 +92,13 @@ def _is_picture(name: str, split: str) -> bool:
 
 
 def _check_classes(found: Sequence[str], classes: Sequence[str], where: Path, root: Path, layout: Layout) -> None:
-    differences = [
-        f"{problem} {', '.join(names[:_SHOWN])}{', …' if len(names) > _SHOWN else ''}"
-        for problem, names in (
-            ("no", [name for name in classes if name not in found]),
-            ("unknown", [name for name in found if name not in classes]),
-        )
-        if names
-    ]
-    if differences:
-        raise layout.error(f"{layout.name}: wrong class folders in {where}: {'; '.join(differences)}", root)
-
-
-def _check_counts(labels: np.ndarray, classes: Sequence[str], where: Path, root: Path, layout: Layout) -> None:
-    empty = [
-        name for name, count in zip(classes, np.bincount(labels, minlength=len(classes)), strict=True) if not count
-    ]
-    if empty:
-        raise layout.error(f"{layout.name}: no pictures in {where} of {', '.join(empty[:_SHOWN])}", root)
+    differences = {
+        "no": [name for name in classes if name not in found],
+        "unknown": [name for name in found if name not in classes],
+    }
+    if any(differences.values()):
+        listed = "; ".join(f"{problem} {first_of(names)}" for problem, names in differences.items() if names)
+        raise layout.error(f"{layout.name}: wrong class folders in {where}: {listed}", root)
 
 
 def _read_files(files: FileList) -> Iterator[Stored]:

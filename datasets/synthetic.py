@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -34,16 +35,14 @@ def synthetic(
 
     `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
     or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
-    `seed`.
-
-    Raises:
-        ValueError: the split is unknown, `root` holds other files or cannot be written, there are no pictures yet and
-            `draw` is False, or an image has no label (without `strict`: no image has one).
+    `seed`. ValueError if the split is unknown, `root` holds other files or cannot be written, there are no pictures yet
+    and `draw` is False, or images or labels are missing (as in `cityscapes`).
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
     settings = {"version": _VERSION, "train": images[0], "val": images[1], "seed": seed}
-    folder = Path(root).expanduser() if root else _cache_folder(settings)
+    drawn = cache_folder() / f"synthetic-streets-{_VERSION}" / f"{images[0]}-{images[1]}-{seed}"
+    folder = Path(root).expanduser() if root else drawn
     with limited():
         is_written = (folder / _MARKER).is_file()
     if not is_written and not draw:
@@ -56,28 +55,18 @@ def synthetic(
             f"{folder} holds synthetic streets written with {written}, expected {settings}. "
             "Choose another folder, or give none to use the cache folder."
         )
-    streets = cityscapes(folder, split, strict)
-    return SegmentationDataset(
-        "synthetic", split, streets.files, streets.table, decode_instances=streets.decode_instances
-    )
+    return replace(cityscapes(folder, split, strict), name="synthetic")
 
 
 def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
     """Draw scenes into `folder`, in the Cityscapes layout. `images`: {split: number of scenes}."""
     for split_number, (split, count) in enumerate(images.items()):
         for index in range(count):
-            rng = np.random.default_rng([seed, split_number, index])
-            image, label = draw_street(rng)
-            cities = _CITIES[split]
-            city = cities[index % len(cities)]
+            image, label = draw_street(np.random.default_rng([seed, split_number, index]))
+            city = _CITIES[split][index % len(_CITIES[split])]
             name = f"{city}_{0:06d}_{index:06d}"
             _write_png(folder / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", image[..., ::-1])
             _write_png(folder / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
-
-
-def _cache_folder(settings: dict) -> Path:
-    counts = "{train}-{val}-{seed}".format(**settings)
-    return cache_folder() / f"synthetic-streets-{_VERSION}" / counts
 
 
 def _write_once(folder: Path, settings: dict) -> None:

@@ -7,6 +7,8 @@ or less is first averaged over blocks of pixels, which start at the image's firs
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import cv2
@@ -24,6 +26,7 @@ class Pixels(Protocol):
     def __getitem__(self, window: tuple[slice, slice], /) -> np.ndarray: ...
 
 
+@dataclass
 class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
@@ -35,34 +38,22 @@ class TrainingTransform:
     range.
     """
 
-    def __init__(
-        self,
-        crop_size: tuple[int, int],
-        scale: tuple[float, float] = (0.7, 2.0),
-        flip: float = 0.5,
-        base_size: int | None = None,
-        fill: tuple[float, float, float] = (124, 116, 104),
-        ignore_index: int = 255,
-        colour_jitter: ColourJitter | None = None,
-        antialias: bool = True,
-    ):
-        height, width = crop_size
-        low, high = scale
-        red, green, blue = map(round, fill)
-        if min(height, width) < 1:
-            raise ValueError(f"crop_size={(height, width)} must be two positive numbers of pixels (height, width)")
-        if not 0 < low <= high:
-            raise ValueError(f"scale={(low, high)} must be a range (low, high) with 0 < low <= high")
-        if not 0 <= flip <= 1:
-            raise ValueError(f"flip={flip} must be a probability between 0 and 1")
-        self.crop_size = (height, width)
-        self.scale = (low, high)
-        self.flip = flip
-        self.base_size = base_size
+    crop_size: tuple[int, int]
+    scale: tuple[float, float] = (0.7, 2.0)
+    flip: float = 0.5
+    base_size: int | None = None
+    fill: tuple[float, float, float] = (124, 116, 104)
+    ignore_index: int = 255
+    colour_jitter: ColourJitter | None = None
+    antialias: bool = True
+
+    def __post_init__(self) -> None:
+        if min(self.crop_size) < 1:
+            raise ValueError(f"crop_size={self.crop_size} must be two positive numbers of pixels (height, width)")
+        check_range("scale", self.scale)
+        check_flip(self.flip)
+        red, green, blue = map(round, self.fill)
         self.fill = (red, green, blue)
-        self.ignore_index = ignore_index
-        self.colour_jitter = colour_jitter
-        self.antialias = antialias
 
     def __call__(
         self,
@@ -120,6 +111,18 @@ class TrainingTransform:
         return scaled_size, (top, left), mirrored
 
 
+def check_flip(flip: float) -> None:
+    if not 0 <= flip <= 1:
+        raise ValueError(f"flip={flip} must be a probability between 0 and 1")
+
+
+def check_range(name: str, limits: tuple[float, float], most: float = math.inf) -> None:
+    low, high = limits
+    if not 0 < low <= high <= most:
+        limit = "" if most == math.inf else f" <= {most}"
+        raise ValueError(f"{name}={(low, high)} must be a range (low, high) with 0 < low <= high{limit}")
+
+
 def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
     """(H, W) in pixels times a factor, rounded; at least 1x1."""
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
@@ -150,7 +153,7 @@ def scale_and_crop(
     scaled_size: tuple[int, int],
     offset: tuple[int, int],
     crop_size: tuple[int, int],
-    fill: tuple[int, int, int],
+    fill: Sequence[float],
     ignore_index: int,
     antialias: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:

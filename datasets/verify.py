@@ -1,23 +1,24 @@
 """Checks a whole split before a training. Success is remembered."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.classification import ClassificationDataset
 from datasets.reading import read_size
 from datasets.segmentation import SegmentationDataset, restorable, size_mismatch
-from datasets.workers import in_order
+from datasets.workers import Progress, in_order
 
 _CHECKS = 3  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 
-_Split = TypeVar("_Split", bound=SegmentationDataset | ClassificationDataset)
+_Split = SegmentationDataset | ClassificationDataset
 
 
 class Problem(NamedTuple):
@@ -27,89 +28,69 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify(
-    dataset: SegmentationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> None:
+def verify(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> None:
     """Check every image and label of a split. ValueError lists the first problems and counts all.
 
     TimeoutError names the first image that takes longer than the `reading_limit` around this call.
 
     Images and instance files must be complete, with a readable header and the size of the label; their pixels are not
-    decoded. Labels are decoded, and every id must be in the class table. `workers`: number of processes (default: one
-    per core; 0: read in this process). `progress(done, total)` is called after each image. The cache folder remembers
-    success until a path, size or modification time changes. If it cannot be written, the check runs every time.
+    decoded. Labels are decoded, and every id must be in the class table. `workers`: see `in_order`. The cache folder
+    remembers success until a path, size or modification time changes. If it cannot be written, the check runs every
+    time.
     """
-    _check_once(_Checked(dataset), dataset.fingerprint(_CHECKS), workers, progress)
+
+    def problems(index: int) -> list[Problem]:
+        return check(dataset, index, restorable()(read_size), dataset.read_label)[0]
+
+    _check_once(dataset, problems, dataset.fingerprint(_CHECKS), workers, progress)
 
 
-def verify_images(
-    dataset: ClassificationDataset, workers: int | None = None, progress: Callable[[int, int], None] | None = None
-) -> None:
+def verify_images(dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None) -> None:
     """Decode every image of a split. ValueError lists the first problems and counts all.
 
     The problems are the ones that would stop a training: files that are missing, truncated or no image. Images in
     memory have been checked. Arguments, memory of success and TimeoutError are as in `verify`.
     """
     if dataset.pixels is None:
-        _check_once(_Decoded(dataset), dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
+        problems = partial(image_problems, dataset.image)
+        _check_once(dataset, problems, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
 
 
-def _check_once(source: "Source", key: str, workers: int | None, progress: Callable[[int, int], None] | None) -> None:
-    """ValueError for the problems that `source` finds. Success is remembered as `key`, and nothing is checked again."""
+def _check_once(
+    dataset: _Split, check_image: Callable[[int], list[Problem]], key: str, workers: int | None, progress: Progress
+) -> None:
+    """ValueError for the problems of any image. Success is remembered as `key`, and nothing is checked again."""
     remembered = cache_folder() / "verified" / key
     if remembered.is_file():
         return
-    problems = []
-    for found in every(source, workers, progress):
-        problems += found
+    problems = [problem for found in every(dataset, check_image, workers, progress) for problem in found]
     if problems:
-        dataset = source.dataset
         listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
         more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
             f"{dataset.name}, split {dataset.split!r}: {len(problems)} problem(s) in {len(dataset)} images:\n"
             f"{listed}{more}"
         )
-    try:
+    with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.touch()
-    except OSError:
-        pass  # a read-only cache folder only costs the time of the next check
 
 
-class Source(Dataset, Generic[_Split]):
-    """index -> what a check finds in an image of `dataset`."""
-
-    def __init__(self, dataset: _Split):
-        self.dataset = dataset
-
-
-class _Checked(Source[SegmentationDataset]):
-    """image -> its problems; image pixels are not decoded."""
-
-    def __getitem__(self, index: int) -> list[Problem]:
-        problems, _ = check(self.dataset, index, restorable()(read_size), self.dataset.read_label)
-        return problems
-
-
-class _Decoded(Source[ClassificationDataset]):
-    """image -> its problems, after decoding it."""
-
-    def __getitem__(self, index: int) -> list[Problem]:
-        try:
-            self.dataset.image(index)
-        except ValueError as error:
-            return [Problem("unreadable image", str(error))]
-        return []
-
-
-def every(source: Source, workers: int | None, progress: Callable[[int, int], None] | None) -> Iterator[Any]:
-    """The items of `source`. TimeoutError names the image that, with its label, was not read in time."""
-    dataset, done = source.dataset, 0
+def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:
+    """The problem of an image that `read(image)` cannot read, if so."""
     try:
-        for item in in_order(source, range(len(dataset)), workers):
-            yield item
-            done += 1
+        read(image)
+    except ValueError as error:
+        return [Problem("unreadable image", str(error))]
+    return []
+
+
+def every(dataset: _Split, look: Callable[[int], Any], workers: int | None, progress: Progress) -> Iterator[Any]:
+    """`look(index)` for every image. TimeoutError names the image that, with its label, was not read in time."""
+    done = 0
+    try:
+        for done, found in enumerate(in_order(look, range(len(dataset)), workers), start=1):
+            yield found
             if progress is not None:
                 progress(done, len(dataset))
     except TimeoutError as error:
@@ -127,28 +108,23 @@ def check(
     `size_of` returns (width, height) of the image or instance file. It and `read_label` raise ValueError for bad files.
     """
     entry = dataset.files[index]
-    problems, image_size, label = [], None, None
-    if entry.image is not None:
+    problems: list[Problem] = []
+
+    def attempted(what: str, read: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            image_size = size_of(entry.image)
+            return read(argument)
         except ValueError as error:
-            problems.append(Problem("unreadable image", str(error)))
-    if entry.label is not None:
-        try:
-            label = read_label(index)
-        except UnknownIds as error:
-            problems.append(Problem("unknown ids", str(error)))
-        except ValueError as error:
-            problems.append(Problem("unreadable label", str(error)))
-    if image_size is not None and label is not None and image_size != label.shape[::-1]:
-        message = size_mismatch(entry, image_size=image_size, label_size=label.shape[::-1])
-        problems.append(Problem("sizes differ", message))
-    if entry.instances is not None:
-        try:
-            instances_size = size_of(entry.instances)
-            if image_size not in (None, instances_size):
-                message = size_mismatch(entry._replace(label=entry.instances), image_size, instances_size)
-                problems.append(Problem("sizes differ", message))
-        except ValueError as error:
-            problems.append(Problem("unreadable instances", str(error)))
+            kind = "unknown ids" if isinstance(error, UnknownIds) else f"unreadable {what}"
+            problems.append(Problem(kind, str(error)))
+            return None
+
+    def compare(file: Path | None, size: tuple[int, int] | None) -> None:
+        if image_size is not None and size is not None and size != image_size:
+            message = size_mismatch(entry._replace(label=file), image_size, size)
+            problems.append(Problem("sizes differ", message))
+
+    image_size = None if entry.image is None else attempted("image", size_of, entry.image)
+    label = None if entry.label is None else attempted("label", read_label, index)
+    compare(entry.label, None if label is None else label.shape[::-1])
+    compare(entry.instances, None if entry.instances is None else attempted("instances", size_of, entry.instances))
     return problems, label

@@ -78,18 +78,15 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
 
     Labels are the palette indices in `labels`; an image without a file there takes its label from the 16-bit file in
     `instances`. Predictions are positions in the config file's list, as PNGs with its palette.
-
-    Raises:
-        ValueError: the split is unknown, a folder or the config file is missing, the data is v2.0, there are no images,
-            or an image has no label (without `strict`: no image has one).
+    ValueError if the split is unknown, a folder, the config file or all images are missing, the data is v2.0, or an
+    image has no label (without `strict`: no image has one).
     """
     root = _LAYOUT.check(root, split)
     folder = root / _FOLDERS[split]
-    images = _LAYOUT.images(root, folder / "images", (".jpg",))
-    _LAYOUT.require_any(images, root, looked_for=f"{folder / 'images'}/*.jpg", split=split)
+    images = _LAYOUT.files(root, folder / "images", (".jpg",), images_of=split)
     table = vistas_classes(_config(root))
     if split == _WITHHELD:
-        files = [Files(name=name, image=path, label=None) for name, path in images.items()]
+        files = [Files(name, path) for name, path in images.items()]
     else:
         labels = _labels(root, folder)
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
@@ -104,11 +101,9 @@ def _colour(values: list[int]) -> tuple[int, int, int]:
 
 
 def _config(root: Path) -> Path:
-    for name in ("config_v1.2.json", "config.json"):
+    for name in ("config_v1.2.json", "config.json", "config_v2.0.json"):  # `vistas_classes` refuses the last by name
         if (root / name).is_file():
             return root / name
-    if (root / "config_v2.0.json").is_file():
-        return root / "config_v2.0.json"  # `vistas_classes` refuses it by name
     raise _LAYOUT.error(f"vistas: neither {root / 'config.json'} nor config_v1.2.json exists", root)
 
 

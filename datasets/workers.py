@@ -11,11 +11,11 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import active_children, parent_process, popen_fork
 from multiprocessing.context import ForkContext, ForkProcess
-from typing import Any, TypeVar
+from typing import Any
 
 import cv2
 import torch
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from datasets.time_limit import limited, reading_limit
 
-_Item = TypeVar("_Item")
+Progress = Callable[[int, int], None] | None  # called with (done, total) after each item
 
 _SECONDS_TO_DIE = 5  # longer only in a system call that cannot be interrupted
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -66,9 +66,9 @@ def worker_init(worker_id: int) -> None:
 class Loader(DataLoader):
     """A DataLoader whose `workers` processes run `worker_init`; 0 reads in this process. Its reads are `limited`."""
 
-    def __init__(self, source: Dataset, workers: int, **options: Any):
+    def __init__(self, source: Dataset | Sequence, workers: int, **options: Any):
         super().__init__(
-            source,
+            source,  # type: ignore[arg-type]  # any sequence will do
             num_workers=workers,
             worker_init_fn=worker_init,
             multiprocessing_context=Workers() if workers else None,
@@ -118,10 +118,9 @@ class Loader(DataLoader):
 
 
 def _allow_open_files(workers: int) -> None:
-    """Raise this process's limit of open files as needed. PyTorch would lose items, and wait for them for ever.
+    """Raise this process's limit of open files as needed. ValueError if the system does not permit that.
 
-    Raises:
-        ValueError: the system does not permit that.
+    PyTorch would lose items, and wait for them for ever.
     """
     # A generous guess: each worker needs some for its pipes and locks, and every tensor on its way takes one.
     needed = len(os.listdir("/dev/fd")) + 32 + 10 * workers
@@ -169,10 +168,11 @@ def reading_errors(
         known = ("DataLoader worker", "Caught MemoryError", "Caught RuntimeError in DataLoader worker")
         message = next((text for text in _messages(error) if text.startswith(known)), "")
         if "shared memory" in message or "Bus error" in message:
+            usage = shutil.disk_usage("/dev/shm")
+            room = f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
             raise MemoryError(
-                f"/dev/shm is full ({_shared_memory()}): the processes that read images pass them on there. Give it "
-                f"more (docker run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs "
-                f"none.{advice}"
+                f"/dev/shm is full ({room}): the processes that read images pass them on there. Give it more (docker "
+                f"run --shm-size=8g), or use smaller crops or fewer {workers_key}; {workers_key}=0 needs none.{advice}"
             ) from error
         if message.startswith("Caught MemoryError"):
             raise MemoryError(
@@ -193,24 +193,15 @@ def _messages(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__ or error.__context__
 
 
-def _shared_memory() -> str:
-    usage = shutil.disk_usage("/dev/shm")
-    return f"{usage.total >> 20} MiB, {usage.free >> 20} MiB free"
+def in_order(look: Callable[[int], Any], indices: Sequence[int], workers: int | None = None) -> Loader:
+    """Yield `look(index)` for each of `indices`, in order and unchanged, computed by `workers` processes.
 
-
-def in_order(source: Dataset, indices: Sequence[int], workers: int | None = None) -> Loader:
-    """Yield `source[index]` for each of `indices`, in order and unchanged, read by `workers` processes.
-
-    The default is one process per core; 0 reads in this process.
+    The default is one process per core; 0 computes in this process.
     """
     count = min(_cores() if workers is None else workers, len(indices))
-    return Loader(source, count, sampler=indices, batch_size=None, collate_fn=_unchanged)
+    return Loader(indices, count, batch_size=None, collate_fn=look)
 
 
 def _cores() -> int:
     """Cores that this process may use; a scheduler may grant fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _unchanged(item: _Item) -> _Item:
-    return item

@@ -6,14 +6,14 @@ from numpy.typing import ArrayLike
 from datasets.streets.view import CAR, LIGHT, PERSON, POLE, SIGN, STATIC, VEGETATION, View
 
 _PAINTS = ((190, 30, 30), (30, 50, 140), (230, 230, 232), (40, 42, 46), (150, 154, 160), (30, 96, 70), (220, 180, 40))
+_SIGNS = (((190, 24, 32), (236, 236, 232)), ((28, 70, 170), (28, 70, 170)), ((240, 240, 236), (236, 196, 30)))
 _CLOTHES = ((150, 40, 50), (40, 60, 130), (60, 120, 80), (200, 170, 60), (50, 50, 56), (190, 190, 196))
 
 
 def draw_tree(view: View, rng: np.random.Generator, x: float, z: float) -> None:
-    foot = view.at(x, 0, z)
-    half = view.length(0.15, z, at_least=1)
-    top = view.at(x, 3.0, z)
-    view.box(foot[0] - half, top[1], foot[0] + half, foot[1], view.colour((84, 66, 50), z), VEGETATION)
+    (middle, bottom), (_, top) = view.at(x, 0, z), view.at(x, 3.0, z)
+    half = view.length(0.15, z)
+    view.box(middle - half, top, middle + half, bottom, view.colour((84, 66, 50), z), VEGETATION)
     for _ in range(9):
         green = np.array([74, 112, 46]) * rng.uniform(0.65, 1.35)
         centre = view.at(x + rng.uniform(-1.0, 1.0), rng.uniform(2.9, 5.2), z)
@@ -21,27 +21,23 @@ def draw_tree(view: View, rng: np.random.Generator, x: float, z: float) -> None:
 
 
 def _draw_pole(view: View, x: float, z: float, height: float) -> None:
-    foot, top = view.at(x, 0, z), view.at(x, height, z)
+    (middle, bottom), (_, top) = view.at(x, 0, z), view.at(x, height, z)
     half = view.length(0.09, z, at_least=2)  # at least 4 pixels wide in the finished picture
-    view.box(foot[0] - half, top[1], foot[0] + half, foot[1], view.colour((104, 108, 112), z), POLE)
-    view.box(foot[0] - half, top[1], foot[0] - half // 3, foot[1], view.colour((140, 144, 148), z), None)
+    view.box(middle - half, top, middle + half, bottom, view.colour((104, 108, 112), z), POLE)
+    view.box(middle - half, top, middle - half // 3, bottom, view.colour((140, 144, 148), z), None)
 
 
 def draw_lamp(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 5.5)
-    arm_end = view.at(x - np.sign(x) * 1.2, 5.7, z)
-    foot = view.at(x, 5.4, z)
-    left, right = sorted((arm_end[0], foot[0]))
-    view.box(left, arm_end[1], right, foot[1], view.colour((120, 122, 124), z), POLE)
+    (end, top), (pole, bottom) = view.at(x - np.sign(x) * 1.2, 5.7, z), view.at(x, 5.4, z)
+    view.box(min(end, pole), top, max(end, pole), bottom, view.colour((120, 122, 124), z), POLE)
 
 
 def draw_sign(view: View, rng: np.random.Generator, x: float, z: float) -> None:
     _draw_pole(view, x, z, 2.6)
     centre = np.array(view.at(x, 2.5, z))
     radius = view.length(0.42, z, at_least=4)
-    rim, plate = (((190, 24, 32), (236, 236, 232)), ((28, 70, 170), (28, 70, 170)), ((240, 240, 236), (236, 196, 30)))[
-        rng.integers(3)
-    ]
+    rim, plate = _SIGNS[rng.integers(len(_SIGNS))]
     corners = (3, 4, 24)[rng.integers(3)]
     turn = np.pi / 2 if corners == 3 else np.pi / 4
     angles = np.arange(corners) * 2 * np.pi / corners - turn
@@ -78,12 +74,8 @@ def draw_car(view: View, rng: np.random.Generator, x: float, z: float) -> None:
         points += [view.at(x + x1 - narrower, y1, z), view.at(x + x0 + narrower, y1, z)]
         view.polygon(points, view.colour(rgb, z), label)
 
-    shadow = [
-        view.at(x - 1.0, 0, z - 0.4),
-        view.at(x + 1.0, 0, z - 0.4),
-        view.at(x + 0.9, 0, z + 1),
-        view.at(x - 0.9, 0, z + 1),
-    ]
+    ground = ((x - 1.0, z - 0.4), (x + 1.0, z - 0.4), (x + 0.9, z + 1), (x - 0.9, z + 1))
+    shadow = [view.at(across, 0, ahead) for across, ahead in ground]
     view.polygon(shadow, view.colour((34, 34, 36), z), None)
     for wheel in (-0.85, 0.6):
         part(wheel, wheel + 0.25, 0.0, 0.5, (22, 22, 24), CAR)
@@ -105,9 +97,6 @@ def draw_person(view: View, rng: np.random.Generator, x: float, z: float) -> Non
         points = [view.at(x + foot - 0.09, 0, z), view.at(x + foot + 0.09, 0, z)]
         points += [view.at(x + 0.16, 0.52 * height, z), view.at(x - 0.16, 0.52 * height, z)]
         view.polygon(points, view.colour(legs * 0.7, z), PERSON)
-    view.ellipse(
-        view.at(x, 0.66 * height, z), (view.length(0.26, z), view.length(0.2 * height, z)), view.colour(coat, z), PERSON
-    )
-    view.ellipse(
-        view.at(x, 0.92 * height, z), (view.length(0.12, z), view.length(0.15, z)), view.colour(skin, z), PERSON
-    )
+    for up, across, tall, rgb in ((0.66, 0.26, 0.2 * height, coat), (0.92, 0.12, 0.15, skin)):  # trunk and head
+        axes = view.length(across, z), view.length(tall, z)
+        view.ellipse(view.at(x, up * height, z), axes, view.colour(rgb, z), PERSON)

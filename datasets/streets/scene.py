@@ -5,15 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from datasets.streets.objects import (
-    draw_bin,
-    draw_car,
-    draw_lamp,
-    draw_light,
-    draw_person,
-    draw_sign,
-    draw_tree,
-)
+from datasets.streets.objects import draw_bin, draw_car, draw_lamp, draw_light, draw_person, draw_sign, draw_tree
 from datasets.streets.view import BUILDING, EGO, FENCE, ROAD, SIDEWALK, TERRAIN, VEGETATION, View, expose
 
 # Side (-1: left, 1: right) -> distances in metres from x = 0 to the road edge, the sidewalk edge and the lots.
@@ -118,25 +110,21 @@ def _draw_house(view: View, rng: np.random.Generator, side: int, x: float, z0: f
     inner, outer = side * x, side * (x + 12)
     front = [view.at(inner, 0, z0), view.at(inner, height, z0), view.at(outer, height, z0), view.at(outer, 0, z0)]
     view.polygon(front, view.colour(wall, z0, light * 0.8), BUILDING)
-    facade = [view.at(inner, 0, z0), view.at(inner, height, z0), view.at(inner, height, z1), view.at(inner, 0, z1)]
-    view.polygon(facade, view.colour(wall, (z0 + z1) / 2, light), BUILDING)
+    view.wall(inner, (0, height), (z0, z1), view.colour(wall, (z0 + z1) / 2, light), BUILDING)
     if z0 > 60:
         return
     glass = np.array([70, 84, 100]) * rng.uniform(0.6, 1.5)
     for y in _steps(1.0, height - 1.8, 3.0):
         for z in _steps(z0 + 0.8, z1 - 1.4, 2.6):
-            pane = [view.at(inner, up, ahead) for up, ahead in ((y, z), (y + 1.6, z), (y + 1.6, z + 1.3), (y, z + 1.3))]
-            view.polygon(pane, view.colour(glass * rng.uniform(0.8, 1.2), z), None)
+            view.wall(inner, (y, y + 1.6), (z, z + 1.3), view.colour(glass * rng.uniform(0.8, 1.2), z), None)
 
 
 def _draw_fence(view: View, rng: np.random.Generator, side: int, x: float, z0: float, z1: float) -> None:
     wood = np.array(((150, 112, 76), (112, 84, 62), (176, 150, 118))[rng.integers(3)]) * view.sun[(side + 1) // 2]
     height = rng.uniform(1.5, 2.0)
-    whole = [view.at(side * x, y, z) for y, z in ((0, z0), (height, z0), (height, z1), (0, z1))]
-    view.polygon(whole, view.colour(wood, (z0 + z1) / 2), FENCE)
-    for z in _steps(z0, z1, 0.5):
-        gap = [view.at(side * x, y, ahead) for y, ahead in ((0, z), (height, z), (height, z + 0.15), (0, z + 0.15))]
-        view.polygon(gap, view.colour(wood * 0.55, z), None)
+    view.wall(side * x, (0, height), (z0, z1), view.colour(wood, (z0 + z1) / 2), FENCE)
+    for z in _steps(z0, z1, 0.5):  # the gaps
+        view.wall(side * x, (0, height), (z, z + 0.15), view.colour(wood * 0.55, z), None)
 
 
 def _draw_bush(view: View, rng: np.random.Generator, x: float, z: float) -> None:
@@ -161,25 +149,23 @@ def _street_furniture(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
 
 
 def _traffic(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
-    placed: list[_Placed] = [
-        (z, draw_car, sides[1][0] * 0.4) for z in _steps(rng.uniform(9, 30), 50, rng.uniform(9, 20))
-    ]
-    placed += [(z, draw_car, -sides[-1][0] * 0.35) for z in _steps(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
+    placed = [(z, sides[1][0] * 0.4) for z in _steps(rng.uniform(9, 30), 50, rng.uniform(9, 20))]
+    placed += [(z, -sides[-1][0] * 0.35) for z in _steps(rng.uniform(7, 30), 50, rng.uniform(10, 20))]
     for side, (road, _, _) in sides.items():
         if road > 4.6 and rng.random() < 0.8:  # room to park
             first, last = rng.uniform(6, 12), rng.uniform(20, 45)
-            placed += [(z, draw_car, side * (road - 1.0)) for z in _steps(first, last, rng.uniform(5.2, 9))]
-    return placed
+            placed += [(z, side * (road - 1.0)) for z in _steps(first, last, rng.uniform(5.2, 9))]
+    return [(z, draw_car, x) for z, x in placed]
 
 
 def _walkers(rng: np.random.Generator, sides: _Sides) -> list[_Placed]:
-    placed: list[_Placed] = []
+    placed = []
     for side, (road, walk, _) in sides.items():
         for _ in range(rng.integers(1, 4)):
-            placed.append((rng.uniform(6.5, 18), draw_person, side * rng.uniform(road + 0.6, walk - 0.3)))
+            placed.append((rng.uniform(6.5, 18), side * rng.uniform(road + 0.6, walk - 0.3)))
     if rng.random() < 0.3:
-        placed.append((rng.uniform(8, 16), draw_person, rng.uniform(-sides[-1][0], sides[1][0])))
-    return placed
+        placed.append((rng.uniform(8, 16), rng.uniform(-sides[-1][0], sides[1][0])))
+    return [(z, draw_person, x) for z, x in placed]
 
 
 def _draw_bonnet(view: View, rng: np.random.Generator) -> None:

@@ -57,6 +57,14 @@ class View:
     ) -> None:
         self.polygon([(left, top), (right, top), (right, bottom), (left, bottom)], rgb, label)
 
+    def wall(
+        self, x: float, heights: tuple[float, float], z: tuple[float, float], rgb: Sequence[float], label: int | None
+    ) -> None:
+        """A rectangle along the street. x, heights, z: metres."""
+        (low, high), (near, far) = heights, z
+        corners = [self.at(x, y, ahead) for y, ahead in ((low, near), (high, near), (high, far), (low, far))]
+        self.polygon(corners, rgb, label)
+
     def ellipse(self, centre: Sequence[float], axes: Sequence[float], rgb: Sequence[float], label: int | None) -> None:
         centre_pixel, axes_pixels = tuple(map(round, centre)), tuple(map(round, axes))
         cv2.ellipse(self.image, centre_pixel, axes_pixels, 0, 0, 360, rgb, -1)

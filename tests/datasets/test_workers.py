@@ -177,19 +177,18 @@ def test_a_worker_that_dies_while_it_hands_over_an_item_is_named(dies, monkeypat
         signal.signal(signal.SIGCHLD, handler)
 
 
-class Squares(Dataset):
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index**2, os.getpid()
+def square(index: int) -> tuple[int, int]:
+    return index**2, os.getpid()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_gives_items_in_order_and_unchanged(workers, monkeypatch):
-    items = list(in_order(Squares(), [3, 1, 2, 5, 4], workers))
-    assert [square for square, _ in items] == [9, 1, 4, 25, 16]
+    items = list(in_order(square, [3, 1, 2, 5, 4], workers))
+    assert [found for found, _ in items] == [9, 1, 4, 25, 16]
     assert len({process for _, process in items} - {os.getpid()}) == workers
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2})  # a scheduler may grant one core of many
-    assert in_order(Squares(), range(6)).num_workers == 1
+    assert in_order(square, range(6)).num_workers == 1
 
 
 FEW_FILES = """
