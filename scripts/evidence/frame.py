@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
@@ -29,7 +30,7 @@ ROUNDS = """
 """
 
 A = TypeVar("A", bound="Arguments")
-Cells = Mapping[str, Callable[[dict], str]]  # {title of a column: row -> its text}
+Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
 
 
 @dataclass
@@ -55,7 +56,11 @@ class Clock:
 
 
 def benchmark(
-    name: str, schema: type[A], measure: Callable[[A, Clock], dict | Iterator[dict]], page: Callable[[dict, Path], str]
+    name: str,
+    schema: type[A],
+    measure: Callable[[A, Clock], dict | Iterator[dict]],
+    page: Callable[[dict, str], str],
+    pictures: Callable[[dict], dict[str, Figure]] = lambda record: {},
 ) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
     """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
@@ -63,8 +68,8 @@ def benchmark(
 
     `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
     record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
-    `page(record, FILE.png)` returns the page's text; it may draw the picture. `run` raises ValueError if an argument is
-    impossible, or if there is no record to make a page from.
+    `page(record, FILE)` returns the page's text, and `pictures(record)` its charts: {what follows FILE in the name:
+    figure}. `run` raises ValueError if an argument is impossible, or if there is no record to make a page from.
     """
 
     def run(values: DictConfig) -> Path:
@@ -90,8 +95,11 @@ def benchmark(
                 partial.replace(out)
         elif not out.is_file():
             raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+        record = json.loads(out.read_text())
+        for suffix, figure in pictures(record).items():
+            figure.savefig(out.with_name(f"{out.stem}{suffix}.png"), dpi=110)
         text = out.with_suffix(".md")
-        text.write_text(page(json.loads(out.read_text()), out.with_suffix(".png")))
+        text.write_text(page(record, out.stem))
         return text
 
     @configured(name.rpartition(".")[2], schema, about=sys.modules[measure.__module__].__doc__)
@@ -161,6 +169,26 @@ def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(ratios), lower, upper)
 
 
+def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dict[str, dict]]:
+    """{values of the keys `by`: {value of the key `name`: row}}; a row finds its group in row["beside"]."""
+    groups: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        group = groups.setdefault(", ".join(row[key] for key in by), {})
+        group[row[name]] = {**row, "beside": group}
+    return groups
+
+
+def relative_time(row: dict, other: str) -> str:
+    """The ratio of a row's times to those of another row of its group, for a table."""
+    base = row["beside"][other]
+    return "1" if base is row else f"{ratio_of(row['times_ms'], base['times_ms']):.2f}"
+
+
+def time_ratio(rows: Mapping[str, dict], ours: str, others: str) -> Ratio:
+    """`ratio_of` the times of two rows of a group."""
+    return ratio_of(rows[ours]["times_ms"], rows[others]["times_ms"])
+
+
 def reason(error: Exception) -> str:
     """Why something could not be measured, for the record."""
     first, *_ = str(error).strip().splitlines() or [""]
@@ -207,9 +235,18 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
     return [_row(titles), rule, *map(_row, rows)]
 
 
-def columns(rows: Iterable[dict], cells: Cells, left: int = 1) -> list[str]:
+def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> list[str]:
     """Lines of a Markdown table of rows, from a list of columns."""
-    return table(list(cells), ([cell(row) for cell in cells.values()] for row in rows), left)
+
+    def texts(row: Any) -> list[str]:
+        return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
+
+    return table([title for title, _ in shown], map(texts, rows), left)
+
+
+def section(title: str, *lines: str) -> list[str]:
+    """Lines of a section."""
+    return ["", f"## {title}", "", *lines]
 
 
 def mib(count: float | None, digits: int = 1) -> str:
@@ -222,13 +259,15 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def target_table(targets: Sequence[Target]) -> list[str]:
-    """Lines of the section of targets, with a column for the paper if any target has its figure."""
+    """Lines of the section of targets, if there are any, with a column for the paper if a target has its figure."""
+    if not targets:
+        return []
     titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
     if any(target.paper for target in targets):
         titles.insert(1, "paper")
         for row, target in zip(rows, targets, strict=True):
             row.insert(1, target.paper or "–")
-    return ["", "## Targets", "", *table(titles, rows, left=len(titles))]
+    return section("Targets", *table(titles, rows, left=len(titles)))
 
 
 def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:

@@ -6,9 +6,9 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]
+K = TypeVar("K")
 
 
 def captured(step: Step) -> Step:
@@ -62,6 +63,20 @@ def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list
         step()
     timers = {name: lambda _, step=step: milliseconds(step, 1, device) for name, step in steps.items()}
     return interleaved(timers, rounds)
+
+
+def timed_over(pipelines: Mapping[str, Callable[[K], object]], keys: Sequence[K]) -> dict[str, list[float]]:
+    """Milliseconds of each pipeline in interleaved rounds: on keys[i] in round i, after one call of each."""
+
+    def milliseconds(pipeline: Callable[[K], object], number: int) -> float:
+        start_s = time.perf_counter()
+        pipeline(keys[number])
+        return 1e3 * (time.perf_counter() - start_s)
+
+    for pipeline in pipelines.values():
+        pipeline(keys[0])
+    timers = {name: functools.partial(milliseconds, pipeline) for name, pipeline in pipelines.items()}
+    return interleaved(timers, len(keys))
 
 
 def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module | None = None) -> int:

@@ -22,7 +22,7 @@ from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from models.layers.norms.backends import check_backend
-from scripts.evidence.abn.page import page
+from scripts.evidence.abn.page import page, pictures
 from scripts.evidence.abn.strategies import (
     BLOCKS,
     COPY,
@@ -226,4 +226,4 @@ def _alone_in_a_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-run, main = benchmark("bench_abn", AbnArguments, measure, page)
+run, main = benchmark("bench_abn", AbnArguments, measure, page, pictures)
