@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine import assemble, planner
 from engine.configuration import config as configuration
@@ -28,6 +27,7 @@ from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.stopping import Preempted
 from scripts.evidence import papers
+from scripts.evidence.measuring import operations_of
 from scripts.evidence.tables import Finished
 
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
@@ -174,9 +174,7 @@ def crop_flops(config: TrainingRun) -> int:
     with planner.FakeTensors():
         learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
         learner.network.train()
-        with FlopCounterMode(display=False) as counter:
-            loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()
-    return counter.get_total_flops() // crops
+        return operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()) // crops
 
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:

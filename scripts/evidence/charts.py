@@ -30,15 +30,15 @@ def panels(rows: int, columns: int, inches: tuple[float, float], **options: Any)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 
-def bars(axes: Axes, names: Sequence[str], shown: Sequence[Series], **labels: Any) -> None:
-    """A group of bars for each of `names`; a value of NaN has none."""
+def bars(axes: Axes, names: Sequence[str], shown: Sequence[Series], rotation: int = 0, **labels: Any) -> None:
+    """A group of bars for each of `names`, which are written at an angle; a value of NaN has none."""
     places, width = np.arange(len(names)), 0.84 / len(shown)
     for number, series in enumerate(shown):
         middles = places + (number - (len(shown) - 1) / 2) * width
         drawn = axes.bar(middles, series.y, 0.92 * width, color=series.colour, label=series.label)
         if series.texts:
             axes.bar_label(drawn, series.texts, rotation=90, padding=3, fontsize=8)
-    axes.set_xticks(places, names)
+    axes.set_xticks(places, names, rotation=rotation, ha="right" if rotation else "center")
     axes.margins(x=0.01, y=0.18 if any(series.texts for series in shown) else 0.05)
     _finish(axes, "y", labels)
 

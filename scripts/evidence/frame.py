@@ -272,14 +272,19 @@ def target_table(targets: Sequence[Target]) -> list[str]:
 
 def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
     """The page: title, command, hardware and versions, `about` (what was measured, how often), sections, method."""
-    environment = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    threads = f"{environment['threads']} thread" + "s" * (environment["threads"] > 1)
-    conditions = f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
     minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
-    opening = [f"# {title}", "", "```", result["command"], "```", "", f"{conditions}. {about}; {minutes}."]
+    opening = [f"# {title}", "", "```", result["command"], "```", ""]
+    opening.append(f"{conditions(result['environment'])}. {about}; {minutes}.")
     method = (ROUNDS.strip() if "rounds" in result["arguments"] else "") + method.rstrip()
     return "\n".join([*opening, *sections, "", "## How it was measured", "", method.strip()]) + "\n"
+
+
+def conditions(environment: dict) -> str:
+    """Hardware, threads if they are known, versions and commit."""
+    count = environment.get("threads")
+    threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}"
 
 
 def as_text(result: dict) -> str:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from scripts.evidence.frame import interleaved
 
@@ -103,6 +104,20 @@ def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module 
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def operations_of(step: Step) -> int:
+    """Floating-point operations of a step."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """Forward and backward pass; the gradients of the step before live until the loss is there."""
+    value = loss()
+    network.zero_grad()
+    value.backward()
 
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:

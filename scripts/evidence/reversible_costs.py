@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from models import bodies
 from models.bodies import RevNet, resnet110_cifar, revnet38_cifar, revnet104, revnet110_cifar
@@ -20,7 +19,7 @@ from models.layers.norms.backends.compiled import compiler_available
 from models.layers.saved import kept_bytes
 from models.recomputation import RECOMPUTE, choose_recomputation
 from scripts.evidence import frame
-from scripts.evidence.measuring import compiled, peak_bytes, timed
+from scripts.evidence.measuring import compiled, operations_of, peak_bytes, timed, training_step
 from scripts.evidence.strategy_table import CROP_SIZE, kept_by_segmentation, segmentation_network
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
@@ -121,10 +120,9 @@ def depths() -> list[dict]:
             kept = kept_bytes(units, lambda: run(x * 1), [])  # noqa: B023
             step = lambda: run(x * 1).sum().backward()  # noqa: E731, B023
             step()  # gradients exist, so that they are not in the peak
-            with FlopCounterMode(display=False) as counter:
-                step()
+            operations = operations_of(step)
             row = {"units": count, "method": method, "kept_bytes": kept, "peak_bytes": peak_bytes(step, "cpu")}
-            rows.append({**row, "flops": counter.get_total_flops()})
+            rows.append({**row, "flops": operations})
     return rows
 
 
@@ -140,7 +138,7 @@ def budget(device: str, images: int, rounds: int) -> list[dict]:
     for title, (network, run) in candidates(device).items():
         loss = partial(_loss, run, pixels, labels)
         row = {"method": title, "kept_bytes": None if run is not network else kept_bytes(network, loss, [pixels])}
-        step = partial(_budget_step, network, loss)
+        step = partial(training_step, network, loss)
         step()  # gradients exist; compiles
         rows.append({**row, "peak_bytes": peak_bytes(step, device, network)})
         steps[title] = step
@@ -168,12 +166,6 @@ def candidates(device: str) -> dict[str, tuple[nn.Module, Callable[[Tensor], Ten
 
 def _loss(forward: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(forward(pixels), labels)
-
-
-def _budget_step(network: nn.Module, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
-    network.zero_grad()
-    loss.backward()
 
 
 VARIANTS = ("stored", "once", "twice")
@@ -225,7 +217,7 @@ def cifar_steps(device: str, count: int, rounds: int, clock: frame.Clock) -> lis
                 times_ms = timed(steps, rounds, device)
                 case = {"norm": norm, "layout": layout, "precision": precision}
                 rows += [
-                    {**case, "variant": name, "times_ms": times_ms[name], "flops": _flops(steps[name])}
+                    {**case, "variant": name, "times_ms": times_ms[name], "flops": operations_of(steps[name])}
                     for name in steps
                 ]
                 clock.report(", ".join(case.values()))
@@ -269,20 +261,12 @@ def _forward(network: nn.Module, images: Tensor, labels: Tensor, precision: str)
 
 
 def _step(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> None:
-    loss = _forward(network, images, labels, precision)
-    network.zero_grad()
-    loss.backward()
+    training_step(network, partial(_forward, network, images, labels, precision))
 
 
 def _gradient(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> Tensor:
     _step(network, images, labels, precision)
     return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
-
-
-def _flops(step: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
 
 
 def _format(layout: str) -> torch.memory_format:
