@@ -18,6 +18,8 @@ from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]
 K = TypeVar("K")
+PRECISIONS = ("float32", "bfloat16")
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def captured(step: Step) -> Step:
@@ -113,11 +115,17 @@ def operations_of(step: Step) -> int:
     return counter.get_total_flops()
 
 
-def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Forward and backward pass; the gradients of the step before live until the loss is there."""
+def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Tensor:
+    """Forward and backward pass; returns the loss. Gradients of the step before live until the loss is there."""
     value = loss()
     network.zero_grad()
     value.backward()
+    return value.detach()
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast:
+    """Context of one of `PRECISIONS`."""
+    return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:

@@ -185,7 +185,7 @@ def measured(
     pixels = torch.randn(images, 3, size, size, device=device)
     rows: dict[str, dict] = {}
     left_out: dict[str, str] = {}
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for method in methods_of(name, plain, device, compiler):
         try:
             network = copy.deepcopy(plain).to(device)

@@ -20,17 +20,7 @@ from engine.schema.keys import key
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
 from scripts.evidence.measuring import Elsewhere
-from scripts.evidence.methods import (
-    BLOCKS,
-    BUDGET,
-    COMPILED,
-    EXACT_DEFAULT,
-    EXACT_IMAGES,
-    EXACT_SIZE,
-    ON_CPU,
-    PLAIN,
-    RECOMPUTED,
-)
+from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, ON_CPU, PLAIN, RECOMPUTED
 
 Rows = dict[str, dict]  # of one network, by method
 
@@ -57,6 +47,7 @@ STYLES = {
     PLAIN: (charts.BLACK, "P"),
 }
 
+LARGER = ", ".join(f"{name}: {size}" for name, size in methods.EXACT_SIZE.items())
 METHOD = f"""
 - A step is a forward pass, a loss (the mean squares of all outputs) and a backward pass, in training mode and float32,
   with random images and weights (random as well where a network starts from zeros). Each network has a process to
@@ -67,7 +58,7 @@ METHOD = f"""
   moment, gradients of the parameters included, beyond weights and images.
 - *Deviation* is the largest difference of a gradient from the plain network's, relative to the largest gradient, and
   *outputs* says whether they are equal to the bit: in float64 on {EXACT_IMAGES} images, with the same random numbers.
-  The images have {EXACT_DEFAULT} pixels ({", ".join(f"{name}: {size}" for name, size in EXACT_SIZE.items())}).
+  The images have {methods.EXACT_DEFAULT} pixels ({LARGER}).
 - *{RECOMPUTED}* is `models.layers.recompute_activations(network)`.
 - *{BLOCKS}* is `torch.utils.checkpoint` (not reentrant) around each block. Blocks are what the network's
   authors call so, such as residual blocks, dense layers, inception modules or encoder blocks: the outermost modules

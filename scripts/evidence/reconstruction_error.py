@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
@@ -25,14 +24,14 @@ from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cif
 from models.layers.reversible.drift import drift
 from scripts.evidence import charts, frame
 from scripts.evidence.frame import Columns, columns
-from scripts.evidence.reversible_costs import NORMS, angle
+from scripts.evidence.measuring import PRECISIONS, autocast
+from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
 
 BODIES: dict[str, Callable[..., RevNet]] = {
     "revnet38": revnet38_cifar,
     "revnet110": revnet110_cifar,
     "revnet164": revnet164_cifar,
 }
-PRECISIONS = ("float32", "bfloat16")
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
 
 METHOD = """
@@ -100,7 +99,7 @@ def _train(
             measured = _angles(restored, images, labels, precision)
         losses = {}
         for (name, network), optimizer, schedule in zip(networks.items(), optimizers, schedules, strict=True):
-            losses[name] = _backward(network, images, labels, precision).item()
+            losses[name] = step_of(network, images, labels, precision).item()
             optimizer.step()
             schedule.step()
         if step % arguments.every == 0:
@@ -113,28 +112,15 @@ def _angles(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> 
 
     def gradient(keep_activations: bool, precision: str) -> Tensor:
         twin.keep_activations = keep_activations
-        _backward(twin, images, labels, precision)
-        return torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None])
+        return gradient_of(twin, images, labels, precision)
 
     exact = gradient(True, precision)
     found = {"angle": angle(gradient(False, precision), exact)}
     if precision != "float32":
         found["angle_to_float32"] = angle(exact, gradient(True, "float32"))
-    with _autocast(images, precision):
+    with autocast(images.device.type, precision):
         found["drift"] = drift(twin.reversible_blocks, images).item()
     return found
-
-
-def _backward(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> Tensor:
-    network.zero_grad()
-    with _autocast(images, precision):
-        loss = F.cross_entropy(network(images), labels)
-    loss.backward()
-    return loss.detach()
-
-
-def _autocast(images: Tensor, precision: str) -> torch.autocast:
-    return torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArguments) -> Iterator[tuple[Tensor, Tensor]]:
@@ -162,7 +148,7 @@ def _error(network: RevNet, test: ClassificationDataset, arguments: Reconstructi
     wrong, count = 0, min(arguments.test_images, len(test))
     for chosen in np.array_split(np.arange(count) * len(test) // count, max(1, count // 500)):
         images = _normalised(torch.from_numpy(test.pixels[chosen]), arguments.device)
-        with _autocast(images, precision):
+        with autocast(images.device.type, precision):
             predicted = network(images).argmax(1).cpu()
         wrong += int((predicted != torch.from_numpy(test.labels[chosen])).sum())
     return round(100 * wrong / count, 2)

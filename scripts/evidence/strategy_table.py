@@ -33,7 +33,7 @@ from models.layers.saved import kept_bytes, saved_for_backward
 from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
 from scripts.evidence import frame
-from scripts.evidence.measuring import operations_of
+from scripts.evidence.measuring import autocast, operations_of
 
 
 class Cost(NamedTuple):
@@ -180,7 +180,7 @@ def kept_by_segmentation(
         network = segmentation_network(build, norm_act)
         images = torch.empty(crops, 3, CROP_SIZE, CROP_SIZE)
         labels = torch.empty(crops, CROP_SIZE, CROP_SIZE, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        with autocast("cpu", precision):
             left_out = [] if with_images else [images]
             return kept_bytes(network, lambda: F.cross_entropy(network(images), labels), left_out)
 

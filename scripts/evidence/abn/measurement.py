@@ -31,7 +31,6 @@ from scripts.evidence.abn.strategies import (
     HOST,
     HOST_SIZE,
     LARGE,
-    LAYOUTS,
     NETWORK_IMAGES,
     STANDARD,
     Cell,
@@ -41,7 +40,7 @@ from scripts.evidence.abn.strategies import (
     strategies,
 )
 from scripts.evidence.frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
-from scripts.evidence.measuring import Step, captured, compiled, peak_bytes, timer
+from scripts.evidence.measuring import LAYOUTS, Step, captured, compiled, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))

@@ -11,12 +11,13 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import cv2
@@ -56,7 +57,9 @@ from scripts.evidence.loader.crops import (
 )
 from scripts.evidence.measuring import timed_over
 
+T = TypeVar("T")
 Minibatches = Sequence[Sequence[Key]]
+INTERVAL_S = 0.002  # between two looks at a worker's memory
 
 
 @contextmanager
@@ -73,11 +76,9 @@ def like_a_worker() -> Iterator[None]:
         Image.core.set_blocks_max(blocks)
 
 
-def worker_mib(
-    crops: TrainingCrops, minibatches: Sequence[Sequence[Key]], interval_s: float = 0.002
-) -> dict[str, float]:
+def worker_mib(crops: TrainingCrops, minibatches: Minibatches) -> dict[str, float]:
     """Measure a worker's own MiB before, while and after it makes `minibatches`: {"idle", "peak", "after"}."""
-    return {"idle": _watched(crops, [], interval_s)["after"], **_watched(crops, minibatches, interval_s)}
+    return {"idle": _watched(crops, [])["after"], **_watched(crops, minibatches)}
 
 
 def unique_mib(pid: int) -> float:
@@ -86,7 +87,7 @@ def unique_mib(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
-def _watched(crops: TrainingCrops, minibatches: Minibatches, interval_s: float) -> dict[str, float]:
+def _watched(crops: TrainingCrops, minibatches: Minibatches) -> dict[str, float]:
     before = set(multiprocessing.active_children())
     batch_sampler = [list(keys) for keys in minibatches]
     loader = iter(DataLoader(crops, batch_sampler=batch_sampler, num_workers=1, worker_init_fn=worker_init))
@@ -96,7 +97,7 @@ def _watched(crops: TrainingCrops, minibatches: Minibatches, interval_s: float) 
     seen = [unique_mib(pid)]
 
     def watch() -> None:
-        while not done.wait(interval_s):
+        while not done.wait(INTERVAL_S):
             seen.append(unique_mib(pid))
 
     watcher = threading.Thread(target=watch)
@@ -122,17 +123,19 @@ def start_s(root: Path, cache: Path) -> dict[str, float]:
 
 
 def _start(root: Path) -> dict[str, float]:
-    times_s = [time.perf_counter()]
-    dataset = vistas(root, "train")
-    times_s.append(time.perf_counter())
-    verify(dataset)
-    times_s.append(time.perf_counter())
-    index = index_classes(dataset)
-    times_s.append(time.perf_counter())
-    next(iter(ClassUniformMinibatches(index, crops_per_minibatch=1, seed=0, steps=1)))
-    times_s.append(time.perf_counter())
-    steps = ("list and pair files", "verify", "class index", "first keys")
-    return {step: times_s[i + 1] - times_s[i] for i, step in enumerate(steps)}
+    times_s: dict[str, float] = {}
+
+    def timed(step: str, run: Callable[[], T]) -> T:
+        started_s = time.perf_counter()
+        result = run()
+        times_s[step] = time.perf_counter() - started_s
+        return result
+
+    dataset = timed("list and pair files", lambda: vistas(root, "train"))
+    timed("verify", lambda: verify(dataset))
+    index = timed("class index", lambda: index_classes(dataset))
+    timed("first keys", lambda: next(iter(ClassUniformMinibatches(index, crops_per_minibatch=1, seed=0, steps=1))))
+    return times_s
 
 
 SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
