@@ -22,7 +22,7 @@ from rich.table import Table
 from engine import assemble, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console
+from engine.console import make_console, table_of
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.stopping import Preempted
@@ -46,7 +46,6 @@ class RunTable:
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         for name in ("roots", "weights"):
             given = getattr(self, name)
             if not isinstance(given, (dict, type(None))):
@@ -179,10 +178,9 @@ def crop_flops(config: TrainingRun) -> int:
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:
     """What there is to run."""
-    table = Table(title=papers.TABLES.get(arguments.table, arguments.table), title_justify="left")
-    table.add_column("training", overflow="fold")
-    for column in ("devices", "steps", "10¹⁸ operations", f"hours at {arguments.tflops:g} TFLOP/s"):
-        table.add_column(column, justify="right")
+    columns = ["training", "devices", "steps", "10¹⁸ operations", f"hours at {arguments.tflops:g} TFLOP/s"]
+    table = table_of(columns, title=papers.TABLES.get(arguments.table, arguments.table))
+    table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
     for job in jobs:
         state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"

@@ -26,7 +26,7 @@ from datasets.verify import Problem
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import counted, make_console
+from engine.console import counted, make_console, table_of
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
@@ -149,10 +149,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
             if len(messages) > _SHOWN:
                 console.print(f"  … and {len(messages) - _SHOWN} more", highlight=False)
             console.print()
-    summary = Table(title=title, title_justify="left")
-    summary.add_column("split")
-    for column in ("images", "official", "problems"):
-        summary.add_column(column, justify="right")
+    summary = table_of(["split", "images", "official", "problems"], title=title)
     for report in reports:
         style = "bold red" if report.problems else "green"
         summary.add_row(

@@ -22,7 +22,7 @@ from scripts.evidence.frame import MIB, ratio_of
 from scripts.evidence.methods import PLAIN, RECOMPUTED
 from scripts.evidence.networks import LIMITS
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
-from scripts.evidence.training import code, ratio
+from scripts.evidence.training import code, median_ms, ratio
 from scripts.evidence.training_steps import DEFAULT
 
 REPOSITORY = CONFIGS.parent
@@ -88,7 +88,7 @@ def _costs(table: str) -> str:
     steps = _by_switch("training_cpu_norms")
     chosen = [steps["norm=std"], steps[DEFAULT]]
     numbers += [[f"{row[kind] / MIB:.1f}" for row in chosen] for kind in ("saved_bytes", "peak_bytes")]
-    numbers.append([f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}" for row in chosen])
+    numbers.append([median_ms(row) for row in chosen])
     return filled(table, 1, numbers)
 
 

@@ -184,8 +184,6 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 @dataclass
 class NetworksArguments(frame.Arguments):
-    """Arguments of the benchmark."""
-
     device: str = key("cpu", one_of=("cpu", "cuda"))
     threads: int = key(1, above=0)
     rounds: int = key(5, above=0)
@@ -195,7 +193,6 @@ class NetworksArguments(frame.Arguments):
     only: list[str] = field(default_factory=list)  # networks; empty: all
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         device_of(self.device)
         methods.chosen(self.only)
 

@@ -16,7 +16,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from engine import planner
-from engine.planner.trace import Trace
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
@@ -37,13 +36,10 @@ CLAIMS = {
 
 @dataclass
 class PlanArguments(frame.Arguments):
-    """Arguments of the plan."""
-
     budget: str = "12GiB"  # of each of the papers' devices
     devices: int = key(4, above=0)  # of Table 3
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         bytes_of("budget", self.budget)
 
 
@@ -52,7 +48,7 @@ def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
     found: dict[str, Any] = {"reserved": Memory().reserved()}
     for part, rows in {
-        "experiments": _plan_experiments(),
+        "experiments": map(planned, papers.all_experiments()),
         "fits": _plan_fits(memory),
         "one_device": _plan_one_device(),
         "cards": _plan_cards(),
@@ -69,16 +65,8 @@ def planned(experiment: str) -> dict:
     share, size = planner.share_of(config, devices), config.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
-    return {"experiment": experiment, "devices": devices, **crops, **_numbers(trace)}
-
-
-def _numbers(trace: Trace) -> dict:
-    return {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
-
-
-def _plan_experiments() -> Iterator[dict]:
-    for name in papers.all_experiments():
-        yield planned(name)
+    memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
+    return {"experiment": experiment, "devices": devices, **crops, **memory}
 
 
 def _plan_fits(memory: tuple[str, ...]) -> Iterator[dict]:

@@ -46,8 +46,6 @@ METHOD = """
 
 @dataclass
 class ReconstructionArguments(frame.Arguments):
-    """Arguments of the command."""
-
     root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
     body: str = key("revnet38", one_of=tuple(BODIES))
     norm: str = key("std", one_of=tuple(NORMS))
@@ -60,7 +58,6 @@ class ReconstructionArguments(frame.Arguments):
     precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         device_of(self.device)
         frame.check_choices("precisions", self.precisions, PRECISIONS)
 

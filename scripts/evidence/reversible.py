@@ -45,8 +45,6 @@ METHOD = """
 
 @dataclass
 class ReversibleArguments(frame.Arguments):
-    """Arguments of the benchmark."""
-
     device: str = key("cpu", one_of=("cpu", "cuda"))
     threads: int = key(1, above=0)
     rounds: int = key(15, above=0)
@@ -55,7 +53,6 @@ class ReversibleArguments(frame.Arguments):
     parts: list[str] = field(default_factory=lambda: list(PARTS))
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         device_of(self.device)
         frame.check_choices("parts", self.parts, PARTS)
 

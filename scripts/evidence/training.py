@@ -197,7 +197,7 @@ def _switches(result: dict) -> list[str]:
     default = {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
     shown: frame.Columns = [
         ("switch", lambda row: code(row["switch"])),
-        ("step, ms", lambda row: f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}"),
+        ("step, ms", median_ms),
         ("time to default", lambda row: "1" if row is default else spread(row, default)),
         ("saved, MiB", lambda row: frame.mib(row["saved_bytes"])),
         ("peak, MiB", lambda row: frame.mib(row["peak_bytes"])),
@@ -208,6 +208,10 @@ def _switches(result: dict) -> list[str]:
     for entry in result["left_out"]:
         lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} |" + "  |" * 5)
     return frame.section("Switches", *lines) if len(lines) > 2 else []
+
+
+def median_ms(row: dict) -> str:
+    return f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}"
 
 
 def ratio(row: dict, default: dict) -> float:

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torchvision.transforms import v2
 from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated, imagenet
 from datasets.file_list import listed
 from scripts.evidence import frame
-from scripts.evidence.loader.crops import OURS, Key, opencv_image, torchvision_image, write_imagenet
+from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels, write_imagenet
 from scripts.evidence.measuring import timed_over
 
 PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
@@ -39,30 +38,22 @@ METHOD = """
 """
 
 
-class Arguments(Protocol):
-    """What is needed of the benchmark's arguments."""
+def measure(folder: Path, size: list[int], crop_size: int, photographs: int, minibatch: int, rounds: int) -> dict:
+    """Times in ms of all pipelines, by source, and the mean size of a JPEG file.
 
-    photograph_size: list[int]
-    photograph_crop_size: int
-    photographs: int
-    minibatch: int
-    rounds: int
-
-
-def measure(arguments: Arguments, folder: Path) -> dict:
-    """Times in ms of all pipelines, by source, and the mean size of a JPEG file."""
-    height, width = arguments.photograph_size
-    write_imagenet(folder, arguments.photographs, (height, width))
-    photographs = imagenet(folder, "train")
-    transform = RandomResizedCrop(arguments.photograph_crop_size, colours=())
-    crops = ClassificationCrops(photographs, transform, seed=0)
-    keys = [(epoch, epoch % len(photographs)) for epoch in range(arguments.rounds)]
+    Crops are of `photographs` drawn JPEGs of about `size` (H, W), written into the folder.
+    """
+    height, width = size
+    write_imagenet(folder, photographs, (height, width))
+    dataset = imagenet(folder, "train")
+    crops = ClassificationCrops(dataset, RandomResizedCrop(crop_size, colours=()), seed=0)
+    keys = [(epoch, epoch % len(dataset)) for epoch in range(rounds)]
     return {
         "times_ms": {
             PHOTOGRAPHS: timed_over(of_photographs(crops), keys),
-            CIFAR: timed_over(of_cifar(drawn_cifar(), arguments.minibatch), range(arguments.rounds)),
+            CIFAR: timed_over(of_cifar(drawn_cifar(), minibatch), range(rounds)),
         },
-        "bytes_per_file": int(photographs.files.sizes.mean()),
+        "bytes_per_file": int(dataset.files.sizes.mean()),
     }
 
 
@@ -72,8 +63,8 @@ def of_photographs(crops: ClassificationCrops) -> dict[str, Callable[[Key], obje
         OURS: lambda key: crops[key]["image"],
         PILLOW: partial(_pillow, crops),
         V2: partial(_v2, crops),
-        DECODE_OPENCV: lambda key: opencv_image(crops.dataset.path(key[1])),
-        DECODE_TORCHVISION: lambda key: torchvision_image(crops.dataset.path(key[1])),
+        DECODE_OPENCV: lambda key: opencv_pixels(crops.dataset.path(key[1])),
+        DECODE_TORCHVISION: lambda key: torchvision_pixels(crops.dataset.path(key[1])),
     }
 
 

@@ -201,7 +201,14 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             index_ms |= timed_over({source: index}, keys[: arguments.rounds])
         minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
         memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
-        images = classification.measure(arguments, Path(folder) / "photographs")
+        images = classification.measure(
+            Path(folder) / "photographs",
+            arguments.photograph_size,
+            arguments.photograph_crop_size,
+            arguments.photographs,
+            arguments.minibatch,
+            arguments.rounds,
+        )
         clock.report("classification")
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
