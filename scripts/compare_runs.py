@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -90,8 +91,7 @@ class Run:
 
     def speed(self) -> float:
         """Median of the images per second that the training logged."""
-        speeds = sorted(self.curve("train", "images_per_second")[1])
-        return speeds[len(speeds) // 2]
+        return statistics.median_high(self.curve("train", "images_per_second")[1])
 
     def minutes(self) -> float:
         """Training time, without evaluations and checkpoints: images over images per second, summed."""

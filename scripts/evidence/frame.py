@@ -1,6 +1,5 @@
 """Shared by all benchmarks: arguments, interleaved rounds, ratios, targets, records and pages."""
 
-import dataclasses
 import json
 import math
 import random
@@ -116,18 +115,12 @@ def known_of(arguments: Arguments) -> dict[str, Any]:
 
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
-    changed = [
-        "root=DIR"
-        if entry.name == "root"
-        else f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
-        for entry in dataclasses.fields(arguments)
-        if entry.name not in ("out", "measure") and getattr(arguments, entry.name) != _default(entry)
-    ]
-    return " ".join([f"python -m scripts.{name}", *changed, "out=FILE.json"])
-
-
-def _default(entry: dataclasses.Field) -> object:
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+    default, words = type(arguments)(), [f"python -m scripts.{name}"]
+    for key, value in vars(arguments).items():
+        if key not in ("out", "measure") and value != getattr(default, key):
+            text = "DIR" if key == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
+            words.append(f"{key}={text}")
+    return " ".join([*words, "out=FILE.json"])
 
 
 def check_choices(name: str, given: Sequence[str], known: Iterable[str]) -> None:
