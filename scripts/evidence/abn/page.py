@@ -318,12 +318,12 @@ def _left_out(entries: list[dict]) -> Iterator[str]:
 def pictures(result: dict) -> dict[str, Figure]:
     """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard.
 
-    There is none if only host time was measured.
+    There is none without CONV1 … CONV4, as if only host time was measured.
     """
     cells = by_cell(result["rows"])
     groups = {group: [cell for cell in cells if cell[STANDARD]["group"] == group] for group in BLOCKS}
     kinds = by_kind(groups["bn_act_conv"] or groups["bn_act"])
-    if not kinds:
+    if not _shapes(result["rows"]):
         return {}
     figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
     for axes, (title, cells) in zip(panels, kinds.items(), strict=True):
