@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import BufferedWriter, FileIO, TextIOWrapper
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console, ConsoleDimensions
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from engine.dataset import SizedIterable
 
@@ -140,3 +141,13 @@ def counted(console: Console, description: str) -> Iterator[Callable[[int, int],
             progress.update(task, completed=done, total=total, visible=True)
 
         yield show
+
+
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]] = (), title: str | None = None) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table

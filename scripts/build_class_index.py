@@ -18,7 +18,7 @@ from datasets import ClassIndex, index_classes, reading_errors
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import counted, make_console
+from engine.console import counted, make_console, table_of
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
 
@@ -49,13 +49,12 @@ def index(values: DictConfig) -> ClassIndex:
 
 def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, images: np.ndarray) -> Table:
     """Per class: pixels, share of all classes' pixels, and number of images that contain it."""
-    result = Table(title=title, title_justify="left")
-    result.add_column("class")
-    for column in ("pixels", "share %", "images"):
-        result.add_column(column, justify="right")
-    for name, count, containing in zip(classes, pixels, images, strict=True):
-        result.add_row(name, f"{count:,}", f"{100 * count / max(1, pixels.sum()):.2f}", str(containing))
-    return result
+    total = max(1, pixels.sum())
+    rows = (
+        [name, f"{count:,}", f"{100 * count / total:.2f}", str(containing)]
+        for name, count, containing in zip(classes, pixels, images, strict=True)
+    )
+    return table_of(["class", "pixels", "share %", "images"], rows, title)
 
 
 @configured("build_class_index", ClassIndexRun)

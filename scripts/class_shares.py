@@ -30,6 +30,7 @@ from engine.distributed import World
 from engine.records.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
+from scripts.evidence import charts
 
 LABELS = {"uniform": "uniform", "class_uniform": "class-uniform"}
 
@@ -104,35 +105,27 @@ def figure(result: dict) -> Figure:
     """Draw each class's share of the labelled pixels, and of the crops that show it, for classes in the split."""
     present = [i for i, pixels in enumerate(result["pixels_in_images"]) if pixels]
     present.sort(key=lambda i: -result["pixels_in_images"][i])
-    shares = {
-        name: (
-            100 * np.array(result[name]["pixels"]) / max(1, sum(result[name]["pixels"])),
-            100 * np.array(result[name]["crops"]) / result["crops"],
-        )
-        for name in LABELS
-    }
-    drawing = Figure(figsize=(11, 4.2), layout="constrained")
-    panels = ("share of the labelled pixels, %", "crops that show the class, %")
-    for panel, (axes, title) in enumerate(zip(drawing.subplots(1, 2), panels, strict=True)):
-        for offset, (name, label) in zip((-0.2, 0.2), LABELS.items(), strict=True):
-            axes.bar(np.arange(len(present)) + offset, shares[name][panel][present], width=0.4, label=label)
-        axes.set_xticks(range(len(present)), [result["classes"][i] for i in present], rotation=40, ha="right")
-        axes.set(ylabel=title)
-        axes.grid(axis="y", alpha=0.3)
-    axes_of_pixels, axes_of_crops = drawing.axes
-    axes_of_pixels.set_yscale("log")
-    axes_of_pixels.set_ylim(top=100)
-    axes_of_pixels.yaxis.set_major_formatter("{x:g}")
-    axes_of_pixels.axhline(100 / len(present), color="grey", linewidth=1, linestyle="--")
-    axes_of_pixels.annotate(
-        "equal shares", (len(present) - 0.5, 100 / len(present)), ha="right", va="bottom", color="grey"
-    )
-    axes_of_crops.set_ylim(0, 100)
-    axes_of_pixels.legend(frameon=False, title="sampling", loc="upper right")
-    drawing.suptitle(
-        f"{result['dataset']} {result['split']}: {result['crops']} crops of {result['crop_size']} pixels, scales "
-        f"{result['scale'][0]} to {result['scale'][1]}"
-    )
+    names, images = [result["classes"][i] for i in present], f"{result['dataset']} {result['split']}"
+    drawing, (of_pixels, of_crops) = charts.panels(1, 2, (11, 4.2))
+    for axes, quantity, title in (
+        (of_pixels, "pixels", "share of the labelled pixels, %"),
+        (of_crops, "crops", "crops that show the class, %"),
+    ):
+        shares = []
+        for name, label in LABELS.items():
+            counts = np.array(result[name][quantity])
+            total = max(1, counts.sum()) if quantity == "pixels" else result["crops"]
+            shares.append(charts.Series(label, (100 * counts / total)[present]))
+        charts.bars(axes, names, shares, rotation=40, ylabel=title)
+    of_pixels.set(yscale="log", ylim=(None, 100))
+    of_pixels.yaxis.set_major_formatter("{x:g}")
+    equal = 100 / len(present)
+    of_pixels.axhline(equal, color="grey", linewidth=1, linestyle="--")
+    of_pixels.annotate("equal shares", (len(present) - 0.5, equal), ha="right", va="bottom", color="grey")
+    of_crops.set_ylim(0, 100)
+    of_pixels.legend(frameon=False, title="sampling", loc="upper right")
+    low, high = result["scale"]
+    drawing.suptitle(f"{images}: {result['crops']} crops of {result['crop_size']} pixels, scales {low} to {high}")
     return drawing
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,8 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from scripts.evidence import charts
+from scripts.evidence.frame import conditions, table
 
 
 @dataclass
@@ -88,8 +91,7 @@ class Run:
 
     def speed(self) -> float:
         """Median of the images per second that the training logged."""
-        speeds = sorted(self.curve("train", "images_per_second")[1])
-        return speeds[len(speeds) // 2]
+        return statistics.median_high(self.curve("train", "images_per_second")[1])
 
     def minutes(self) -> float:
         """Training time, without evaluations and checkpoints: images over images per second, summed."""
@@ -126,45 +128,45 @@ def _without_folders(command: str) -> str:
 
 def report(runs: list[Run], title: str, picture: str) -> str:
     """The page in Markdown."""
-    heads, scores = ["", *(run.name for run in runs)], runs[0].scores
+    scores = runs[0].scores
     rows = [
-        [f"**{scores.best_title}, last checkpoint**", *(f"**{100 * run.results[scores.best]:.2f}**" for run in runs)],
-        [scores.second_title, *(f"{100 * run.results[scores.second]:.2f}" for run in runs)],
+        [f"**{scores.best_title}, last checkpoint**", *(f"**{_percent(run.results[scores.best])}**" for run in runs)],
+        [scores.second_title, *(_percent(run.results[scores.second]) for run in runs)],
     ]
     for name in runs[0].others:
         if all(name in run.others for run in runs):
-            found = (f"{100 * run.others[name][scores.best]:.2f}" for run in runs)
-            rows.append([f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", *found])
+            about = f"{scores.best_title}, eval.py: {name.replace('_', ', ')}"
+            rows.append([about, *(_percent(run.others[name][scores.best]) for run in runs)])
     for name in runs[0].results[scores.of_classes]:
-        values = (run.results[scores.of_classes].get(name) for run in runs)
-        rows.append([name, *("–" if value is None else f"{100 * value:.2f}" for value in values)])
-    rows.append(["images evaluated", *(str(run.results["images"]) for run in runs)])
-    rows.append(["training images / s, median", *(f"{run.speed():.1f}" for run in runs)])
-    rows.append(["peak memory of the process, MiB", *(f"{run.peak_memory():,.0f}" for run in runs)])
-    rows.append(["training, minutes", *(f"{run.minutes():.1f}" for run in runs)])
-    lines = [f"# {title}", "", "```"]
-    lines += [run.launched() for run in runs]
-    lines += ["```", "", "| " + " | ".join(heads) + " |", "|---|" + "---:|" * len(runs)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
+        rows.append([name, *(_percent(run.results[scores.of_classes].get(name)) for run in runs)])
+    rows += [
+        ["images evaluated", *(str(run.results["images"]) for run in runs)],
+        ["training images / s, median", *(f"{run.speed():.1f}" for run in runs)],
+        ["peak memory of the process, MiB", *(f"{run.peak_memory():,.0f}" for run in runs)],
+        ["training, minutes", *(f"{run.minutes():.1f}" for run in runs)],
+    ]
+    lines = [f"# {title}", "", "```", *(run.launched() for run in runs), "```", ""]
+    lines += table(["", *(run.name for run in runs)], rows)
     lines += ["", f"![training loss and validation {scores.best_title.removesuffix(' %')} over steps]({picture})", ""]
-    for run in runs:
-        environment = run.results["environment"]
-        versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-        lines.append(f"- {run.name}: {environment['hardware']}; {versions}; commit {environment['commit']}")
+    lines += [f"- {run.name}: {conditions(run.results['environment'])}" for run in runs]
     return "\n".join(lines) + "\n"
 
 
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.2f}"
+
+
 def curves(runs: list[Run]) -> Figure:
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
     scores = runs[0].scores
-    best = ("val", scores.best, f"validation {scores.best_title.removesuffix(' %')}")
-    panels = (("train", "loss", "training loss"), best)
-    for axes, (kind, key, label) in zip(figure.subplots(1, 2), panels, strict=True):
+    figure, panels = charts.panels(1, 2, (10, 3.6))
+    best = ("val", scores.best, f"validation {scores.best_title.removesuffix(' %')}", "o-")
+    for axes, (kind, key, label, style) in zip(panels, (("train", "loss", "training loss", "-"), best), strict=True):
+        shown = []
         for run in runs:
-            axes.plot(*run.curve(kind, key), label=run.name, marker="o" if kind == "val" else "", markersize=3)
-        axes.set(xlabel="step", ylabel=label)
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+            steps, values = run.curve(kind, key)
+            shown.append(charts.Series(run.name, values, steps, style=style))
+        charts.lines(axes, shown, xlabel="step", ylabel=label)
+    charts.legend(figure, columns=3)
     return figure
 
 

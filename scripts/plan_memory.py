@@ -25,7 +25,7 @@ from rich.table import Table
 from engine import planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured, errors_for_users, no_such_choice
-from engine.console import make_console
+from engine.console import make_console, table_of
 from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
@@ -92,16 +92,14 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
 
 def peak_table(trace: Trace) -> Table:
     """What a device holds when it holds most."""
-    table = _table("at the peak", "memory")
-    for kind, size in trace.at_peak.items():
-        if size:
-            table.add_row(kind, planner.gib(size))
-    return table
+    return table_of(
+        ["at the peak", "memory"], ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
+    )
 
 
 def kept_table(trace: Trace, pixels: int) -> Table:
     """Bytes per pixel that autograd keeps for the backward pass, by part of the network and by its parts."""
-    table = _table("module", "bytes per pixel")
+    table = table_of(["module", "bytes per pixel"])
     for depth, name, size in _tree(trace.saved):
         table.add_row("  " * depth + (name or "loss and outside of modules"), f"{size / pixels:,.0f}")
     table.add_row("all", f"{sum(trace.saved.values()) / pixels:,.0f}")
@@ -143,7 +141,7 @@ def _as(name: str, norm: Norm) -> Norm:
 
 def fit_table(found: list[Fit]) -> Table:
     """What fits, and the pixels of a minibatch relative to the first norm's."""
-    table = _table("norm", "crops per minibatch", "on each device", "crop", "memory", "pixels")
+    table = table_of(["norm", "crops per minibatch", "on each device", "crop", "memory", "pixels"])
     first = found[0].crops * found[0].crop_size ** 2
     for fit in found:
         more = fit.crops * fit.crop_size**2 / first - 1
@@ -180,17 +178,10 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
 
 def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
-    table, crops, size = _table("combination", "memory"), config.data.crops_per_minibatch, config.data.crop_size
+    table, crops, size = table_of(["combination", "memory"]), config.data.crops_per_minibatch, config.data.crop_size
     for combination, changed in combinations(config).items():
         peak = planner.step_memory(changed, crops, size).peak
         table.add_row(combination, planner.gib(peak + config.memory.reserved()))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
     return table
 
 

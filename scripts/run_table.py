@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine import assemble, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console
+from engine.console import make_console, table_of
 from engine.schema.classification import CLASSIFICATION_DATASETS
 from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.stopping import Preempted
 from scripts.evidence import papers
+from scripts.evidence.measuring import operations_of
 from scripts.evidence.tables import Finished
 
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
@@ -49,7 +49,6 @@ class RunTable:
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         for name in ("roots", "weights"):
             given = getattr(self, name)
             if not isinstance(given, (dict, type(None))):
@@ -186,17 +185,14 @@ def crop_flops(config: TrainingRun) -> int:
     with planner.FakeTensors():
         learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
         learner.network.train()
-        with FlopCounterMode(display=False) as counter:
-            loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()
-    return counter.get_total_flops() // crops
+        return operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()) // crops
 
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:
     """What there is to run."""
-    table = Table(title=papers.TABLES.get(arguments.table, arguments.table), title_justify="left")
-    table.add_column("training", overflow="fold")
-    for column in ("devices", "steps", "10¹⁸ operations", f"hours at {arguments.tflops:g} TFLOP/s"):
-        table.add_column(column, justify="right")
+    columns = ["training", "devices", "steps", "10¹⁸ operations", f"hours at {arguments.tflops:g} TFLOP/s"]
+    table = table_of(columns, title=papers.TABLES.get(arguments.table, arguments.table))
+    table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")
     for job in jobs:
         state = "has ended" if job.has_ended else "needs " + "; ".join(job.missing) if job.missing else "to run"

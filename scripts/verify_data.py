@@ -26,7 +26,7 @@ from datasets.verify import Problem
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import counted, make_console
+from engine.console import counted, make_console, table_of
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
@@ -47,7 +47,7 @@ class VerifyData:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """The check of one split; `inspection` is None without label pixels, `classes` are empty if it cannot be opened."""
+    """The check of one split: `inspection` is None without label pixels, `classes` are empty if it cannot be opened."""
 
     split: str
     images: int
@@ -55,10 +55,6 @@ class SplitReport:
     classes: tuple[str, ...]
     problems: tuple[Problem, ...]
     inspection: Inspection | None
-
-    @property
-    def has_labels(self) -> bool:
-        return self.inspection is not None and bool(self.inspection.pixels.any() or self.inspection.ignored)
 
     def by_kind(self) -> dict[str, list[str]]:
         """{kind: messages}"""
@@ -70,13 +66,11 @@ class SplitReport:
     def plain(self) -> dict:
         """For JSON."""
         report = {"images": self.images, "official_images": self.official_images, "problems": self.by_kind()}
-        if self.has_labels:
-            found = self.inspection
-            assert found is not None
-            counts = zip(found.pixels.tolist(), found.images.tolist(), strict=True)
+        if self.inspection is not None:
+            counts = zip(self.inspection.pixels.tolist(), self.inspection.images.tolist(), strict=True)
             columns = ({"pixels": pixels, "images": images} for pixels, images in counts)
             report["classes"] = dict(zip(self.classes, columns, strict=True))
-            report["ignored_pixels"] = found.ignored
+            report["ignored_pixels"] = self.inspection.ignored
         return report
 
 
@@ -119,8 +113,9 @@ def check_split(config: Data, split: str, official_images: int, workers: int | N
             assert isinstance(config, SegmentationData), config
             dataset = assemble.dataset(config, split, strict=False, draw=True)
             with counted(console, f"checking {dataset.name} {split}") as progress:
-                inspection = inspect(dataset, workers, progress)
-            problems, classes = inspection.problems, dataset.classes
+                found = inspect(dataset, workers, progress)
+            inspection = found if found.pixels.any() or found.ignored else None
+            problems, classes = found.problems, dataset.classes
             images = sum(entry.image is not None for entry in dataset.files)
     except ValueError as error:
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
@@ -132,11 +127,11 @@ def check_split(config: Data, split: str, official_images: int, workers: int | N
 
 def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     """Print the classes, then the problems, then one line per split: the most important comes last."""
-    for report in filter(lambda report: report.has_labels, reports):
-        found = report.inspection
-        assert found is not None
-        console.print(histogram(report))
-        absent = [name for name, pixels in zip(report.classes, found.pixels, strict=True) if not pixels]
+    for report in reports:
+        if report.inspection is None:
+            continue
+        console.print(histogram(report, report.inspection))
+        absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
         if absent:
             text = f"{report.split}: without a pixel: {', '.join(absent)}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -154,10 +149,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
             if len(messages) > _SHOWN:
                 console.print(f"  … and {len(messages) - _SHOWN} more", highlight=False)
             console.print()
-    summary = Table(title=title, title_justify="left")
-    summary.add_column("split")
-    for column in ("images", "official", "problems"):
-        summary.add_column(column, justify="right")
+    summary = table_of(["split", "images", "official", "problems"], title=title)
     for report in reports:
         style = "bold red" if report.problems else "green"
         summary.add_row(
@@ -166,9 +158,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     console.print(summary)
 
 
-def histogram(report: SplitReport) -> Table:
-    found = report.inspection
-    assert found is not None
+def histogram(report: SplitReport, found: Inspection) -> Table:
     share = 100 * found.ignored / (found.ignored + found.pixels.sum())
     table = class_table(f"{report.split}: labelled pixels", report.classes, found.pixels, found.images)
     table.add_section()

@@ -22,12 +22,12 @@ from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = {  # by the first word of the record's name: record, FILE.png -> the page's text
-    "abn": abn_page.markdown,
+PAGES = {  # by the first word of the record's name: record, its name -> the page's text
+    "abn": abn_page.page,
     "faults": lambda record, _: report.page(record),
     "loader": loader.page,
-    "memory": plan_experiments.markdown,
-    "networks": networks.markdown,
+    "memory": plan_experiments.page,
+    "networks": networks.page,
     "reversible": reversible.page,
     "revnet": reconstruction_error.page,
     "training": training.page,
@@ -45,7 +45,7 @@ def made_again(document: Path, folder: Path) -> str:
         return tables.write(OmegaConf.structured(arguments)).read_text()
     if document.with_suffix(".json").is_file():
         page = PAGES[document.stem.partition("_")[0]]
-        return page(json.loads(document.with_suffix(".json").read_text()), Path(f"{document.stem}.png"))
+        return page(json.loads(document.with_suffix(".json").read_text()), document.stem)
     # A comparison of runs, with the command that docs/results/README.md gives for the page.
     row = next(line for line in (RESULTS / "README.md").read_text().splitlines() if f"({document.name})" in line)
     command = shlex.split(re.search(r"`(python -m scripts.compare_runs [^`]*)`", row)[1])

@@ -18,11 +18,11 @@ from engine.configuration.command_line import CONFIGS, configured
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
 from scripts.evidence.abn.page import SHOWN, summary, targets
-from scripts.evidence.frame import MIB, ratio_of
+from scripts.evidence.frame import MIB, grouped, ratio_of, time_ratio
 from scripts.evidence.methods import PLAIN, RECOMPUTED
 from scripts.evidence.networks import LIMITS
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
-from scripts.evidence.training import code, ratio
+from scripts.evidence.training import code, median_ms, ratio
 from scripts.evidence.training_steps import DEFAULT
 
 REPOSITORY = CONFIGS.parent
@@ -88,7 +88,7 @@ def _costs(table: str) -> str:
     steps = _by_switch("training_cpu_norms")
     chosen = [steps["norm=std"], steps[DEFAULT]]
     numbers += [[f"{row[kind] / MIB:.1f}" for row in chosen] for kind in ("saved_bytes", "peak_bytes")]
-    numbers.append([f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}" for row in chosen])
+    numbers.append([median_ms(row) for row in chosen])
     return filled(table, 1, numbers)
 
 
@@ -121,12 +121,12 @@ def _switches(table: str) -> str:
 
 def _networks(table: str) -> str:
     """Costs of `recompute_activations` in known networks, relative to the plain network."""
-    found = {(row["network"], row["method"]): row for row in record("networks_cpu")["rows"]}
+    networks = grouped(record("networks_cpu")["rows"], ["network"], "method")
     numbers = []
     for name in LIMITS:
-        plain, ours = found[name, PLAIN], found[name, RECOMPUTED]
+        plain, ours = networks[name][PLAIN], networks[name][RECOMPUTED]
         shares = [ours[kind] / plain[kind] for kind in ("kept_bytes", "peak_bytes")]
-        shares.append(ratio_of(ours["times_ms"], plain["times_ms"]).median)
+        shares.append(time_ratio(networks[name], RECOMPUTED, PLAIN).median)
         numbers.append([name, *(f"{share:.2f}" for share in shares)])
     return filled(table, 0, numbers)
 

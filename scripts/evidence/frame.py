@@ -1,6 +1,5 @@
 """Shared by all benchmarks: arguments, interleaved rounds, ratios, targets, records and pages."""
 
-import dataclasses
 import json
 import math
 import random
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
@@ -29,7 +29,7 @@ ROUNDS = """
 """
 
 A = TypeVar("A", bound="Arguments")
-Cells = Mapping[str, Callable[[dict], str]]  # {title of a column: row -> its text}
+Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
 
 
 @dataclass
@@ -55,7 +55,11 @@ class Clock:
 
 
 def benchmark(
-    name: str, schema: type[A], measure: Callable[[A, Clock], dict | Iterator[dict]], page: Callable[[dict, Path], str]
+    name: str,
+    schema: type[A],
+    measure: Callable[[A, Clock], dict | Iterator[dict]],
+    page: Callable[[dict, str], str],
+    pictures: Callable[[dict], dict[str, Figure]] = lambda record: {},
 ) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
     """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
@@ -63,8 +67,8 @@ def benchmark(
 
     `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
     record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
-    `page(record, FILE.png)` returns the page's text; it may draw the picture. `run` raises ValueError if an argument is
-    impossible, or if there is no record to make a page from.
+    `page(record, FILE)` returns the page's text, and `pictures(record)` its charts: {what follows FILE in the name:
+    figure}. `run` raises ValueError if an argument is impossible, or if there is no record to make a page from.
     """
 
     def run(values: DictConfig) -> Path:
@@ -90,8 +94,11 @@ def benchmark(
                 partial.replace(out)
         elif not out.is_file():
             raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
+        record = json.loads(out.read_text())
+        for suffix, figure in pictures(record).items():
+            figure.savefig(out.with_name(f"{out.stem}{suffix}.png"), dpi=110)
         text = out.with_suffix(".md")
-        text.write_text(page(json.loads(out.read_text()), out.with_suffix(".png")))
+        text.write_text(page(record, out.stem))
         return text
 
     @configured(name.rpartition(".")[2], schema, about=sys.modules[measure.__module__].__doc__)
@@ -108,18 +115,12 @@ def known_of(arguments: Arguments) -> dict[str, Any]:
 
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
-    changed = [
-        "root=DIR"
-        if entry.name == "root"
-        else f"{entry.name}={json.dumps(getattr(arguments, entry.name), separators=(',', ':'))}".replace('"', "")
-        for entry in dataclasses.fields(arguments)
-        if entry.name not in ("out", "measure") and getattr(arguments, entry.name) != _default(entry)
-    ]
-    return " ".join([f"python -m scripts.{name}", *changed, "out=FILE.json"])
-
-
-def _default(entry: dataclasses.Field) -> object:
-    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+    default, words = type(arguments)(), [f"python -m scripts.{name}"]
+    for key, value in vars(arguments).items():
+        if key not in ("out", "measure") and value != getattr(default, key):
+            text = "DIR" if key == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
+            words.append(f"{key}={text}")
+    return " ".join([*words, "out=FILE.json"])
 
 
 def check_choices(name: str, given: Sequence[str], known: Iterable[str]) -> None:
@@ -159,6 +160,26 @@ def ratio_of(ours: Sequence[float], others: Sequence[float]) -> Ratio:
     ratios = [own / other for own, other in zip(ours, others, strict=True)]
     lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     return Ratio(statistics.median(ratios), lower, upper)
+
+
+def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dict[str, dict]]:
+    """{values of the keys `by`: {value of the key `name`: row}}; a row finds its group in row["beside"]."""
+    groups: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        group = groups.setdefault(", ".join(row[key] for key in by), {})
+        group[row[name]] = {**row, "beside": group}
+    return groups
+
+
+def relative_time(row: dict, other: str) -> str:
+    """The ratio of a row's times to those of another row of its group, for a table."""
+    base = row["beside"][other]
+    return "1" if base is row else f"{ratio_of(row['times_ms'], base['times_ms']):.2f}"
+
+
+def time_ratio(rows: Mapping[str, dict], ours: str, others: str) -> Ratio:
+    """`ratio_of` the times of two rows of a group."""
+    return ratio_of(rows[ours]["times_ms"], rows[others]["times_ms"])
 
 
 def reason(error: Exception) -> str:
@@ -207,9 +228,18 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
     return [_row(titles), rule, *map(_row, rows)]
 
 
-def columns(rows: Iterable[dict], cells: Cells, left: int = 1) -> list[str]:
+def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> list[str]:
     """Lines of a Markdown table of rows, from a list of columns."""
-    return table(list(cells), ([cell(row) for cell in cells.values()] for row in rows), left)
+
+    def texts(row: Any) -> list[str]:
+        return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
+
+    return table([title for title, _ in shown], map(texts, rows), left)
+
+
+def section(title: str, *lines: str) -> list[str]:
+    """Lines of a section."""
+    return ["", f"## {title}", "", *lines]
 
 
 def mib(count: float | None, digits: int = 1) -> str:
@@ -222,25 +252,32 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def target_table(targets: Sequence[Target]) -> list[str]:
-    """Lines of the section of targets, with a column for the paper if any target has its figure."""
+    """Lines of the section of targets, if there are any, with a column for the paper if a target has its figure."""
+    if not targets:
+        return []
     titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
     if any(target.paper for target in targets):
         titles.insert(1, "paper")
         for row, target in zip(rows, targets, strict=True):
             row.insert(1, target.paper or "–")
-    return ["", "## Targets", "", *table(titles, rows, left=len(titles))]
+    return section("Targets", *table(titles, rows, left=len(titles)))
 
 
 def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
     """The page: title, command, hardware and versions, `about` (what was measured, how often), sections, method."""
-    environment = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    threads = f"{environment['threads']} thread" + "s" * (environment["threads"] > 1)
-    conditions = f"{environment['hardware']}, {threads}; {versions}; commit {environment['commit']}"
     minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
-    opening = [f"# {title}", "", "```", result["command"], "```", "", f"{conditions}. {about}; {minutes}."]
+    opening = [f"# {title}", "", "```", result["command"], "```", ""]
+    opening.append(f"{conditions(result['environment'])}. {about}; {minutes}.")
     method = (ROUNDS.strip() if "rounds" in result["arguments"] else "") + method.rstrip()
     return "\n".join([*opening, *sections, "", "## How it was measured", "", method.strip()]) + "\n"
+
+
+def conditions(environment: dict) -> str:
+    """Hardware, threads if they are known, versions and commit."""
+    count = environment.get("threads")
+    threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
+    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
+    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}"
 
 
 def as_text(result: dict) -> str:

@@ -6,16 +6,20 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]
+K = TypeVar("K")
+PRECISIONS = ("float32", "bfloat16")
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def captured(step: Step) -> Step:
@@ -64,6 +68,20 @@ def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list
     return interleaved(timers, rounds)
 
 
+def timed_over(pipelines: Mapping[str, Callable[[K], object]], keys: Sequence[K]) -> dict[str, list[float]]:
+    """Milliseconds of each pipeline in interleaved rounds: on keys[i] in round i, after one call of each."""
+
+    def milliseconds(pipeline: Callable[[K], object], number: int) -> float:
+        start_s = time.perf_counter()
+        pipeline(keys[number])
+        return 1e3 * (time.perf_counter() - start_s)
+
+    for pipeline in pipelines.values():
+        pipeline(keys[0])
+    timers = {name: functools.partial(milliseconds, pipeline) for name, pipeline in pipelines.items()}
+    return interleaved(timers, len(keys))
+
+
 def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module | None = None) -> int:
     """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
 
@@ -88,6 +106,26 @@ def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module 
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def operations_of(step: Step) -> int:
+    """Floating-point operations of a step."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
+
+
+def training_step(network: nn.Module, loss: Callable[[], Tensor]) -> Tensor:
+    """Forward and backward pass; returns the loss. Gradients of the step before live until the loss is there."""
+    value = loss()
+    network.zero_grad()
+    value.backward()
+    return value.detach()
+
+
+def autocast(device_type: str, precision: str) -> torch.autocast:
+    """Context of one of `PRECISIONS`."""
+    return torch.autocast(device_type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def compiled(block: nn.Module, compiler: str, budget: float) -> Callable[[Tensor], Tensor]:

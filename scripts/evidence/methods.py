@@ -19,7 +19,7 @@ from engine.memory import keep_freed_memory
 from models.layers import recompute_activations
 from models.layers.saved import kept_bytes
 from scripts.evidence.frame import reason
-from scripts.evidence.measuring import compiled, peak_bytes, timed
+from scripts.evidence.measuring import compiled, peak_bytes, timed, training_step
 
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
@@ -185,11 +185,12 @@ def measured(
     pixels = torch.randn(images, 3, size, size, device=device)
     rows: dict[str, dict] = {}
     left_out: dict[str, str] = {}
-    steps: dict[str, Callable[[], None]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     for method in methods_of(name, plain, device, compiler):
         try:
             network = copy.deepcopy(plain).to(device)
-            step = partial(_step, network, forward := forward_of(network, method, compiler), pixels)
+            forward = forward_of(network, method, compiler)
+            step = partial(training_step, network, partial(_loss, forward, pixels))
             step()  # gradients exist; compiles
             kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
             exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
@@ -218,13 +219,11 @@ def _network(name: str, size: int) -> nn.Module:
     return network
 
 
-def _step(network: nn.Module, forward: Forward, pixels: Tensor) -> None:
-    loss = _loss(forward(pixels))
-    network.zero_grad()
-    loss.backward()
+def _loss(forward: Forward, pixels: Tensor) -> Tensor:
+    return _mean_squares(forward(pixels))
 
 
-def _loss(outputs: object) -> Tensor:
+def _mean_squares(outputs: object) -> Tensor:
     """A loss for whatever a network returns: the mean squares of its outputs, added."""
     return torch.stack([output.square().mean() for output in tree_leaves(outputs)]).sum()
 
@@ -245,7 +244,7 @@ def exactness(name: str, method: str, device: str) -> dict:
         torch.manual_seed(0)
         outputs = forward(pixels)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(_loss(outputs), parameters, materialize_grads=True)
+        gradients = torch.autograd.grad(_mean_squares(outputs), parameters, materialize_grads=True)
         found.append((torch.cat([g.flatten() for g in gradients]), tree_leaves(outputs)))
     (gradient, outputs), (own_gradient, own_outputs) = found
     return {

@@ -7,49 +7,22 @@ network: the same command continues a run that was stopped, and another `only` a
 makes the page again from FILE.json.
 """
 
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 from matplotlib.figure import Figure
 
 from engine.distributed import device_of
 from engine.schema.keys import key
-from scripts.evidence import frame
-from scripts.evidence.frame import (
-    MIB,
-    Ratio,
-    Target,
-    begun,
-    commits,
-    environment_with,
-    judged,
-    page_text,
-    ratio_of,
-    table,
-    target_table,
-)
+from scripts.evidence import charts, frame, methods
+from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
 from scripts.evidence.measuring import Elsewhere
-from scripts.evidence.methods import (
-    ALL,
-    BLOCKS,
-    BUDGET,
-    COMPILED,
-    EXACT_DEFAULT,
-    EXACT_IMAGES,
-    EXACT_SIZE,
-    METHODS,
-    NETWORKS,
-    ON_CPU,
-    PACKAGES,
-    PLAIN,
-    RECOMPUTED,
-    Measurement,
-    chosen,
-    installed,
-    package_of,
-)
+from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, ON_CPU, PLAIN, RECOMPUTED
+
+Rows = dict[str, dict]  # of one network, by method
 
 # Kept bytes to reach, relative to the plain network.
 LIMITS = {
@@ -65,15 +38,16 @@ LIMITS = {
 LONGEST_ON_CPU, LONGEST_OF_ALL_ON_CPU = 1.06, 1.12  # time of a step to plain: median over the networks above, and each
 LARGEST_DEVIATION = 1e-12
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
 STYLES = {
-    RECOMPUTED: ("#0072B2", "o"),
-    BLOCKS: ("#D55E00", "s"),
-    ON_CPU: ("#CC79A7", "D"),
-    COMPILED: ("#999999", "^"),
-    BUDGET: ("#009E73", "v"),
+    RECOMPUTED: (charts.BLUE, "o"),
+    BLOCKS: (charts.VERMILION, "s"),
+    ON_CPU: (charts.PURPLE, "D"),
+    COMPILED: (charts.GREY, "^"),
+    BUDGET: (charts.GREEN, "v"),
+    PLAIN: (charts.BLACK, "P"),
 }
 
+LARGER = ", ".join(f"{name}: {size}" for name, size in methods.EXACT_SIZE.items())
 METHOD = f"""
 - A step is a forward pass, a loss (the mean squares of all outputs) and a backward pass, in training mode and float32,
   with random images and weights (random as well where a network starts from zeros). Each network has a process to
@@ -84,7 +58,7 @@ METHOD = f"""
   moment, gradients of the parameters included, beyond weights and images.
 - *Deviation* is the largest difference of a gradient from the plain network's, relative to the largest gradient, and
   *outputs* says whether they are equal to the bit: in float64 on {EXACT_IMAGES} images, with the same random numbers.
-  The images have {EXACT_DEFAULT} pixels ({", ".join(f"{name}: {size}" for name, size in EXACT_SIZE.items())}).
+  The images have {methods.EXACT_DEFAULT} pixels ({LARGER}).
 - *{RECOMPUTED}* is `models.layers.recompute_activations(network)`.
 - *{BLOCKS}* is `torch.utils.checkpoint` (not reentrant) around each block. Blocks are what the network's
   authors call so, such as residual blocks, dense layers, inception modules or encoder blocks: the outermost modules
@@ -97,33 +71,33 @@ METHOD = f"""
 """
 
 
-def markdown(result: dict, picture: str) -> str:
-    """The page's text."""
-    arguments, rows = result["arguments"], result["rows"]
-    networks = _by_network(rows)
+def page(result: dict, name: str) -> str:
+    arguments, networks = result["arguments"], _by_network(result)
     size, images = arguments["image_size"], arguments["images"]
     about = f"{len(networks)} networks; {arguments['rounds']} rounds; {images} images of {size}x{size} per step"
+    rows = [row for of_network in networks.values() for row in of_network.values()]
+    left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
     sections = [
-        *target_table(targets(result)),
+        *frame.target_table(targets(result)),
         *_summary(networks),
-        *["", f"![memory against time of every network and method]({picture})"],
-        *_every_network(networks),
-        *_left_out(result["left_out"]),
+        *["", f"![memory against time of every network and method]({name}.png)"],
+        *section("Every network", *columns(rows, COLUMNS, left=2)),
+        *(section("Not measured", *left_out) if left_out else []),
     ]
     device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
-    return page_text(result, f"Known networks in less memory, on {device}", about, sections, METHOD)
+    return frame.page_text(result, f"Known networks in less memory, on {device}", about, sections, METHOD)
 
 
 def targets(result: dict) -> list[Target]:
     """The targets of `recompute_activations`. Step times are judged only on CPUs."""
-    networks = {name: rows for name, rows in _by_network(result["rows"]).items() if RECOMPUTED in rows}
+    networks = {name: rows for name, rows in _by_network(result).items() if RECOMPUTED in rows}
     found = []
     for name, limit in LIMITS.items():
         values = {"": _ratio(networks[name], RECOMPUTED, "kept_bytes")} if name in networks else {}
         about = "at most 0.25 (0.50 without concatenations)" if name == "densenet121" else f"at most {limit:.2f}"
         found.append(judged(f"kept bytes to plain, {name}", about, values, at_most=limit))
     if result["arguments"]["device"] == "cpu":
-        times = {name: _time(networks[name], RECOMPUTED).median for name in LIMITS if name in networks}
+        times = {name: time_ratio(networks[name], RECOMPUTED, PLAIN).median for name in LIMITS if name in networks}
         median = {"": statistics.median(times.values())} if len(times) == len(LIMITS) else {}
         about, limit = "time of a step to plain", LONGEST_ON_CPU
         found.append(judged(f"{about}, median of these", f"at most {limit}", median, at_most=limit))
@@ -135,110 +109,81 @@ def targets(result: dict) -> list[Target]:
     return found
 
 
-def _by_network(rows: list[dict]) -> dict[str, dict[str, dict]]:
-    """{network: {method: row}}"""
-    found: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        found.setdefault(row["network"], {})[row["method"]] = row
-    return found
+def _by_network(result: dict) -> dict[str, Rows]:
+    return frame.grouped(result["rows"], ["network"], "method")
 
 
-def _ratio(rows: dict[str, dict], method: str, kind: str) -> float:
-    return rows[method][kind] / rows[PLAIN][kind]
+def _ratio(rows: Rows, method: str, kind: str) -> float:
+    """Bytes relative to plain; NaN if they are not known."""
+    return math.nan if rows[method][kind] is None else rows[method][kind] / rows[PLAIN][kind]
 
 
-def _time(rows: dict[str, dict], method: str) -> Ratio:
-    return ratio_of(rows[method]["times_ms"], rows[PLAIN]["times_ms"])
-
-
-def _summary(networks: dict[str, dict[str, dict]]) -> Iterator[str]:
+def _summary(networks: dict[str, Rows]) -> list[str]:
     """Medians over networks."""
-    titles = ["method", "networks", "kept to plain", "peak to plain", "time to plain"]
-    lines = []
-    for method in METHODS[1:]:
-        chosen = [rows for rows in networks.values() if method in rows]
-        kept = [_ratio(rows, method, "kept_bytes") for rows in chosen if rows[method]["kept_bytes"] is not None]
-        values = (
-            kept,
-            [_ratio(rows, method, "peak_bytes") for rows in chosen],
-            [_time(rows, method).median for rows in chosen],
-        )
-        if chosen:
-            lines.append([method, str(len(chosen)), *map(_range, values)])
-    yield from ("", "## Summary", "", "Medians over networks, with the smallest and the largest:", "")
-    yield from table(titles, lines)
+    having = {method: [rows for rows in networks.values() if method in rows] for method in methods.METHODS[1:]}
 
+    def bytes_(kind: str, method: str) -> str:
+        return _range(_ratio(rows, method, kind) for rows in having[method])
 
-def _range(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} – {max(values):.2f})" if values else ""
-
-
-def _every_network(networks: dict[str, dict[str, dict]]) -> Iterator[str]:
-    titles = ["network", "method", "kept, MiB", "to plain", "peak, MiB", "to plain", "step, ms", "to plain"]
-    lines = [
-        _line(name if method == PLAIN else "", rows, method)
-        for name, rows in networks.items()
-        for method in METHODS
-        if method in rows
+    shown: Columns = [
+        ("method", str),
+        ("networks", lambda method: str(len(having[method]))),
+        ("kept to plain", partial(bytes_, "kept_bytes")),
+        ("peak to plain", partial(bytes_, "peak_bytes")),
+        ("time to plain", lambda method: _range(time_ratio(rows, method, PLAIN).median for rows in having[method])),
     ]
-    yield from ("", "## Every network", "", *table([*titles, "deviation", "outputs"], lines, left=2))
+    about = "Medians over networks, with the smallest and the largest:"
+    return section("Summary", about, "", *columns(filter(having.get, having), shown))
 
 
-def _line(name: str, rows: dict[str, dict], method: str) -> list[str]:
-    row = rows[method]
-    cells = [name, method]
-    for kind in ("kept_bytes", "peak_bytes"):
-        known = row[kind] is not None
-        cells += [f"{row[kind] / MIB:.1f}", f"{_ratio(rows, method, kind):.2f}"] if known else ["", ""]
-    cells += [f"{statistics.median(row['times_ms']):.0f}", f"{_time(rows, method):.2f}"]
-    exact = (
-        [f"{row['deviation']:.0e}", "equal" if row["same_outputs"] else "differ"] if "deviation" in row else ["", ""]
-    )
-    return [*cells, *exact] if method != PLAIN else [*cells[:3], "1", cells[4], "1", cells[6], "1", "", ""]
+def _range(values: Iterable[float]) -> str:
+    known = [value for value in values if not math.isnan(value)]
+    return f"{statistics.median(known):.2f} ({min(known):.2f} – {max(known):.2f})" if known else ""
 
 
-def _left_out(entries: list[dict]) -> Iterator[str]:
-    if entries:
-        yield from ("", "## Not measured", "")
-    for entry in entries:
-        yield f"- {entry['network']}, {entry['method']}: {entry['reason']}"
+def _bytes_to_plain(kind: str, row: dict) -> str:
+    ratio = _ratio(row["beside"], row["method"], kind)
+    return "1" if row["method"] == PLAIN else "" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
-def chart(rows: list[dict]) -> Figure:
-    """Bytes against time, relative to the plain network: a point for each network and method.
+COLUMNS: Columns = [
+    ("network", lambda row: row["network"] if row["method"] == PLAIN else ""),
+    ("method", "{method}"),
+    ("kept, MiB", lambda row: mib(row["kept_bytes"])),
+    ("to plain", partial(_bytes_to_plain, "kept_bytes")),
+    ("peak, MiB", lambda row: mib(row["peak_bytes"])),
+    ("to plain", partial(_bytes_to_plain, "peak_bytes")),
+    ("step, ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
+    ("to plain", lambda row: frame.relative_time(row, PLAIN)),
+    ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
+    ("outputs", lambda row: {True: "equal", False: "differ", None: ""}[row.get("same_outputs")]),
+]
 
-    The networks that have targets are named.
-    """
-    networks = _by_network(rows)
-    figure = Figure(figsize=(14, 8), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for axis, kind, title in zip(panels, ("kept_bytes", "peak_bytes"), ("kept bytes", "peak of a step"), strict=True):
-        for method, (colour, marker) in STYLES.items():
-            points = {
-                name: (_ratio(found, method, kind), _time(found, method).median)
-                for name, found in networks.items()
-                if method in found and found[method][kind] is not None
+
+def pictures(result: dict) -> dict[str, Figure]:
+    """Bytes against time, relative to plain: a point for each network and method; networks with targets are named."""
+    networks = _by_network(result)
+    figure, panels = charts.panels(1, 2, (14, 8), sharey=True)
+    for axes, kind, title in zip(panels, ("kept_bytes", "peak_bytes"), ("kept bytes", "peak of a step"), strict=True):
+        shown = []
+        for method, (colour, style) in STYLES.items():
+            places = {
+                name: (ratio, time_ratio(rows, method, PLAIN).median)
+                for name, rows in networks.items()
+                if method in rows and not math.isnan(ratio := _ratio(rows, method, kind))
             }
-            if points:
-                axis.plot(*zip(*points.values(), strict=True), marker, color=colour, label=method, alpha=0.6)
-            for name in [name for name in LIMITS if name in points and method == RECOMPUTED]:
-                axis.plot(*points[name], marker, color=colour, markeredgecolor="black")
-                axis.annotate(name, points[name], xytext=(4, 4), textcoords="offset points", fontsize=7)
-        axis.plot(1, 1, "+", color="black", markersize=12, label=PLAIN)
-        axis.set(xlabel=f"{title}, relative to plain")
-        axis.grid(alpha=0.3)
+            names = [name if name in LIMITS and method == RECOMPUTED else "" for name in places]
+            if places:
+                x, y = zip(*places.values(), strict=True)
+                shown.append(charts.Series(method, y, x, colour, style, names))
+        charts.points(axes, shown, xlabel=f"{title}, relative to plain")
     panels[0].set(ylabel="time of a step, relative to plain")
-    handles = {
-        label: handle for axis in panels for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=6, frameon=False)
-    return figure
+    charts.legend(figure, columns=6)
+    return {"": figure}
 
 
 @dataclass
 class NetworksArguments(frame.Arguments):
-    """Arguments of the benchmark."""
-
     device: str = key("cpu", one_of=("cpu", "cuda"))
     threads: int = key(1, above=0)
     rounds: int = key(5, above=0)
@@ -248,9 +193,8 @@ class NetworksArguments(frame.Arguments):
     only: list[str] = field(default_factory=list)  # networks; empty: all
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         device_of(self.device)
-        chosen(self.only)
+        methods.chosen(self.only)
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
@@ -258,28 +202,29 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
 
     Networks in the record of an earlier call are not measured again, unless even the plain network failed.
     """
-    environment = environment_with(PACKAGES.values())
-    before = begun(arguments, environment)
+    environment = frame.environment_with(methods.PACKAGES.values())
+    before = frame.begun(arguments, environment)
     rows = before.get("rows", [])
     done = {row["network"] for row in rows}
     left_out = [entry for entry in before.get("left_out", []) if entry["network"] in done]
-    environment |= {"threads": arguments.threads, "commit": commits(before, environment)}
+    environment |= {"threads": arguments.threads, "commit": frame.commits(before, environment)}
 
     def record() -> dict:
         seconds = round(before.get("seconds", 0) + clock.seconds, 1)
-        in_order = sorted(rows, key=lambda row: NETWORKS.index(row["network"]))
+        in_order = sorted(rows, key=lambda row: methods.NETWORKS.index(row["network"]))
         return {"environment": environment, "seconds": seconds, "rows": in_order, "left_out": left_out}
 
-    for name in chosen(arguments.only):
+    for name in methods.chosen(arguments.only):
         if name in done:
             continue
-        if not installed(name):
-            left_out.append({"network": name, "method": ALL, "reason": f"{package_of(name)} is not installed"})
+        if not methods.installed(name):
+            missing = f"{methods.package_of(name)} is not installed"
+            left_out.append({"network": name, "method": methods.ALL, "reason": missing})
             continue
         try:
             measured = measured_alone(name, arguments)
         except Exception as error:  # e.g. out of memory: the other networks can still be measured
-            measured = [], [{"network": name, "method": ALL, "reason": frame.reason(error)}]
+            measured = [], [{"network": name, "method": methods.ALL, "reason": frame.reason(error)}]
         rows += measured[0]
         left_out += measured[1]
         clock.report(name)
@@ -290,14 +235,8 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
 def measured_alone(name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
     """See `methods.measured`. The network has a process to itself, whose memory is free afterwards."""
     given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
-    with Elsewhere(Measurement, arguments.threads) as process:
+    with Elsewhere(methods.Measurement, arguments.threads) as process:
         return process.call("of", name, *given)
 
 
-def page(result: dict, picture: Path) -> str:
-    """Make the page, and draw its chart to `picture`."""
-    chart(result["rows"]).savefig(picture, dpi=110)
-    return markdown(result, picture.name)
-
-
-run, main = frame.benchmark("bench_networks", NetworksArguments, measure, page)
+run, main = frame.benchmark("bench_networks", NetworksArguments, measure, page, pictures)

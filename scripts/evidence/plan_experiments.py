@@ -9,21 +9,18 @@ on one device; the crops that fit on devices of 8 to 141 GB; RevNet's claims. Tr
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from engine import planner
-from engine.planner.trace import Trace
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
-from scripts.evidence import frame, papers
-from scripts.evidence.frame import Cells, columns, page_text, table
+from scripts.evidence import charts, frame, papers
+from scripts.evidence.frame import Columns, columns, section
 from scripts.plan_memory import combinations
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
@@ -39,13 +36,10 @@ CLAIMS = {
 
 @dataclass
 class PlanArguments(frame.Arguments):
-    """Arguments of the plan."""
-
     budget: str = "12GiB"  # of each of the papers' devices
     devices: int = key(4, above=0)  # of Table 3
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         bytes_of("budget", self.budget)
 
 
@@ -54,7 +48,7 @@ def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
     found: dict[str, Any] = {"reserved": Memory().reserved()}
     for part, rows in {
-        "experiments": _plan_experiments(),
+        "experiments": map(planned, papers.all_experiments()),
         "fits": _plan_fits(memory),
         "one_device": _plan_one_device(),
         "cards": _plan_cards(),
@@ -71,16 +65,8 @@ def planned(experiment: str) -> dict:
     share, size = planner.share_of(config, devices), config.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
     crops = {"crops": config.data.crops_per_minibatch, "share": share, "crop_size": size}
-    return {"experiment": experiment, "devices": devices, **crops, **_numbers(trace)}
-
-
-def _numbers(trace: Trace) -> dict:
-    return {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
-
-
-def _plan_experiments() -> Iterator[dict]:
-    for name in papers.all_experiments():
-        yield planned(name)
+    memory = {"peak": trace.peak, "kept": sum(trace.saved.values()), "at_peak": trace.at_peak, "place": trace.place}
+    return {"experiment": experiment, "devices": devices, **crops, **memory}
 
 
 def _plan_fits(memory: tuple[str, ...]) -> Iterator[dict]:
@@ -140,12 +126,6 @@ def _plan_claims(budget: str) -> Iterator[dict]:
         yield {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
 
 
-def page(result: dict, picture: Path) -> str:
-    """Make the page, and draw its chart to `picture`."""
-    chart(result).savefig(picture, dpi=110)
-    return markdown(result, picture.name)
-
-
 GIB = 2**30
 TITLES = {
     "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
@@ -157,15 +137,16 @@ TITLES = {
 }
 CARDS_GB = (8, 11, 12, 16, 24, 32, 40, 48, 80, 141)
 FITS = {"batch": "fixed_crop", "crop": "fixed_batch"}  # memory.fit -> the row of Table 3
-CATEGORIES = {  # Okabe and Ito's colours, which colour-blind readers can tell apart
-    "weights": "#000000",
-    "average": "#999999",
-    "momentum": "#0072B2",
-    "gradients": "#56B4E9",
-    "images": "#F0E442",
-    "activations": "#E69F00",
-    "temporary": "#D55E00",
+CATEGORIES = {
+    "weights": charts.BLACK,
+    "average": charts.GREY,
+    "momentum": charts.BLUE,
+    "gradients": charts.SKY,
+    "images": charts.YELLOW,
+    "activations": charts.ORANGE,
+    "temporary": charts.VERMILION,
 }
+COLOURS = (charts.BLACK, charts.BLUE, charts.GREY, charts.SKY, charts.VERMILION)  # of float32 and bfloat16 each
 PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
 
 METHOD = """
@@ -180,100 +161,112 @@ METHOD = """
 """
 
 
-def markdown(result: dict, picture: str) -> str:
-    """The page's text."""
+def page(result: dict, name: str) -> str:
+    budget, reserved = result["arguments"]["budget"], result["reserved"]
+    rows = sorted(result["experiments"], key=lambda row: row["experiment"])
+    what = "GiB on one device: *memory* is the peak, and *kept* is what autograd holds for the backward pass."
+    claims = (
+        f"The most ImageNet images of 224² on one device of {budget}, standard norms in float32; the paper (section 7) "
+        "had TensorFlow of 2017 on devices of the same size."
+    )
     sections = [
-        *_table_3(result["fits"], result["arguments"]["budget"]),
-        *_one_device(result["one_device"], result["reserved"]),
-        *_cards(result["cards"], result["reserved"]),
-        *_claims(result["claims"], result["arguments"]["budget"]),
-        *["", f"![memory of experiments by category, and crops that fit by memory]({picture})"],
-        *_experiments(result["experiments"]),
+        *_table_3(result["fits"], budget),
+        *_one_device(result["one_device"], reserved),
+        *_cards(result["cards"], reserved),
+        *section("RevNet's claims", claims, "", *columns(result["claims"], CLAIM)),
+        *["", f"![memory of experiments by category, and crops that fit by memory]({name}.png)"],
+        *section("Every experiment", what, "", *columns(rows, EXPERIMENT)),
     ]
-    about = f"{len(result['experiments'])} experiments"
-    return page_text(result, "Planned memory of the papers' experiments", about, sections, METHOD)
+    about = f"{len(rows)} experiments"
+    return frame.page_text(result, "Planned memory of the papers' experiments", about, sections, METHOD)
 
 
 def _gib(count: float) -> str:
     return f"{count / GIB:.2f}"
 
 
-def _table_3(fits: list[dict], budget: str) -> Iterator[str]:
-    yield from ["", "## Table 3: what fits", ""]
-    yield (
+CLAIM: Columns = [
+    ("", "{network}"),
+    ("images", "{images}"),
+    ("published", lambda row: PUBLISHED_CLAIMS[row["network"]]),
+]
+EXPERIMENT: Columns = [
+    ("experiment", "{experiment}"),
+    ("devices", "{devices}"),
+    ("crops on each", "{share} x {crop_size}²"),
+    ("memory", lambda row: _gib(row["peak"])),
+    ("kept", lambda row: _gib(row["kept"])),
+    ("most in", "{place}"),
+]
+FIT: Columns = [
+    ("", lambda row: TITLES[row["column"]]),
+    ("", lambda row: FITS[row["fit"]].replace("_", " ")),
+    ("norm", "{norm}"),
+    ("planned", "{crops} x {crop_size}²"),
+    ("", lambda row: _more(row, "")),
+    ("published", "{paper_crops} x {paper_crop_size}²"),
+    ("", lambda row: _more(row, "paper_")),
+    ("from", lambda row: _gib(row["paper_peak"])),
+    ("to", lambda row: _gib(row["larger_peak"])),
+]
+
+
+def _more(row: dict, by: str) -> str:
+    """How many more pixels a minibatch has than with standard norms."""
+    ours, standard = (found[f"{by}crops"] * found[f"{by}crop_size"] ** 2 for found in (row, row["standard"]))
+    return "" if row["norm"] == "std" else f"{ours / standard - 1:+.0%}"
+
+
+def _table_3(fits: list[dict], budget: str) -> list[str]:
+    about = (
         f"What fits on four devices of {budget}. *Fixed crop* keeps the crop size of the paper's first row and adds "
         "crops. *Fixed batch* keeps the number of crops and enlarges them, in steps of 8 pixels. The percentage says "
         "how many more pixels in-place norms allow in a minibatch. The last two columns check the assumed budget: the "
         "planner chooses exactly what the paper chose if a device has between *from* and *to* GiB for tensors."
     )
-    yield ""
-    titles = ["", "", "norm", "planned", "", "published", "", "from", "to"]
-    yield from table(titles, _fit_rows(fits), left=3)
+    standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
+    rows = [{**row, "standard": standard[row["column"], row["fit"]]} for row in fits]
     fixed_crop = [row for row in fits if row["fit"] == "batch"]
     exact = {
-        row["paper_peak"]: sum(_gives_paper(other, row["paper_peak"]) for other in fixed_crop) for row in fixed_crop
+        budget: sum(row["paper_peak"] <= budget < row["larger_peak"] for row in fixed_crop)
+        for budget in (row["paper_peak"] for row in fixed_crop)
     }
     best = max(exact, key=lambda budget: exact[budget])
-    yield ""
-    yield (
+    end = (
         f"No budget gives all of the paper's choices, but {_gib(best)} GiB for tensors give {exact[best]} of its "
         f"{len(fixed_crop)} at a fixed crop. Workspaces and the framework of 2017 may have taken the rest."
     )
+    return section("Table 3: what fits", about, "", *columns(rows, FIT, left=3), "", end)
 
 
-def _gives_paper(row: dict, budget: float) -> bool:
-    return row["paper_peak"] <= budget < row["larger_peak"]
-
-
-def _fit_rows(fits: list[dict]) -> Iterator[list[str]]:
-    standard: dict = {}
-    for row in fits:
-        if row["norm"] == "std":
-            standard = row
-        cells = [TITLES[row["column"]], FITS[row["fit"]].replace("_", " "), row["norm"]]
-        for of in ("", "paper_"):
-            crops, size = row[f"{of}crops"], row[f"{of}crop_size"]
-            more = crops * size**2 / (standard[f"{of}crops"] * standard[f"{of}crop_size"] ** 2) - 1
-            cells += [f"{crops} x {size}²", f"{more:+.0%}" if row["norm"] != "std" else ""]
-        yield [*cells, _gib(row["paper_peak"]), _gib(row["larger_peak"])]
-
-
-def _one_device(rows: list[dict], reserved: int) -> Iterator[str]:
-    yield from ["", "## A minibatch of Tables 3 and 4 on one device", ""]
-    yield (
+def _one_device(rows: list[dict], reserved: int) -> list[str]:
+    about = (
         f"The least memory of a device, GiB, on which the whole minibatch fits, so that norms see all crops without "
         f"synchronisation; {_gib(reserved)} of it are CUDA's own. In each cell: float32 / bfloat16."
     )
-    yield ""
     networks: dict[tuple, dict[str, list[str]]] = {}
     for row in rows:
         combination, _, precision = row["combination"].rpartition(", ")
-        cells = networks.setdefault((row["network"], row["crops"], row["crop_size"]), {})
+        cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
         cells.setdefault(combination, []).append(f"{(row['peak'] + reserved) / GIB:.1f}")
-    titles = ["", "crops", *_columns(networks.values())]
-    lines = [
-        [TITLES[name], f"{crops} x {size}²", *(" / ".join(cells) for cells in found.values())]
-        for (name, crops, size), found in networks.items()
-    ]
-    yield from table(titles, lines, left=2)
+    titles = ["", "crops", *next(iter(networks.values()))]
+    lines = [[*network, *map(" / ".join, cells.values())] for network, cells in networks.items()]
+    title = "A minibatch of Tables 3 and 4 on one device"
+    return section(title, about, "", *frame.table(titles, lines, left=2))
 
 
-def _columns(rows: Iterable[dict[str, list[str]]]) -> list[str]:
-    return list(next(iter(rows)))
-
-
-def _cards(rows: list[dict], reserved: int) -> Iterator[str]:
-    yield from ["", "## Crops on devices of 8 to 141 GB", ""]
+def _cards(rows: list[dict], reserved: int) -> list[str]:
     worst = max(abs(row["error"]) for row in rows)
-    yield (
+    about = (
         f"How many crops fit on one device. The memory of 4 and of 16 crops gives a straight line, from which the "
         f"table is computed; at 64 crops the line is off by {worst:.1%} at most. 1 GB is 10⁹ bytes."
     )
+    lines = section("Crops on devices of 8 to 141 GB", about)
+    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb, reserved) or "–")) for gb in CARDS_GB]
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
-        yield from ["", f"{TITLES[network]}, {own[0]['crop_size']}²:", ""]
-        lines = [[row["combination"], *(str(crops_on(row, gb, reserved) or "–") for gb in CARDS_GB)] for row in own]
-        yield from table(["", *map(str, CARDS_GB)], lines)
+        lines += ["", f"{TITLES[network]}, {own[0]['crop_size']}²:", "", *columns(own, [("", "{combination}"), *crops])]
+    return lines
 
 
 def crops_on(row: dict, gigabytes: float, reserved: int) -> int:
@@ -281,75 +274,39 @@ def crops_on(row: dict, gigabytes: float, reserved: int) -> int:
     return max(0, int((gigabytes * 10**9 - reserved - row["base"]) // row["each"]))
 
 
-def _claims(rows: list[dict], budget: str) -> Iterator[str]:
-    yield from ["", "## RevNet's claims", ""]
-    yield (
-        f"The most ImageNet images of 224² on one device of {budget}, standard norms in float32; the paper (section 7) "
-        "had TensorFlow of 2017 on devices of the same size."
-    )
-    yield ""
-    cells: Cells = {
-        "": lambda row: row["network"],
-        "images": lambda row: str(row["images"]),
-        "published": lambda row: PUBLISHED_CLAIMS[row["network"]],
-    }
-    yield from columns(rows, cells)
-
-
-def _experiments(rows: list[dict]) -> Iterator[str]:
-    yield from ["", "## Every experiment", ""]
-    yield "GiB on one device: *memory* is the peak, and *kept* is what autograd holds for the backward pass."
-    yield ""
-    cells: Cells = {
-        "experiment": lambda row: row["experiment"],
-        "devices": lambda row: str(row["devices"]),
-        "crops on each": lambda row: f"{row['share']} x {row['crop_size']}²",
-        "memory": lambda row: _gib(row["peak"]),
-        "kept": lambda row: _gib(row["kept"]),
-        "most in": lambda row: row["place"],
-    }
-    yield from columns(sorted(rows, key=lambda row: row["experiment"]), cells)
-
-
-def chart(result: dict) -> Figure:
+def pictures(result: dict) -> dict[str, Figure]:
     """Memory by category beside the crops that fit by memory."""
-    figure = Figure(figsize=(11, 5.2), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _bars(left, [row for row in result["experiments"] if row["experiment"].startswith(("table3/", "table4/"))])
-    _lines(right, result["cards"], result["reserved"])
-    return figure
-
-
-def _bars(axes: Axes, rows: list[dict]) -> None:
-    names = [row["experiment"] for row in rows][::-1]
-    start = [0.0] * len(rows)
-    for category, colour in CATEGORIES.items():
-        sizes = [row["at_peak"].get(category, 0) / GIB for row in rows][::-1]
-        if any(sizes):
-            axes.barh(names, sizes, left=start, color=colour, label=category)
-        start = [a + b for a, b in zip(start, sizes, strict=True)]
-    axes.tick_params(axis="y", labelsize=7)
-    axes.set_xlabel("GiB of tensors on each of four devices, at the peak")
-    axes.legend(fontsize=7)
-
-
-def _lines(axes: Axes, rows: list[dict], reserved: int) -> None:
-    chosen = [row for row in rows if row["network"] == rows[0]["network"]]
-    colours = ["#000000", "#0072B2", "#999999", "#56B4E9", "#D55E00"]
+    figure, (left, right) = charts.panels(1, 2, (11, 5.2))
+    rows = [row for row in result["experiments"] if row["experiment"].startswith(("table3/", "table4/"))]
+    parts = [
+        charts.Series(category, [row["at_peak"].get(category, 0) / GIB for row in rows], colour=colour)
+        for category, colour in CATEGORIES.items()
+    ]
+    about = "GiB of tensors on each of four devices, at the peak"
+    names = [row["experiment"] for row in rows]
+    charts.stacked_bars(left, names, [part for part in parts if any(part.y)], xlabel=about)
+    cards = [row for row in result["cards"] if row["network"] == result["cards"][0]["network"]]
     gigabytes = [6, *range(8, 81, 2)]
-    for number, row in enumerate(chosen):
-        crops = [crops_on(row, gb, reserved) for gb in gigabytes]
-        style = "--" if row["combination"].endswith("bfloat16") else "-"
-        axes.plot(gigabytes, crops, style, color=colours[number // 2 % len(colours)], label=row["combination"])
-    axes.set_xlabel("GB of the device")
-    axes.set_ylabel(f"crops of {chosen[0]['crop_size']}² that fit: {TITLES[chosen[0]['network']]}")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    lines = [
+        charts.Series(
+            row["combination"],
+            [crops_on(row, gb, result["reserved"]) for gb in gigabytes],
+            gigabytes,
+            COLOURS[number // 2],
+            "--" if row["combination"].endswith("bfloat16") else "-",
+        )
+        for number, row in enumerate(cards)
+    ]
+    about = f"crops of {cards[0]['crop_size']}² that fit: {TITLES[cards[0]['network']]}"
+    charts.lines(right, lines, xlabel="GB of the device", ylabel=about)
+    right.set_yscale("log", base=2)
+    right.yaxis.set_major_formatter("{x:.0f}")
+    for axes in (left, right):
+        axes.legend(fontsize=7)
+    return {"": figure}
 
 
-run, main = frame.benchmark("evidence.plan_experiments", PlanArguments, measure, page)
+run, main = frame.benchmark("evidence.plan_experiments", PlanArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

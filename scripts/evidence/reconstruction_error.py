@@ -10,13 +10,9 @@ in float32 and bfloat16. `measure=false` makes the page again from FILE.json.
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
@@ -26,15 +22,16 @@ from engine.distributed import device_of
 from engine.schema.keys import key
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
 from models.layers.reversible.drift import drift
-from scripts.evidence import frame
-from scripts.evidence.reversible_costs import NORMS, angle
+from scripts.evidence import charts, frame
+from scripts.evidence.frame import Columns, columns
+from scripts.evidence.measuring import PRECISIONS, autocast
+from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
 
 BODIES: dict[str, Callable[..., RevNet]] = {
     "revnet38": revnet38_cifar,
     "revnet110": revnet110_cifar,
     "revnet164": revnet164_cifar,
 }
-PRECISIONS = ("float32", "bfloat16")
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
 
 METHOD = """
@@ -49,8 +46,6 @@ METHOD = """
 
 @dataclass
 class ReconstructionArguments(frame.Arguments):
-    """Arguments of the command."""
-
     root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
     body: str = key("revnet38", one_of=tuple(BODIES))
     norm: str = key("std", one_of=tuple(NORMS))
@@ -63,7 +58,6 @@ class ReconstructionArguments(frame.Arguments):
     precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         device_of(self.device)
         frame.check_choices("precisions", self.precisions, PRECISIONS)
 
@@ -102,7 +96,7 @@ def _train(
             measured = _angles(restored, images, labels, precision)
         losses = {}
         for (name, network), optimizer, schedule in zip(networks.items(), optimizers, schedules, strict=True):
-            losses[name] = _backward(network, images, labels, precision).item()
+            losses[name] = step_of(network, images, labels, precision).item()
             optimizer.step()
             schedule.step()
         if step % arguments.every == 0:
@@ -115,28 +109,15 @@ def _angles(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> 
 
     def gradient(keep_activations: bool, precision: str) -> Tensor:
         twin.keep_activations = keep_activations
-        _backward(twin, images, labels, precision)
-        return torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None])
+        return gradient_of(twin, images, labels, precision)
 
     exact = gradient(True, precision)
     found = {"angle": angle(gradient(False, precision), exact)}
     if precision != "float32":
         found["angle_to_float32"] = angle(exact, gradient(True, "float32"))
-    with _autocast(images, precision):
+    with autocast(images.device.type, precision):
         found["drift"] = drift(twin.reversible_blocks, images).item()
     return found
-
-
-def _backward(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> Tensor:
-    network.zero_grad()
-    with _autocast(images, precision):
-        loss = F.cross_entropy(network(images), labels)
-    loss.backward()
-    return loss.detach()
-
-
-def _autocast(images: Tensor, precision: str) -> torch.autocast:
-    return torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16")
 
 
 def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArguments) -> Iterator[tuple[Tensor, Tensor]]:
@@ -164,56 +145,66 @@ def _error(network: RevNet, test: ClassificationDataset, arguments: Reconstructi
     wrong, count = 0, min(arguments.test_images, len(test))
     for chosen in np.array_split(np.arange(count) * len(test) // count, max(1, count // 500)):
         images = _normalised(torch.from_numpy(test.pixels[chosen]), arguments.device)
-        with _autocast(images, precision):
+        with autocast(images.device.type, precision):
             predicted = network(images).argmax(1).cpu()
         wrong += int((predicted != torch.from_numpy(test.labels[chosen])).sum())
     return round(100 * wrong / count, 2)
 
 
-def page(result: dict, picture: Path) -> str:
-    """The page, with its figure."""
-    arguments = result["arguments"]
-    _figure(result["rows"]).savefig(picture, dpi=110)
-    titles = ["", "largest angle", "median angle", "largest drift", "error stored, %", "error restored, %"]
-    lines = []
-    for precision in arguments["precisions"]:
-        rows = [row for row in result["rows"] if row["precision"] == precision]
-        errors = {row["network"]: row["error"] for row in result["errors"] if row["precision"] == precision}
-        angles = [row["angle"] for row in rows]
-        numbers = [f"{max(angles):.2g}°", f"{np.median(angles):.2g}°", f"{max(row['drift'] for row in rows):.1g}"]
-        lines.append([precision, *numbers, f"{errors['stored']:.2f}", f"{errors['restored']:.2f}"])
-    sections = ["", *frame.table(titles, lines), "", f"![angle, loss and drift over steps]({picture.name})"]
+COLUMNS: Columns = [
+    ("", "{precision}"),
+    ("largest angle", lambda found: f"{max(found['angle']):.2g}°"),
+    ("median angle", lambda found: f"{np.median(found['angle']):.2g}°"),
+    ("largest drift", lambda found: f"{max(found['drift']):.1g}"),
+    ("error stored, %", lambda found: f"{found['stored']['error']:.2f}"),
+    ("error restored, %", lambda found: f"{found['restored']['error']:.2f}"),
+]
+
+
+def page(result: dict, name: str) -> str:
+    arguments, errors = result["arguments"], frame.grouped(result["errors"], ["precision"], "network")
+    rows = [{**found, **errors[precision], "precision": precision} for precision, found in _curves(result).items()]
+    sections = ["", *columns(rows, COLUMNS), "", f"![angle, loss and drift over steps]({name}.png)"]
     about = f"{arguments['body']}, norm={arguments['norm']}, {arguments['steps']} steps of {arguments['images']} images"
     return frame.page_text(result, "What restored activations do to training", about, sections, METHOD)
 
 
-def _figure(rows: list[dict]) -> Figure:
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    angles, losses, drifts = figure.subplots(1, 3)
-    for number, precision in enumerate(dict.fromkeys(row["precision"] for row in rows)):
-        chosen = [row for row in rows if row["precision"] == precision]
-        curve = partial(_curve, chosen, color=f"C{number}")
-        curve(angles, "angle", label=f"restored to stored, {precision}")
-        if "angle_to_float32" in chosen[0]:
-            curve(angles, "angle_to_float32", label=f"stored, {precision} to float32", linestyle=":")
-        curve(losses, "loss_stored", label=f"stored, {precision}", linestyle=":")
-        curve(losses, "loss_restored", label=f"restored, {precision}")
-        curve(drifts, "drift", label=precision)
-    angles.set(yscale="log", title="angle of the gradient, degrees", xlabel="step")
-    losses.set(title="training loss", xlabel="step")
-    drifts.set(yscale="log", title="drift", xlabel="step")
-    for axis in (angles, losses, drifts):
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
-    return figure
+def _curves(result: dict) -> dict[str, dict[str, list]]:
+    """{precision: {name of a quantity: its values over steps}}"""
+    curves: dict[str, dict[str, list]] = {}
+    for row in result["rows"]:
+        of_precision = curves.setdefault(row["precision"], {})
+        for name, value in row.items():
+            of_precision.setdefault(name, []).append(value)
+    return curves
 
 
-def _curve(rows: list[dict], axis: Axes, name: str, *, color: str, label: str, linestyle: str = "-") -> None:
-    steps = [row["step"] for row in rows]
-    axis.plot(steps, [row[name] for row in rows], color=color, label=label, linestyle=linestyle)
+QUANTITIES = {  # {panel: {quantity: (label, style)}}; what has stored activations alone is dotted
+    "angle of the gradient, degrees": {
+        "angle": ("restored to stored, {}", "-"),
+        "angle_to_float32": ("stored, {} to float32", ":"),
+    },
+    "training loss": {"loss_stored": ("stored, {}", ":"), "loss_restored": ("restored, {}", "-")},
+    "drift": {"drift": ("{}", "-")},
+}
 
 
-run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page)
+def pictures(result: dict) -> dict[str, Figure]:
+    """Angles, losses and drifts over steps."""
+    figure, panels = charts.panels(1, 3, (13, 4))
+    for axes, (title, quantities) in zip(panels, QUANTITIES.items(), strict=True):
+        shown = [
+            charts.Series(label.format(precision), found[name], found["step"], f"C{number}", style)
+            for number, (precision, found) in enumerate(_curves(result).items())
+            for name, (label, style) in quantities.items()
+            if name in found
+        ]
+        charts.lines(axes, shown, title=title, xlabel="step", yscale="linear" if title == "training loss" else "log")
+        axes.legend(frameon=False)
+    return {"": figure}
+
+
+run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

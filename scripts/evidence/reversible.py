@@ -8,9 +8,8 @@ measured.
 """
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import torch
 from matplotlib.figure import Figure
@@ -18,83 +17,10 @@ from matplotlib.figure import Figure
 from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
-from scripts.evidence import frame
-from scripts.evidence.frame import MIB, Cells, columns, mib, ratio_of
-from scripts.evidence.reversible_costs import (
-    FORWARD,
-    PUBLISHED,
-    VARIANTS,
-    activations,
-    budget,
-    cifar_steps,
-    depths,
-    segmentation,
-    segmentation_steps,
-)
-
-COLOURS = {"naive": "C7", "blocks": "C1", "sqrt": "C4", "recursive": "C2", "reversible": "C0"}
-
-
-def chart(rows: list[dict]) -> Figure:
-    """What each method keeps, its peak and its operations, over the number of units."""
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    axes = figure.subplots(1, 3)
-    naive = {row["units"]: row["flops"] for row in rows if row["method"] == "naive"}
-    columns = (
-        ("kept for the backward pass, MiB", lambda row: row["kept_bytes"] / MIB),
-        ("peak of a step, MiB", lambda row: row["peak_bytes"] / MIB),
-        ("operations to naive", lambda row: row["flops"] / naive[row["units"]]),
-    )
-    for number, (axis, (title, value)) in enumerate(zip(axes, columns, strict=True)):
-        for method, colour in COLOURS.items():
-            chosen = [row for row in rows if row["method"] == method]
-            axis.plot(
-                [row["units"] for row in chosen], [value(row) for row in chosen], "o-", color=colour, label=method
-            )
-        axis.set_xscale("log", base=2)
-        if number < 2:
-            axis.set_yscale("log")
-        axis.set(title=title, xlabel="units")
-        axis.grid(alpha=0.3)
-    axes[0].legend(frameon=False)
-    return figure
-
-
-BASE = "ResNet-110, std"
-
-
-def budget_section(rows: list[dict], picture: str) -> Iterator[str]:
-    """The table of memory against time, least memory first."""
-    base = next(row["times_ms"] for row in rows if row["method"] == BASE)
-    cells: Cells = {
-        "method": lambda row: row["method"],
-        "kept, MiB": lambda row: mib(row["kept_bytes"]),
-        "peak, MiB": lambda row: mib(row["peak_bytes"]),
-        "time to standard": lambda row: f"{ratio_of(row['times_ms'], base):.2f}",
-    }
-    yield from ("", "## Memory against time", "", f"![memory against time]({picture})", "")
-    yield from columns(sorted(rows, key=lambda row: row["peak_bytes"]), cells)
-
-
-def budget_chart(rows: list[dict]) -> Figure:
-    """Peak memory and time of a step of every method."""
-    base = next(row["times_ms"] for row in rows if row["method"] == BASE)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axis = figure.subplots()
-    for row in rows:
-        ratio = statistics.median(ours / other for ours, other in zip(row["times_ms"], base, strict=True))
-        colour = "C0" if "reversible" in row["method"] else "C3" if "compiled" in row["method"] else "C1"
-        marker = "s" if "inplace" in row["method"] else "o"
-        axis.plot(row["peak_bytes"] / MIB, ratio, marker, color=colour)
-        axis.annotate(
-            row["method"], (row["peak_bytes"] / MIB, ratio), xytext=(5, 4), textcoords="offset points", fontsize=8
-        )
-    axis.set(xscale="log", xlabel="peak of a step, MiB", ylabel="time of a step to standard")
-    least, most = axis.get_xlim()
-    axis.set_xlim(least / 1.2, 2.5 * most)  # room for the names
-    axis.grid(alpha=0.3)
-    return figure
-
+from scripts.evidence import charts, frame
+from scripts.evidence import reversible_costs as costs
+from scripts.evidence.frame import MIB, Columns, columns, judged, mib, ratio_of, section, time_ratio
+from scripts.evidence.reversible_costs import FORWARD, PUBLISHED, VARIANTS
 
 PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 
@@ -119,8 +45,6 @@ METHOD = """
 
 @dataclass
 class ReversibleArguments(frame.Arguments):
-    """Arguments of the benchmark."""
-
     device: str = key("cpu", one_of=("cpu", "cuda"))
     threads: int = key(1, above=0)
     rounds: int = key(15, above=0)
@@ -129,7 +53,6 @@ class ReversibleArguments(frame.Arguments):
     parts: list[str] = field(default_factory=lambda: list(PARTS))
 
     def check(self) -> None:
-        """Raise ValueError for an impossible argument."""
         device_of(self.device)
         frame.check_choices("parts", self.parts, PARTS)
 
@@ -140,33 +63,42 @@ def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
     keep_freed_memory()
     found: dict = {"environment": {"threads": arguments.threads}}
     if "activations" in arguments.parts:
-        found["activations"] = activations()
+        found["activations"] = costs.activations()
         clock.report("activations")
     if "depths" in arguments.parts:
-        found["depths"] = depths()
+        found["depths"] = costs.depths()
         clock.report("depths")
     if "segmentation" in arguments.parts:
-        found["segmentation"] = segmentation()
-        found["segmentation_steps"] = segmentation_steps(arguments.device, arguments.crop_size, arguments.rounds)
+        found["segmentation"] = costs.segmentation()
+        found["segmentation_steps"] = costs.segmentation_steps(arguments.device, arguments.crop_size, arguments.rounds)
         clock.report("segmentation")
     if "steps" in arguments.parts:
-        found["steps"] = cifar_steps(arguments.device, arguments.images, arguments.rounds, clock)
+        found["steps"] = costs.cifar_steps(arguments.device, arguments.images, arguments.rounds, clock)
     if "budget" in arguments.parts:
-        found["budget"] = budget(arguments.device, arguments.images, arguments.rounds)
+        found["budget"] = costs.budget(arguments.device, arguments.images, arguments.rounds)
     return found
 
 
-def page(result: dict, picture: Path) -> str:
-    """Make the page, and draw the chart of Table 1."""
+def page(result: dict, name: str) -> str:
     arguments = result["arguments"]
-    sections = [*frame.target_table(targets(result)), *_steps(result), *_activations(result), *_depths(result, picture)]
-    sections += _segmentation(result)
+    sections = frame.target_table(targets(result))
+    if "steps" in result:
+        sections += section("Time of a step", *columns(_cases(result["steps"]).values(), STEPS))
+    if "activations" in result:
+        title = "Activations kept of a step on 100 CIFAR images"
+        sections += section(title, *columns(result["activations"], ACTIVATIONS))
     if "depths" in result:
-        chart(result["depths"]).savefig(picture, dpi=110)
+        picture = f"![memory and operations over depth]({name}.png)"
+        rows = _relative_to_naive(result["depths"])
+        sections += section("RevNet's Table 1, measured", picture, "", *columns(rows, DEPTHS, left=2))
+    if "segmentation" in result:
+        rows = [{**row, "first": result["segmentation"][0]} for row in result["segmentation"]]
+        sections += section("Segmentation", *columns(rows, SEGMENTATION))
+        sections += ["", *columns(result["segmentation_steps"], SEGMENTATION_STEPS)]
     if "budget" in result:
-        second = picture.with_name(f"{picture.stem}_budget.png")
-        budget_chart(result["budget"]).savefig(second, dpi=110)
-        sections += budget_section(result["budget"], second.name)
+        picture = f"![memory against time]({name}_budget.png)"
+        rows = sorted(_relative_to_standard(result["budget"]), key=lambda row: row["peak_bytes"])
+        sections += section("Memory against time", picture, "", *columns(rows, BUDGET))
     about = f"{arguments['rounds']} rounds; RevNet-38 on {arguments['images']} images of 32x32"
     return frame.page_text(result, "Reversible networks: memory and time", about, sections, METHOD)
 
@@ -177,29 +109,25 @@ def targets(result: dict) -> list[frame.Target]:
     if steps := result.get("steps"):
         flops = {row["variant"]: row["flops"] for row in steps}
         found.append(
-            frame.judged(
-                "operations, once to stored", "at most 1.34", {"": flops["once"] / flops["stored"]}, at_most=1.34
-            )
+            judged("operations, once to stored", "at most 1.34", {"": flops["once"] / flops["stored"]}, at_most=1.34)
         )
-        ratios = {case: _ratio(rows, "once", "stored").median for case, rows in _cases(steps).items()}
-        found.append(frame.judged("time of a step, once to stored", "at most 1.35, better 1.25", ratios, at_most=1.35))
-        ratios = {case: _ratio(rows, "twice", "once").median for case, rows in _cases(steps).items()}
-        found.append(frame.judged("time of a step, twice to once", "at least 1.15", ratios, at_least=1.15))
+        ratios = {case: time_ratio(rows, "once", "stored").median for case, rows in _cases(steps).items()}
+        found.append(judged("time of a step, once to stored", "at most 1.35, better 1.25", ratios, at_most=1.35))
+        ratios = {case: time_ratio(rows, "twice", "once").median for case, rows in _cases(steps).items()}
+        found.append(judged("time of a step, twice to once", "at least 1.15", ratios, at_least=1.15))
     if rows := result.get("activations"):
         for norm, limits in PROTOTYPE.items():
             shares = {row["network"]: row[norm] / limits[row["network"]] for row in rows if row["network"] in limits}
-            found.append(frame.judged(f"activations kept, {norm}, to a prototype's", "at most 1", shares, at_most=1))
+            found.append(judged(f"activations kept, {norm}, to a prototype's", "at most 1", shares, at_most=1))
     if rows := result.get("segmentation"):
         kept = {row["case"]: row["bytes_per_pixel"] for row in rows}
         base = kept["ResNeXt-101, std, stored"]
         for precision, least in (("float32", 8), ("bfloat16", 12)):
             share = {"": base / kept[f"RevNet-104, inplace, reversible, {precision}"]}
             about = f"bytes per pixel of ResNeXt-101, std, to RevNet-104 in place, {precision} branches"
-            found.append(frame.judged(about, f"at least {least}", share, at_least=least, text="{:.1f}"))
-        ratios = {
-            row["norm"]: frame.ratio_of(row["once"], row["stored"]).median for row in result["segmentation_steps"]
-        }
-        found.append(frame.judged("time of a segmentation step, once to stored", "at most 1.45", ratios, at_most=1.45))
+            found.append(judged(about, f"at least {least}", share, at_least=least, text="{:.1f}"))
+        ratios = {row["norm"]: ratio_of(row["once"], row["stored"]).median for row in result["segmentation_steps"]}
+        found.append(judged("time of a segmentation step, once to stored", "at most 1.45", ratios, at_most=1.45))
     return found
 
 
@@ -211,77 +139,108 @@ PROTOTYPE = {
 
 
 def _cases(steps: list[dict]) -> dict[str, dict[str, dict]]:
-    cases: dict[str, dict[str, dict]] = {}
-    for row in steps:
-        cases.setdefault(f"{row['norm']}, {row['layout']}, {row['precision']}", {})[row["variant"]] = row
-    return cases
+    return frame.grouped(steps, ("norm", "layout", "precision"), "variant")
 
 
-def _ratio(rows: dict[str, dict], ours: str, others: str) -> frame.Ratio:
-    return frame.ratio_of(rows[ours]["times_ms"], rows[others]["times_ms"])
+def _relative_to_naive(rows: list[dict]) -> list[dict]:
+    naive = {row["units"]: row["flops"] for row in rows if row["method"] == "naive"}
+    return [{**row, "to_naive": row["flops"] / naive[row["units"]]} for row in rows]
 
 
-def _steps(result: dict) -> Iterator[str]:
-    if "steps" not in result:
-        return
-    titles = ["RevNet-38", *(f"{variant}, ms" for variant in VARIANTS)]
-    titles += ["once to stored", "one more forward pass", "twice to once"]
-    lines = []
-    for case, rows in _cases(result["steps"]).items():
-        medians = [f"{statistics.median(rows[variant]['times_ms']):.0f}" for variant in VARIANTS]
-        limit = 1 + _ratio(rows, FORWARD, "stored").median
-        ratios = [f"{_ratio(rows, 'once', 'stored'):.2f}", f"{limit:.2f}", f"{_ratio(rows, 'twice', 'once'):.2f}"]
-        lines.append([case, *medians, *ratios])
-    yield from ("", "## Time of a step", "", *frame.table(titles, lines))
+def _relative_to_standard(rows: list[dict]) -> list[dict]:
+    (standard_ms,) = (row["times_ms"] for row in rows if row["method"] == "ResNet-110, std")
+    return [{**row, "to_standard": ratio_of(row["times_ms"], standard_ms)} for row in rows]
 
 
-def _activations(result: dict) -> Iterator[str]:
-    if "activations" not in result:
-        return
-    cells: Cells = {
-        "network": lambda row: row["network"],
-        "parameters": lambda row: f"{row['parameters']:,}",
-        "MemCNN's README, MB": lambda row: f"{PUBLISHED[row['network']]:.1f}",
-        "std, MB": lambda row: f"{row['std']:.1f}",
-        "in-place, MB": lambda row: f"{row['inplace']:.1f}",
-    }
-    yield from ("", "## Activations kept of a step on 100 CIFAR images", "", *columns(result["activations"], cells))
+def _median_ms(rows: dict[str, dict], variant: str) -> str:
+    return f"{statistics.median(rows[variant]['times_ms']):.0f}"
 
 
-def _depths(result: dict, picture: Path) -> Iterator[str]:
-    if "depths" not in result:
-        return
-    naive = {row["units"]: row["flops"] for row in result["depths"] if row["method"] == "naive"}
-    cells: Cells = {
-        "units": lambda row: str(row["units"]),
-        "method": lambda row: row["method"],
-        "kept, MiB": lambda row: mib(row["kept_bytes"], 2),
-        "peak, MiB": lambda row: mib(row["peak_bytes"], 2),
-        "operations to naive": lambda row: f"{row['flops'] / naive[row['units']]:.2f}",
-    }
-    yield from ("", "## RevNet's Table 1, measured", "", f"![memory and operations over depth]({picture.name})", "")
-    yield from columns(result["depths"], cells, left=2)
+STEPS: Columns = [
+    ("RevNet-38", lambda rows: "{norm}, {layout}, {precision}".format_map(rows[FORWARD])),
+    *((f"{variant}, ms", partial(_median_ms, variant=variant)) for variant in VARIANTS),
+    ("once to stored", lambda rows: f"{time_ratio(rows, 'once', 'stored'):.2f}"),
+    ("one more forward pass", lambda rows: f"{1 + time_ratio(rows, FORWARD, 'stored').median:.2f}"),
+    ("twice to once", lambda rows: f"{time_ratio(rows, 'twice', 'once'):.2f}"),
+]
+ACTIVATIONS: Columns = [
+    ("network", "{network}"),
+    ("parameters", "{parameters:,}"),
+    ("MemCNN's README, MB", lambda row: f"{PUBLISHED[row['network']]:.1f}"),
+    ("std, MB", "{std:.1f}"),
+    ("in-place, MB", "{inplace:.1f}"),
+]
+DEPTHS: Columns = [
+    ("units", "{units}"),
+    ("method", "{method}"),
+    ("kept, MiB", lambda row: mib(row["kept_bytes"], 2)),
+    ("peak, MiB", lambda row: mib(row["peak_bytes"], 2)),
+    ("operations to naive", "{to_naive:.2f}"),
+]
+SEGMENTATION: Columns = [
+    ("with a DeepLabV3 head, output stride 8", "{case}"),
+    ("bytes per pixel", "{bytes_per_pixel:,}"),
+    ("less than ResNeXt-101, std", lambda row: f"{row['first']['bytes_per_pixel'] / row['bytes_per_pixel']:.1f}x"),
+]
+SEGMENTATION_STEPS: Columns = [
+    ("RevNet-104", "{norm}"),
+    ("stored, ms", lambda row: f"{statistics.median(row['stored']):.0f}"),
+    ("once, ms", lambda row: f"{statistics.median(row['once']):.0f}"),
+    ("once to stored", lambda row: f"{ratio_of(row['once'], row['stored']):.2f}"),
+    ("angle, float32", "{angle_float32:.4f}"),
+    ("angle, bfloat16", "{angle_bfloat16:.2f} (stored: {angle_bfloat16_stored:.2f})"),
+]
+BUDGET: Columns = [
+    ("method", "{method}"),
+    ("kept, MiB", lambda row: mib(row["kept_bytes"])),
+    ("peak, MiB", lambda row: mib(row["peak_bytes"])),
+    ("time to standard", "{to_standard:.2f}"),
+]
+COLOURS = {"naive": "C7", "blocks": "C1", "sqrt": "C4", "recursive": "C2", "reversible": "C0"}
 
 
-def _segmentation(result: dict) -> Iterator[str]:
-    if "segmentation" not in result:
-        return
-    base = result["segmentation"][0]["bytes_per_pixel"]
-    kept: Cells = {
-        "with a DeepLabV3 head, output stride 8": lambda row: row["case"],
-        "bytes per pixel": lambda row: f"{row['bytes_per_pixel']:,}",
-        "less than ResNeXt-101, std": lambda row: f"{base / row['bytes_per_pixel']:.1f}x",
-    }
-    yield from ("", "## Segmentation", "", *columns(result["segmentation"], kept))
-    steps: Cells = {
-        "RevNet-104": lambda row: row["norm"],
-        "stored, ms": lambda row: f"{statistics.median(row['stored']):.0f}",
-        "once, ms": lambda row: f"{statistics.median(row['once']):.0f}",
-        "once to stored": lambda row: f"{ratio_of(row['once'], row['stored']):.2f}",
-        "angle, float32": lambda row: f"{row['angle_float32']:.4f}",
-        "angle, bfloat16": lambda row: f"{row['angle_bfloat16']:.2f} (stored: {row['angle_bfloat16_stored']:.2f})",
-    }
-    yield from ("", *columns(result["segmentation_steps"], steps))
+def pictures(result: dict) -> dict[str, Figure]:
+    found = {}
+    if "depths" in result:
+        found[""] = depth_chart(_relative_to_naive(result["depths"]))
+    if "budget" in result:
+        found["_budget"] = budget_chart(_relative_to_standard(result["budget"]))
+    return found
 
 
-run, main = frame.benchmark("bench_reversible", ReversibleArguments, measure, page)
+def depth_chart(rows: list[dict]) -> Figure:
+    """What each method keeps, its peak and its operations, over the number of units."""
+    figure, panels = charts.panels(1, 3, (12, 4))
+    shown = [
+        ("kept for the backward pass, MiB", "log", lambda row: row["kept_bytes"] / MIB),
+        ("peak of a step, MiB", "log", lambda row: row["peak_bytes"] / MIB),
+        ("operations to naive", "linear", lambda row: row["to_naive"]),
+    ]
+    for axes, (title, scale, value) in zip(panels, shown, strict=True):
+        lines = []
+        for method, colour in COLOURS.items():
+            own = [row for row in rows if row["method"] == method]
+            lines.append(charts.Series(method, list(map(value, own)), [row["units"] for row in own], colour, "o-"))
+        charts.lines(axes, lines, title=title, xlabel="units", yscale=scale)
+        axes.set_xscale("log", base=2)
+    charts.legend(figure, columns=5)
+    return figure
+
+
+def budget_chart(rows: list[dict]) -> Figure:
+    """Peak memory and time of a step of every method."""
+    figure, (axes,) = charts.panels(1, 1, (8, 5))
+    shown = []
+    for row in rows:
+        method = row["method"]
+        colour = "C0" if "reversible" in method else "C3" if "compiled" in method else "C1"
+        style = "s" if "inplace" in method else "o"
+        x, y = [row["peak_bytes"] / MIB], [row["to_standard"].median]
+        shown.append(charts.Series(method, y, x, colour, style, [method]))
+    charts.points(axes, shown, xscale="log", xlabel="peak of a step, MiB", ylabel="time of a step to standard")
+    least, most = axes.get_xlim()
+    axes.set_xlim(least / 1.2, 2.5 * most)  # room for the names
+    return figure
+
+
+run, main = frame.benchmark("bench_reversible", ReversibleArguments, measure, page, pictures)

@@ -1,6 +1,7 @@
 """What reversible networks keep for the backward pass (RevNet's Table 1), and the time of their steps."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from models import bodies
 from models.bodies import RevNet, resnet110_cifar, revnet38_cifar, revnet104, revnet110_cifar
@@ -19,8 +19,8 @@ from models.layers import ABN, InPlaceABN, run_reversibly
 from models.layers.norms.backends.compiled import compiler_available
 from models.layers.saved import kept_bytes
 from models.recomputation import RECOMPUTE, choose_recomputation
-from scripts.evidence import frame
-from scripts.evidence.measuring import compiled, peak_bytes, timed
+from scripts.evidence import frame, measuring
+from scripts.evidence.measuring import autocast, compiled, operations_of, peak_bytes, timed, training_step
 from scripts.evidence.strategy_table import CROP_SIZE, kept_by_segmentation, segmentation_network
 
 NORMS: dict[str, Callable[[int], nn.Module]] = {"std": partial(ABN, activation="relu"), "inplace": InPlaceABN}
@@ -57,11 +57,9 @@ def activations() -> list[dict]:
 def segmentation() -> list[dict]:
     """Bytes per input pixel kept by RevNet-104 with a DeepLabV3 head, beside ResNeXt-101."""
     rows = [bytes_per_pixel("ResNeXt-101", bodies.resnext101, norm, "float32") for norm in NORMS]
-    for norm in NORMS:
-        for reversible in (False, True):
-            build = partial(bodies.revnet104, keep_activations=not reversible)
-            for precision in ("float32", "bfloat16"):
-                rows.append(bytes_per_pixel("RevNet-104", build, norm, precision, reversible))
+    for norm, reversible, precision in itertools.product(NORMS, (False, True), measuring.PRECISIONS):
+        build = partial(bodies.revnet104, keep_activations=not reversible)
+        rows.append(bytes_per_pixel("RevNet-104", build, norm, precision, reversible))
     return rows
 
 
@@ -121,10 +119,9 @@ def depths() -> list[dict]:
             kept = kept_bytes(units, lambda: run(x * 1), [])  # noqa: B023
             step = lambda: run(x * 1).sum().backward()  # noqa: E731, B023
             step()  # gradients exist, so that they are not in the peak
-            with FlopCounterMode(display=False) as counter:
-                step()
+            operations = operations_of(step)
             row = {"units": count, "method": method, "kept_bytes": kept, "peak_bytes": peak_bytes(step, "cpu")}
-            rows.append({**row, "flops": counter.get_total_flops()})
+            rows.append({**row, "flops": operations})
     return rows
 
 
@@ -138,9 +135,9 @@ def budget(device: str, images: int, rounds: int) -> list[dict]:
     steps: dict[str, Callable[[], object]] = {}
     rows = []
     for title, (network, run) in candidates(device).items():
-        loss = partial(_loss, run, pixels, labels)
+        loss = partial(loss_of, run, pixels, labels, "float32")
         row = {"method": title, "kept_bytes": None if run is not network else kept_bytes(network, loss, [pixels])}
-        step = partial(_budget_step, network, loss)
+        step = partial(training_step, network, loss)
         step()  # gradients exist; compiles
         rows.append({**row, "peak_bytes": peak_bytes(step, device, network)})
         steps[title] = step
@@ -164,16 +161,6 @@ def candidates(device: str) -> dict[str, tuple[nn.Module, Callable[[Tensor], Ten
             title = f"ResNet-110, std, compiled, budget {share:g}"
             found[title] = network, compiled(network, "inductor", share)
     return found
-
-
-def _loss(forward: Callable[[Tensor], Tensor], pixels: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(forward(pixels), labels)
-
-
-def _budget_step(network: nn.Module, forward: Callable[[], torch.Tensor]) -> None:
-    loss = forward()
-    network.zero_grad()
-    loss.backward()
 
 
 VARIANTS = ("stored", "once", "twice")
@@ -209,26 +196,22 @@ def variants(network: RevNet) -> dict[str, nn.Module]:
 def cifar_steps(device: str, count: int, rounds: int, clock: frame.Clock) -> list[dict]:
     """Steps of RevNet-38 on `count` images, in every norm, layout and precision."""
     rows = []
-    for norm in NORMS:
-        for layout in ("contiguous", "channels_last"):
-            for precision in ("float32", "bfloat16"):
-                torch.manual_seed(0)
-                network = revnet38_cifar(NORMS[norm], classes=10)
-                network.to(device, memory_format=_format(layout))  # type: ignore[call-overload]  # torch's hints lack it
-                images = torch.randn(count, 3, 32, 32, device=device).to(memory_format=_format(layout))
-                labels = torch.randint(10, (count,), device=device)
-                networks = variants(network)
-                steps: dict[str, Callable[[], object]] = {
-                    name: partial(_step, networks[name], images, labels, precision) for name in VARIANTS
-                }
-                steps[FORWARD] = partial(_forward, networks["stored"], images, labels, precision)
-                times_ms = timed(steps, rounds, device)
-                case = {"norm": norm, "layout": layout, "precision": precision}
-                rows += [
-                    {**case, "variant": name, "times_ms": times_ms[name], "flops": _flops(steps[name])}
-                    for name in steps
-                ]
-                clock.report(", ".join(case.values()))
+    for norm, layout, precision in itertools.product(NORMS, measuring.LAYOUTS, measuring.PRECISIONS):
+        torch.manual_seed(0)
+        network = revnet38_cifar(NORMS[norm], classes=10)
+        network.to(device, memory_format=measuring.LAYOUTS[layout])  # type: ignore[call-overload]  # torch's hints lack it
+        images = torch.randn(count, 3, 32, 32, device=device).to(memory_format=measuring.LAYOUTS[layout])
+        labels = torch.randint(10, (count,), device=device)
+        networks = variants(network)
+        steps: dict[str, Callable[[], object]] = {
+            name: partial(step_of, networks[name], images, labels, precision) for name in VARIANTS
+        }
+        steps[FORWARD] = partial(loss_of, networks["stored"], images, labels, precision)
+        times_ms = timed(steps, rounds, device)
+        case = {"norm": norm, "layout": layout, "precision": precision}
+        for name, step in steps.items():
+            rows.append({**case, "variant": name, "times_ms": times_ms[name], "flops": operations_of(step)})
+        clock.report(", ".join(case.values()))
     return rows
 
 
@@ -242,14 +225,14 @@ def segmentation_steps(device: str, crop_size: int, rounds: int) -> list[dict]:
         stored.load_state_dict(once.state_dict())
         images = torch.randn(2, 3, crop_size, crop_size, device=device)
         labels = torch.randint(19, (2, crop_size, crop_size), device=device)
-        exact = _gradient(stored, images, labels, "float32")
+        exact = gradient_of(stored, images, labels, "float32")
         angles = {
-            "angle_float32": angle(_gradient(once, images, labels, "float32"), exact),
-            "angle_bfloat16": angle(_gradient(once, images, labels, "bfloat16"), exact),
-            "angle_bfloat16_stored": angle(_gradient(stored, images, labels, "bfloat16"), exact),
+            "angle_float32": angle(gradient_of(once, images, labels, "float32"), exact),
+            "angle_bfloat16": angle(gradient_of(once, images, labels, "bfloat16"), exact),
+            "angle_bfloat16_stored": angle(gradient_of(stored, images, labels, "bfloat16"), exact),
         }
         steps = {
-            name: partial(_step, network, images, labels, "float32")
+            name: partial(step_of, network, images, labels, "float32")
             for name, network in (("stored", stored), ("once", once))
         }
         rows.append({"norm": norm, **timed(steps, rounds, device), **angles})
@@ -263,27 +246,16 @@ def angle(gradient: Tensor, exact: Tensor) -> float:
     return 2 * math.degrees(math.asin(min(1.0, sine.item())))
 
 
-def _forward(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> Tensor:
-    with torch.autocast(images.device.type, torch.bfloat16, enabled=precision == "bfloat16"):
-        return F.cross_entropy(network(images), labels)
+def loss_of(forward: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, precision: str) -> Tensor:
+    with autocast(images.device.type, precision):
+        return F.cross_entropy(forward(images), labels)
 
 
-def _step(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> None:
-    loss = _forward(network, images, labels, precision)
-    network.zero_grad()
-    loss.backward()
+def step_of(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> Tensor:
+    return training_step(network, partial(loss_of, network, images, labels, precision))
 
 
-def _gradient(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> Tensor:
-    _step(network, images, labels, precision)
+def gradient_of(network: nn.Module, images: Tensor, labels: Tensor, precision: str) -> Tensor:
+    """The gradients of all parameters, flattened."""
+    step_of(network, images, labels, precision)
     return torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
-
-
-def _flops(step: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
-
-
-def _format(layout: str) -> torch.memory_format:
-    return torch.channels_last if layout == "channels_last" else torch.contiguous_format

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from engine.configuration.command_line import configured
 from engine.planner.made_tensors import MadeTensors
@@ -33,6 +32,8 @@ from models.layers.norms.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS
 from models.layers.saved import kept_bytes, saved_for_backward
 from models.recomputation import RECOMPUTE, choose_recomputation
 from models.segmentation import SegmentationNetwork
+from scripts.evidence import frame
+from scripts.evidence.measuring import autocast, operations_of
 
 
 class Cost(NamedTuple):
@@ -53,52 +54,40 @@ def segmentation_network(
     return network
 
 
-def segmentation_loss(
-    build: Callable[..., Body],
-    norm_act: Callable[[int], nn.Module],
-    crops: int,
-    crop_size: int,
-    recompute: str = "none",
-) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A `segmentation_network`, and a function: its loss of square crops."""
-    network = segmentation_network(build, norm_act, recompute)
+def cost(
+    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str, crop_size: int = 512
+) -> Cost:
+    """Cost of a step of a `segmentation_network` in float32, measured on fake tensors."""
+    crops = 2
+    pixels = crops * crop_size**2
 
     def loss() -> Tensor:
         images = torch.zeros(crops, 3, crop_size, crop_size)
         labels = torch.zeros(crops, crop_size, crop_size, dtype=torch.long)
         return F.cross_entropy(network(images), labels)
 
-    return network, loss
-
-
-def cost(
-    build: Callable[..., Body], norm_act: Callable[[int], nn.Module], recompute: str, crop_size: int = 512
-) -> Cost:
-    """Cost of a step of `segmentation_loss` in float32, measured on fake tensors."""
-    crops = 2
-    pixels = crops * crop_size**2
     with FakeTensorMode():
-        network, forward = segmentation_loss(build, norm_act, crops, crop_size, recompute)
+        network = segmentation_network(build, norm_act, recompute)
         with MadeTensors() as made:
-            loss = forward()
+            result = loss()
             kept = made.bytes
-            loss.backward()
+            result.backward()
         network.zero_grad()
-        with FlopCounterMode(display=False) as counter:  # by itself, because it keeps tensors
-            forward().backward()
-    return Cost(round(kept / pixels), round(made.peak / pixels), counter.get_total_flops())
+        operations = operations_of(lambda: loss().backward())  # by itself, because counting keeps tensors
+    return Cost(round(kept / pixels), round(made.peak / pixels), operations)
 
 
 def recomputation_table(build: Callable[..., Body], norms: Mapping[str, Callable[[int], nn.Module]]) -> str:
     """The cost of a body with every norm and choice in Markdown; `norms`: {norm: channels -> norm and activation}."""
-    lines = ["| `norm=` | `trainer.recompute=` | kept | peak | operations |", "|---|---|---:|---:|---:|"]
+    lines = []
     for norm, norm_act in norms.items():
-        stored = cost(build, norm_act, "none")
-        for recompute in RECOMPUTE:
-            kept, peak, operations = cost(build, norm_act, recompute)
-            cells = _relative(kept, stored.kept), _relative(peak, stored.peak), f"{operations / stored.operations:.2f}"
-            lines.append(f"| {norm} | {recompute} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        costs = {recompute: cost(build, norm_act, recompute) for recompute in RECOMPUTE}
+        stored = costs["none"]
+        for recompute, (kept, peak, operations) in costs.items():
+            memory = _relative(kept, stored.kept), _relative(peak, stored.peak)
+            lines.append([norm, recompute, *memory, f"{operations / stored.operations:.2f}"])
+    titles = ["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"]
+    return "\n".join(frame.table(titles, lines, left=2))
 
 
 def _relative(value: int, stored: int) -> str:
@@ -165,16 +154,18 @@ def measure(norm: str) -> Row:
 def table(rows: list[Row]) -> str:
     """The comparison in Markdown."""
     standard = rows[0].activation_bytes
-    lines = [
-        "| Figure 2 | strategy | `norm=` | keeps | bytes of activations kept | recomputes in the backward pass |",
-        "|---|---|---|---|---|---|",
+    shown: frame.Columns = [
+        ("Figure 2", lambda row: STRATEGIES[row.norm][0]),
+        ("strategy", lambda row: STRATEGIES[row.norm][1]),
+        ("`norm=`", lambda row: row.norm),
+        ("keeps", lambda row: ", ".join(row.buffers + row.statistics)),
+        (
+            "bytes of activations kept",
+            lambda row: f"{row.activation_bytes:,} bytes ({row.activation_bytes / standard:.2f})",
+        ),
+        ("recomputes in the backward pass", lambda row: ", ".join(row.recomputed) or "–"),
     ]
-    for row in rows:
-        letter, title, _ = STRATEGIES[row.norm]
-        kept = ", ".join(row.buffers + row.statistics)
-        share = f"{row.activation_bytes:,} bytes ({row.activation_bytes / standard:.2f})"
-        lines.append(f"| {letter} | {title} | {row.norm} | {kept} | {share} | {', '.join(row.recomputed) or '–'} |")
-    return "\n".join(lines)
+    return "\n".join(frame.columns(rows, shown, left=len(shown)))
 
 
 def kept_by_segmentation(
@@ -189,7 +180,7 @@ def kept_by_segmentation(
         network = segmentation_network(build, norm_act)
         images = torch.empty(crops, 3, CROP_SIZE, CROP_SIZE)
         labels = torch.empty(crops, CROP_SIZE, CROP_SIZE, dtype=torch.long)
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        with autocast("cpu", precision):
             left_out = [] if with_images else [images]
             return kept_bytes(network, lambda: F.cross_entropy(network(images), labels), left_out)
 
@@ -201,24 +192,23 @@ def bytes_per_pixel(norm: str, body: str) -> int:
 
 def network_table(kept: dict[str, dict[str, int]]) -> str:
     """{body: {norm: bytes per pixel}} in Markdown."""
-    lines = ["| strategy | `norm=` | " + " | ".join(kept) + " |", "|---|---|" + "---|" * len(kept)]
-    for norm, (_, title, _) in STRATEGIES.items():
-        cells = [f"{of_body[norm]:,} ({of_body['std'] / of_body[norm]:.2f}x less)" for of_body in kept.values()]
-        lines.append(f"| {title} | {norm} | " + " | ".join(cells) + " |")
-    return "\n".join(lines).replace(" (1.00x less)", "")
+    lines = [
+        [title, norm, *(_relative(of_body[norm], of_body["std"]) for of_body in kept.values())]
+        for norm, (_, title, _) in STRATEGIES.items()
+    ]
+    return "\n".join(frame.table(["strategy", "`norm=`", *kept], lines, left=2 + len(kept)))
 
 
 def range_table() -> str:
     """The range of y that each activation's inverse can return, in Markdown."""
-    lines = [
-        "| activation | float64 gradients exact to 1e-10 | y after the clamp: float32 | bfloat16 | float16 |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for name in INVERTIBLE_ACTIVATIONS:
-        activation = Activation(name, 1.0)
-        clamped = [invertible_range(activation, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-        lines.append("| " + " | ".join([name, *map(_interval, [EXACT_RANGES[name], *clamped])]) + " |")
-    return "\n".join(lines)
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        clamped = [invertible_range(Activation(name, 1.0), dtype) for dtype in dtypes]
+        lines.append([name, *map(_interval, [EXACT_RANGES[name], *clamped])])
+    exact = "float64 gradients exact to 1e-10"
+    titles = ["activation", exact, "y after the clamp: float32", "bfloat16", "float16"]
+    return "\n".join(frame.table(titles, lines, left=len(titles)))
 
 
 def _interval(bounds: tuple[float, float]) -> str:
@@ -289,13 +279,10 @@ class NoKeys:
 
 @configured("strategy_table", NoKeys)
 def main(_: DictConfig) -> None:
-    print(table([measure(norm) for norm in STRATEGIES]))
-    print()
-    print(network_table({body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}))
-    print()
-    print(recomputation_table(resnext101, RECOMPUTED_NORMS))
-    print()
-    print(range_table())
+    kept = {body: {norm: bytes_per_pixel(norm, body) for norm in STRATEGIES} for body in BODIES}
+    strategies = table([measure(norm) for norm in STRATEGIES])
+    networks, recomputed = network_table(kept), recomputation_table(resnext101, RECOMPUTED_NORMS)
+    print(strategies, networks, recomputed, range_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
@@ -26,7 +25,7 @@ from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from scripts.compare_runs import Run
-from scripts.evidence import papers
+from scripts.evidence import charts, papers
 from scripts.evidence.frame import MIB, table
 
 GIB = 2**30
@@ -287,31 +286,20 @@ def chart(runs: list[Finished]) -> Figure:
     groups: dict[tuple[str, ...], list[Finished]] = {}
     for run in runs:
         groups.setdefault(tuple(run.classes()), []).append(run)
-    figure = Figure(figsize=(12, 4.2 * len(groups)), layout="constrained")
-    panels = figure.subplots(len(groups), 2, width_ratios=(1, 2), squeeze=False)
-    for (curves, bars), (classes, own) in zip(panels, groups.items(), strict=True):
-        _curves(curves, own)
-        _bars(bars, own, classes)
+    figure, panels = charts.panels(len(groups), 2, (12, 4.2 * len(groups)), width_ratios=(1, 2))
+    for left, right, (classes, own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):
+        scores, curves, bars = own[0].scores, [], []
+        for run in own:
+            label, (steps, values) = f"{run.folder.parent.name}/{run.name}", run.curve("val", scores.best)
+            of_classes = run.results[scores.of_classes]
+            curves.append(charts.Series(label, [100 * value for value in values], steps))
+            bars.append(charts.Series(label, [100 * (of_classes[name] or 0) for name in classes]))
+        charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title}")
+        left.legend(fontsize=7)
+        about = f"{scores.of_classes.replace('iou', 'IoU')} of each class, %"
+        charts.bars(right, classes, bars, rotation=60, ylabel=about)
+        right.tick_params(axis="x", labelsize=7)
     return figure
-
-
-def _curves(axes: Axes, runs: list[Finished]) -> None:
-    for run in runs:
-        steps, values = run.curve("val", run.scores.best)
-        axes.plot(steps, [100 * value for value in values], label=f"{run.folder.parent.name}/{run.name}")
-    axes.set_xlabel("steps")
-    axes.set_ylabel(f"validation {runs[0].scores.best_title}")
-    axes.legend(fontsize=7)
-
-
-def _bars(axes: Axes, runs: list[Finished], classes: tuple[str, ...]) -> None:
-    width = 0.8 / len(runs)
-    for number, run in enumerate(runs):
-        values = run.results[run.scores.of_classes]
-        places = [index + (number - (len(runs) - 1) / 2) * width for index in range(len(classes))]
-        axes.bar(places, [100 * (values[name] or 0) for name in classes], width)
-    axes.set_xticks(range(len(classes)), classes, rotation=60, ha="right", fontsize=7)
-    axes.set_ylabel(f"{runs[0].scores.of_classes.replace('iou', 'IoU')} of each class, %")
 
 
 @configured("tables", Tables)

@@ -6,11 +6,9 @@ Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page a
 """
 
 import statistics
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from datasets import synthetic
@@ -137,15 +135,14 @@ def _row(name: str, starts: list[dict]) -> dict:
     return {"switch": name, **starts[0], **each}
 
 
-def page(result: dict, _: Path) -> str:
+def page(result: dict, _: str) -> str:
     arguments = result["arguments"]
     about = (
         f"{arguments['recipe'] or 'the default network'}, minibatches of {arguments['crops']} crops of "
         f"{arguments['crop_size']} pixels in float32, {_plural(arguments['starts'], 'start')} of "
         f"{_plural(arguments['rounds'], 'round')}"
     )
-    judged = targets(result)
-    sections = [*(frame.target_table(judged) if judged else ()), *_switches(result)]
+    sections = [*frame.target_table(targets(result)), *_switches(result)]
     return frame.page_text(result, "Speed of training steps", about, sections, METHOD)
 
 
@@ -195,23 +192,26 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def _switches(result: dict) -> Iterator[str]:
+def _switches(result: dict) -> list[str]:
     """The table of switches."""
-    titles = ["switch", "step, ms", "time to default", "saved, MiB", "peak, MiB", "process, MiB", "loss"]
-    lines, default = [], {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
-    for row in result["rows"]:
-        median_ms = statistics.median(ms for times in row["times_ms"] for ms in times)
-        ratio = "1" if row is default else spread(row, default)
-        memory = [
-            f"{row['saved_bytes'] / frame.MIB:.1f}",
-            f"{row['peak_bytes'] / frame.MIB:.1f}",
-            f"{row['process_mib'][0]:.0f}",
-        ]
-        lines.append([code(row["switch"]), f"{median_ms:.0f}", ratio, *memory, f"{row['loss']:.4f}"])
+    default = {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
+    shown: frame.Columns = [
+        ("switch", lambda row: code(row["switch"])),
+        ("step, ms", median_ms),
+        ("time to default", lambda row: "1" if row is default else spread(row, default)),
+        ("saved, MiB", lambda row: frame.mib(row["saved_bytes"])),
+        ("peak, MiB", lambda row: frame.mib(row["peak_bytes"])),
+        ("process, MiB", lambda row: f"{row['process_mib'][0]:.0f}"),
+        ("loss", "{loss:.4f}"),
+    ]
+    lines = frame.columns(result["rows"], shown)
     for entry in result["left_out"]:
-        lines.append([code(entry["switch"]), f"not measured: {entry['reason']}", *[""] * 5])
-    if lines:
-        yield from ("", "## Switches", "", *frame.table(titles, lines))
+        lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} |" + "  |" * 5)
+    return frame.section("Switches", *lines) if len(lines) > 2 else []
+
+
+def median_ms(row: dict) -> str:
+    return f"{statistics.median(ms for times in row['times_ms'] for ms in times):.0f}"
 
 
 def ratio(row: dict, default: dict) -> float:

@@ -22,7 +22,7 @@ from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from models.layers.norms.backends import check_backend
-from scripts.evidence.abn.page import page
+from scripts.evidence.abn.page import page, pictures
 from scripts.evidence.abn.strategies import (
     BLOCKS,
     COPY,
@@ -31,7 +31,6 @@ from scripts.evidence.abn.strategies import (
     HOST,
     HOST_SIZE,
     LARGE,
-    LAYOUTS,
     NETWORK_IMAGES,
     STANDARD,
     Cell,
@@ -41,7 +40,7 @@ from scripts.evidence.abn.strategies import (
     strategies,
 )
 from scripts.evidence.frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
-from scripts.evidence.measuring import Step, captured, compiled, peak_bytes, timer
+from scripts.evidence.measuring import LAYOUTS, Step, captured, compiled, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
@@ -226,4 +225,4 @@ def _alone_in_a_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-run, main = benchmark("bench_abn", AbnArguments, measure, page)
+run, main = benchmark("bench_abn", AbnArguments, measure, page, pictures)

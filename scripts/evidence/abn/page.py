@@ -1,14 +1,14 @@
 """The page and the chart of `abn`, made from its record alone."""
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from scripts.evidence import charts, frame
 from scripts.evidence.abn.strategies import (
+    BLOCKS,
     BUDGET,
     CHECKPOINTING_B,
     CHECKPOINTING_C,
@@ -20,7 +20,7 @@ from scripts.evidence.abn.strategies import (
     PACKAGE,
     STANDARD,
 )
-from scripts.evidence.frame import MIB, MISS, PASS, Ratio, Target, judged, page_text, ratio_of, table, target_table
+from scripts.evidence.frame import MIB, MISS, PASS, Columns, Target, columns, judged, mib, ratio_of, section, time_ratio
 
 SHOWN, PASS_IN_PART = "shown", "reached where measured"
 
@@ -33,11 +33,17 @@ EAGER = f"{INPLACE_2}, eager backend"
 
 
 def by_cell(rows: list[dict]) -> list[Rows]:
-    cells: dict[tuple, Rows] = {}
-    for row in rows:
-        key = tuple(row[part] for part in ("group", "shape", "layout", "dtype"))
-        cells.setdefault(key, {})[row["strategy"]] = row
-    return list(cells.values())
+    return list(frame.grouped(rows, ("group", "shape", "layout", "dtype"), "strategy").values())
+
+
+def by_kind(cells: Iterable[Rows]) -> dict[str, list[Rows]]:
+    """The cells of each group, layout and dtype, by their title."""
+    kinds: dict[str, list[Rows]] = {}
+    for cell in cells:
+        standard = cell[STANDARD]
+        title = f"{TITLES[standard['group']]}, {standard['layout']}, {standard['dtype']}"
+        kinds.setdefault(title, []).append(cell)
+    return kinds
 
 
 def targets(rows: list[dict], left_out: list[dict]) -> list[Target]:
@@ -45,7 +51,7 @@ def targets(rows: list[dict], left_out: list[dict]) -> list[Target]:
     missing = any(entry["strategy"] in ("all", STANDARD, INPLACE_2) for entry in left_out)
     return [
         target._replace(verdict=PASS_IN_PART) if missing and target.verdict == PASS else target
-        for target in _targets([cell for cell in by_cell(rows) if STANDARD in cell])
+        for target in _targets(by_cell(rows))
     ]
 
 
@@ -63,7 +69,7 @@ def _targets(cells: list[Rows]) -> list[Target]:
     packages = [cell for cell in chosen("bn_act") if PACKAGE in cell]
     against_package = "in-place II against the released package"
     share = PASSES_OVER_MEMORY / PASSES_OF_A_COPY
-    bandwidth = {_name(c): share / _ratio(c, INPLACE_2, COPY) for c in cuda if _mib(c) > 256}
+    bandwidth = {_name(c): share / time_ratio(c, INPLACE_2, COPY).median for c in cuda if _mib(c) > 256}
     return [
         _saved(chosen("bn_act_conv")),
         _order(chosen("bn_act_conv")),
@@ -103,13 +109,9 @@ def _is_slow(cell: Rows) -> bool:
     return cell[STANDARD]["median_ms"] > 0.1
 
 
-def _ratio(cell: Rows, ours: str, other: str) -> float:
-    return ratio_of(cell[ours]["times_ms"], cell[other]["times_ms"]).median
-
-
 def _ratios(cells: Iterable[Rows], ours: str = INPLACE_2) -> dict[str, float]:
     """Time relative to standard, by cell name."""
-    return {_name(cell): _ratio(cell, ours, STANDARD) for cell in cells if ours in cell}
+    return {_name(cell): time_ratio(cell, ours, STANDARD).median for cell in cells if ours in cell}
 
 
 def _package_ratios(cells: list[Rows], device: str) -> dict[str, float]:
@@ -175,7 +177,7 @@ def _network(cells: list[Rows]) -> Target:
     cells = [cell for cell in cells if COMPILED in cell and INPLACE_COMPILED in cell]
     if not cells:
         return target
-    ratio = _ratio(cells[0], INPLACE_COMPILED, COMPILED)
+    ratio = time_ratio(cells[0], INPLACE_COMPILED, COMPILED).median
     share = cells[0][INPLACE_COMPILED]["saved_bytes"] / cells[0][COMPILED]["saved_bytes"]
     verdict = PASS if ratio <= 0.9 and share <= 0.55 else MISS
     return target._replace(measured=f"{ratio:.2f} at {share:.3f} of the saved bytes", verdict=verdict)
@@ -189,16 +191,15 @@ TITLES = {
     "host_eval": "Host time of BN + ACT, inference",
 }
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = {
-    STANDARD: "#000000",
-    COMPILED: "#999999",
-    BUDGET: "#F0E442",
-    CHECKPOINTING_B: "#D55E00",
-    CHECKPOINTING_C: "#E69F00",
-    INPLACE_1: "#56B4E9",
-    INPLACE_2: "#0072B2",
-    PACKAGE: "#CC79A7",
+    STANDARD: charts.BLACK,
+    COMPILED: charts.GREY,
+    BUDGET: charts.YELLOW,
+    CHECKPOINTING_B: charts.VERMILION,
+    CHECKPOINTING_C: charts.ORANGE,
+    INPLACE_1: charts.SKY,
+    INPLACE_2: charts.BLUE,
+    PACKAGE: charts.PURPLE,
 }
 
 METHOD = f"""
@@ -229,33 +230,28 @@ METHOD = f"""
 """
 
 
-def page(result: dict, picture: Path) -> str:
-    """Make the page, and draw its chart to `picture` unless only host time was measured."""
-    if _shapes(result["rows"]):
-        chart(result["rows"]).savefig(picture, dpi=110)
-    return markdown(result, picture.name)
-
-
-def markdown(result: dict, picture: str) -> str:
+def page(result: dict, name: str) -> str:
     arguments, rows = result["arguments"], result["rows"]
     device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
     overview = [
-        *["", "## Summary", ""],
-        *["Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:", ""],
-        *summary(rows),
-        *["", f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({picture})"],
+        *section(
+            "Summary", "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
+        ),
+        *["", *summary(rows), ""],
+        f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({name}.png)",
     ]
     graphs = ["", "Times are of replayed CUDA graphs, without the time to launch kernels."]
     sections = [
         *(graphs if arguments["graphs"] else []),
-        *target_table(targets(rows, result["left_out"])),
+        *frame.target_table(targets(rows, result["left_out"])),
         *["", "A target counts as reached if every shape, layout and dtype that it covers reaches it."],
         *(overview if _shapes(rows) else []),
-        *_tables(by_cell(rows)),
-        *_left_out(result["left_out"]),
     ]
+    for title, cells in by_kind(by_cell(rows)).items():
+        sections += section(title, *columns((row for cell in cells for row in cell.values()), COLUMNS, left=3))
+    sections += _left_out(result["left_out"])
     title = f"BN + ACT (+ CONV) on {device}: time and memory of every strategy"
-    return page_text(result, title, f"Batch {arguments['batch']}, {arguments['rounds']} rounds", sections, METHOD)
+    return frame.page_text(result, title, f"Batch {arguments['batch']}, {arguments['rounds']} rounds", sections, METHOD)
 
 
 def _shapes(rows: list[dict]) -> list[Rows]:
@@ -265,46 +261,47 @@ def _shapes(rows: list[dict]) -> list[Rows]:
 
 def summary(rows: list[dict]) -> list[str]:
     """Every strategy's time to standard, median over CONV1 … CONV4, and the buffers it keeps."""
-    columns: dict[tuple[str, str, str], list[Rows]] = {}
-    for cell in _shapes(rows):
-        standard = cell[STANDARD]
-        columns.setdefault((standard["group"], standard["layout"], standard["dtype"]), []).append(cell)
+    kinds = by_kind(_shapes(rows))
 
     def entry(name: str, cells: list[Rows]) -> str:
-        found = [cell for cell in cells if name in cell]
+        found = [cell[name] for cell in cells if name in cell]
         if not found:
             return ""
-        ratio = statistics.median(cell[name]["ratio"] for cell in found)
-        return f"{ratio:.2f}, {round(found[0][name]['saved_buffers'])} kept"
+        ratio = statistics.median(row["ratio"] for row in found)
+        return f"{ratio:.2f}, {round(found[0]['saved_buffers'])} kept"
 
-    titles = [f"{TITLES[group]}, {layout}, {dtype}" for group, layout, dtype in columns]
-    lines = [[name, *(entry(name, cells) for cells in columns.values())] for name in COLOURS]
-    return table(["strategy", *titles], lines)
-
-
-def _tables(cells: list[Rows]) -> Iterator[str]:
-    """A table for each group, layout and dtype."""
-    groups: dict[str, list[Rows]] = {}
-    for cell in cells:
-        standard = cell[STANDARD]
-        heading = f"## {TITLES[standard['group']]}, {standard['layout']}, {standard['dtype']}"
-        groups.setdefault(heading, []).append(cell)
-    titles = ["shape", "strategy", "backend", "ms", "to standard", "saved MiB", "to standard", "buffers", "peak MiB"]
-    for heading, chosen in groups.items():
-        yield from ("", heading, "")
-        yield from table(titles, [_line(cell, name) for cell in chosen for name in cell], left=3)
+    return frame.table(
+        ["strategy", *kinds], ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS)
+    )
 
 
-def _line(cell: Rows, name: str) -> list[str]:
-    row, standard = cell[name], cell[STANDARD]
-    shape = f"{row['shape']} {'x'.join(map(str, row['size']))}" if name == STANDARD else ""
-    ratio = "1" if name == STANDARD else f"{Ratio(row['ratio'], *row['ratio_quartiles']):.2f}"
-    known = [shape, name, row["backend"] or "", f"{row['median_ms']:.3f}", ratio]
-    if row["saved_bytes"] is None:
-        return [*known, "", "", "", ""]
-    share = f"{row['saved_bytes'] / standard['saved_bytes']:.3f}"
-    buffers = "" if row["group"] == "network" else f"{row['saved_buffers']:g}"
-    return [*known, f"{row['saved_bytes'] / MIB:.2f}", share, buffers, f"{row['peak_bytes'] / MIB:.2f}"]
+def _size(row: dict) -> str:
+    return "x".join(map(str, row["size"]))
+
+
+def _ratio(row: dict) -> str:
+    return "1" if row["strategy"] == STANDARD else f"{frame.Ratio(row['ratio'], *row['ratio_quartiles']):.2f}"
+
+
+def _saved_to_standard(row: dict) -> str:
+    return "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / row['beside'][STANDARD]['saved_bytes']:.3f}"
+
+
+def _buffers(row: dict) -> str:
+    return "" if row["saved_buffers"] is None or row["group"] == "network" else f"{row['saved_buffers']:g}"
+
+
+COLUMNS: Columns = [
+    ("shape", lambda row: f"{row['shape']} {_size(row)}" if row["strategy"] == STANDARD else ""),
+    ("strategy", "{strategy}"),
+    ("backend", lambda row: row["backend"] or ""),
+    ("ms", "{median_ms:.3f}"),
+    ("to standard", _ratio),
+    ("saved MiB", lambda row: mib(row["saved_bytes"], 2)),
+    ("to standard", _saved_to_standard),
+    ("buffers", _buffers),
+    ("peak MiB", lambda row: mib(row["peak_bytes"], 2)),
+]
 
 
 def _left_out(entries: list[dict]) -> Iterator[str]:
@@ -312,46 +309,32 @@ def _left_out(entries: list[dict]) -> Iterator[str]:
     for entry in entries:
         cells.setdefault((entry["strategy"], entry["reason"]), []).append(entry["cell"])
     if cells:
-        yield from ("", "## Not measured", "")
+        yield from section("Not measured")
     for (strategy, reason), names in cells.items():
         where = names[0] if len(names) == 1 else f"{len(names)} cells, {names[0]} to {names[-1]}"
         yield f"- {strategy} ({where}): {reason}"
 
 
-def chart(rows: list[dict]) -> Figure:
-    """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard."""
-    cells = by_cell(rows)
-    if not cells:
-        return Figure()
-    groups = {cell[STANDARD]["group"] for cell in cells}
-    group = "bn_act_conv" if "bn_act_conv" in groups else cells[0][STANDARD]["group"]
-    panels: dict[str, list[Rows]] = {}
-    for cell in cells:
-        if cell[STANDARD]["group"] == group:
-            panels.setdefault(f"{cell[STANDARD]['layout']}, {cell[STANDARD]['dtype']}", []).append(cell)
-    figure = Figure(figsize=(12, 0.8 + 3.4 * len(panels)), layout="constrained")
-    handles: dict[str, Artist] = {}
-    for axes, (name, chosen) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items(), strict=True):
-        _bars(axes, chosen)
-        axes.set(title=f"{TITLES[group]}, {name}", ylabel="forward + backward, ms")
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=4, frameon=False)
-    return figure
+def pictures(result: dict) -> dict[str, Figure]:
+    """Figure 4: a panel for each layout and dtype, bars for each shape, labelled with the ratio to standard.
 
-
-def _bars(axes: Axes, cells: list[Rows]) -> None:
-    names = [name for name in COLOURS if any(name in cell for cell in cells)]
-    width = 0.84 / len(names)
-    for i, name in enumerate(names):
-        places = [place for place, cell in enumerate(cells) if name in cell]
-        heights = [cells[place][name]["median_ms"] for place in places]
-        left = [place + (i - (len(names) - 1) / 2) * width for place in places]
-        bars = axes.bar(left, heights, 0.92 * width, color=COLOURS[name], label=name)
-        ratios = ["" if name == STANDARD else f"{cells[place][name]['ratio']:.2f}" for place in places]
-        axes.bar_label(bars, ratios, rotation=90, padding=3, fontsize=8)
-    labels = [f"{c[STANDARD]['shape']}\n{'x'.join(map(str, c[STANDARD]['size']))}" for c in cells]
-    axes.set_xticks(range(len(cells)), labels)
-    axes.margins(x=0.01, y=0.18)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    There is none without CONV1 … CONV4, as if only host time was measured.
+    """
+    cells = by_cell(result["rows"])
+    groups = {group: [cell for cell in cells if cell[STANDARD]["group"] == group] for group in BLOCKS}
+    kinds = by_kind(groups["bn_act_conv"] or groups["bn_act"])
+    if not _shapes(result["rows"]):
+        return {}
+    figure, panels = charts.panels(len(kinds), 1, (12, 0.8 + 3.4 * len(kinds)))
+    for axes, (title, cells) in zip(panels, kinds.items(), strict=True):
+        names = [f"{cell[STANDARD]['shape']}\n{_size(cell[STANDARD])}" for cell in cells]
+        series = []
+        for strategy, colour in COLOURS.items():
+            found = [cell.get(strategy, {}) for cell in cells]
+            if any(found):
+                times_ms = [row.get("median_ms", math.nan) for row in found]
+                ratios = [f"{row['ratio']:.2f}" if row and strategy != STANDARD else "" for row in found]
+                series.append(charts.Series(strategy, times_ms, colour=colour, texts=ratios))
+        charts.bars(axes, names, series, title=title, ylabel="forward + backward, ms")
+    charts.legend(figure, columns=4)
+    return {"": figure}

@@ -12,10 +12,10 @@ from models.bodies import resnext101
 from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.layers.norms.backends import BACKENDS, backend_for, check_backend
 from models.layers.saved import saved_for_backward
+from scripts.evidence.measuring import LAYOUTS
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")
 GROUPS = (*BLOCKS, "network", *HOST)
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # (N, C, H, W): 24.5 MiB on the CPU, more than 256 MiB on CUDA even in bfloat16.

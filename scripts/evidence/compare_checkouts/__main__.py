@@ -25,6 +25,7 @@ from engine.configuration.command_line import configured
 from scripts.evidence.compare_checkouts.checkout import CommandFailed, Side
 from scripts.evidence.compare_checkouts.scenarios import SCENARIOS
 from scripts.evidence.compare_checkouts.values import COLUMNS, Column, compare_folders
+from scripts.evidence.frame import table
 
 SHOWN = 5  # differences per scenario and column
 
@@ -56,9 +57,8 @@ def compare_scenario(scenario: str, old: Side, new: Side) -> Compared:
 
 def page(compared: dict[str, Compared], old: str, new: str) -> str:
     """The report in Markdown; its last line is the total."""
-    lines = [f"# {old} and {new}", "", "| | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
-    for scenario, columns in compared.items():
-        lines.append(f"| {scenario} | " + " | ".join(_cell(columns[column]) for column in COLUMNS) + " |")
+    rows = ([scenario, *(_cell(columns[column]) for column in COLUMNS)] for scenario, columns in compared.items())
+    lines = [f"# {old} and {new}", "", *table(["", *COLUMNS], rows, left=1 + len(COLUMNS))]
     for scenario, columns in compared.items():
         for column, (_, different) in columns.items():
             if different:

@@ -4,11 +4,9 @@ For a key, ours and the rivals make the same crop of ImageNet-like files. On CIF
 """
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +19,8 @@ from torchvision.transforms import v2
 from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated, imagenet
 from datasets.file_list import listed
 from scripts.evidence import frame
-from scripts.evidence.loader.crops import OURS, Key, opencv_image, torchvision_image, write_imagenet
+from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels, write_imagenet
+from scripts.evidence.measuring import timed_over
 
 PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
 DECODE_OPENCV, DECODE_TORCHVISION = "bare decode, OpenCV", "bare decode, torchvision"
@@ -39,42 +38,23 @@ METHOD = """
 """
 
 
-class Arguments(Protocol):
-    """What is needed of the benchmark's arguments."""
+def measure(folder: Path, size: list[int], crop_size: int, photographs: int, minibatch: int, rounds: int) -> dict:
+    """Times in ms of all pipelines, by source, and the mean size of a JPEG file.
 
-    photograph_size: list[int]
-    photograph_crop_size: int
-    photographs: int
-    minibatch: int
-    rounds: int
-
-
-def measure(arguments: Arguments, folder: Path) -> dict:
-    """Times in ms of all pipelines, by source, and the mean size of a JPEG file."""
-    height, width = arguments.photograph_size
-    write_imagenet(folder, arguments.photographs, (height, width))
-    photographs = imagenet(folder, "train")
-    transform = RandomResizedCrop(arguments.photograph_crop_size, colours=())
-    crops = ClassificationCrops(photographs, transform, seed=0)
-    keys = [(epoch, epoch % len(photographs)) for epoch in range(arguments.rounds)]
+    Crops are of `photographs` drawn JPEGs of about `size` (H, W), written into the folder.
+    """
+    height, width = size
+    write_imagenet(folder, photographs, (height, width))
+    dataset = imagenet(folder, "train")
+    crops = ClassificationCrops(dataset, RandomResizedCrop(crop_size, colours=()), seed=0)
+    keys = [(epoch, epoch % len(dataset)) for epoch in range(rounds)]
     return {
         "times_ms": {
-            PHOTOGRAPHS: _times_ms(of_photographs(crops), keys),
-            CIFAR: _times_ms(of_cifar(drawn_cifar(), arguments.minibatch), range(arguments.rounds)),
+            PHOTOGRAPHS: timed_over(of_photographs(crops), keys),
+            CIFAR: timed_over(of_cifar(drawn_cifar(), minibatch), range(rounds)),
         },
-        "bytes_per_file": int(photographs.files.sizes.mean()),
+        "bytes_per_file": int(dataset.files.sizes.mean()),
     }
-
-
-def _times_ms(pipelines: dict[str, Callable], keys: Sequence) -> dict[str, list[float]]:
-    def timed(pipeline: Callable, number: int) -> float:
-        start_s = time.perf_counter()
-        pipeline(keys[number])
-        return 1e3 * (time.perf_counter() - start_s)
-
-    for pipeline in pipelines.values():
-        pipeline(keys[0])
-    return frame.interleaved({name: partial(timed, pipeline) for name, pipeline in pipelines.items()}, len(keys))
 
 
 def of_photographs(crops: ClassificationCrops) -> dict[str, Callable[[Key], object]]:
@@ -83,8 +63,8 @@ def of_photographs(crops: ClassificationCrops) -> dict[str, Callable[[Key], obje
         OURS: lambda key: crops[key]["image"],
         PILLOW: partial(_pillow, crops),
         V2: partial(_v2, crops),
-        DECODE_OPENCV: lambda key: opencv_image(crops.dataset.path(key[1])),
-        DECODE_TORCHVISION: lambda key: torchvision_image(crops.dataset.path(key[1])),
+        DECODE_OPENCV: lambda key: opencv_pixels(crops.dataset.path(key[1])),
+        DECODE_TORCHVISION: lambda key: torchvision_pixels(crops.dataset.path(key[1])),
     }
 
 
@@ -165,16 +145,24 @@ def sections(result: dict) -> Iterator[str]:
     measured = result.get("classification")
     if measured is None:
         return
-    arguments, titles = result["arguments"], ["pipeline", "ms", "images/s per core", "time to ours"]
+    arguments = result["arguments"]
     height, width = arguments["photograph_size"]
     about = {
         PHOTOGRAPHS: f"{width}x{height} pixels, files of {measured['bytes_per_file'] / 1024:.0f} KiB",
         CIFAR: f"minibatches of {arguments['minibatch']}",
     }
-    for source, images in ((PHOTOGRAPHS, 1), (CIFAR, arguments["minibatch"])):
-        times, lines = measured["times_ms"][source], []
-        for name, own in times.items():
-            ms = statistics.median(own)
-            ratio = "1" if name == OURS else f"{frame.ratio_of(own, times[OURS]):.2f}"
-            lines.append([name, f"{ms:.2f}", f"{1e3 * images / ms:,.0f}", ratio])
-        yield from ("", f"## {source}: {about[source]}", "", *frame.table(titles, lines))
+    rows = [
+        {"source": source, "pipeline": name, "times_ms": times_ms, "images": images}
+        for source, images in ((PHOTOGRAPHS, 1), (CIFAR, arguments["minibatch"]))
+        for name, times_ms in measured["times_ms"][source].items()
+    ]
+    for source, found in frame.grouped(rows, ["source"], "pipeline").items():
+        yield from frame.section(f"{source}: {about[source]}", *frame.columns(found.values(), COLUMNS))
+
+
+COLUMNS: frame.Columns = [
+    ("pipeline", "{pipeline}"),
+    ("ms", lambda row: f"{statistics.median(row['times_ms']):.2f}"),
+    ("images/s per core", lambda row: f"{1e3 * row['images'] / statistics.median(row['times_ms']):,.0f}"),
+    ("time to ours", lambda row: frame.relative_time(row, OURS)),
+]

@@ -154,11 +154,12 @@ def pipelines(crops: TrainingCrops, palette: bool) -> dict[str, Callable[[Key], 
         image, label = paths(crops, key)
         return read_image(image), read_label(label)
 
-    label = pillow if palette else opencv_label
+    label = pillow if palette else partial(opencv_pixels, flags=cv2.IMREAD_UNCHANGED)
+    unchanged = partial(torchvision_pixels, mode=io.ImageReadMode.UNCHANGED)
     return {
         OURS: partial(ours, crops),
-        DECODE_OPENCV: partial(decode, opencv_image, label),
-        DECODE_TORCHVISION: partial(decode, torchvision_image, pillow if palette else torchvision_label),
+        DECODE_OPENCV: partial(decode, opencv_pixels, label),
+        DECODE_TORCHVISION: partial(decode, torchvision_pixels, pillow if palette else unchanged),
         DECODE_PILLOW: partial(decode, pillow, pillow),
         OPENCV: partial(opencv, crops, label),
         V2: partial(transforms_v2, crops, label, False),
@@ -180,7 +181,7 @@ def ours(crops: TrainingCrops, key: Key) -> Crop:
 def opencv(crops: TrainingCrops, read_label: ReadLabel, key: Key) -> Crop:
     (image_path, label_path), transform = paths(crops, key), crops.transform
     (height, width), offset, mirrored = crops.geometry(key)
-    image, label = opencv_image(image_path), read_label(label_path)
+    image, label = opencv_pixels(image_path), read_label(label_path)
     image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
     label = cv2.resize(label, (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
     rows, columns = (_Axis(*axis) for axis in zip((height, width), offset, transform.crop_size, strict=True))
@@ -199,7 +200,7 @@ def transforms_v2(crops: TrainingCrops, read_label: ReadLabel, antialias: bool, 
     (image_path, label_path), transform = paths(crops, key), crops.transform
     size, offset, mirrored = crops.geometry(key)
     rows, columns = (_Axis(*axis) for axis in zip(size, offset, transform.crop_size, strict=True))
-    image = torchvision_image(image_path)
+    image = torchvision_pixels(image_path)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written to
         label = torch.as_tensor(read_label(label_path))
@@ -226,26 +227,14 @@ class _Axis:
         self.before, self.after = max(0, -start), max(0, start + crop - size)
 
 
-def opencv_image(path: Path) -> np.ndarray:
-    return _opencv(path, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
-
-
-def opencv_label(path: Path) -> np.ndarray:
-    return _opencv(path, cv2.IMREAD_UNCHANGED)
-
-
-def _opencv(path: Path, flags: int) -> np.ndarray:
+def opencv_pixels(path: Path, flags: int = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION) -> np.ndarray:
     pixels = cv2.imdecode(np.fromfile(path, np.uint8), flags)
     assert pixels is not None
     return pixels
 
 
-def torchvision_image(path: Path) -> torch.Tensor:
-    return io.decode_image(io.read_file(str(path)), io.ImageReadMode.RGB)
-
-
-def torchvision_label(path: Path) -> torch.Tensor:
-    return io.decode_image(io.read_file(str(path)), io.ImageReadMode.UNCHANGED)
+def torchvision_pixels(path: Path, mode: io.ImageReadMode = io.ImageReadMode.RGB) -> torch.Tensor:
+    return io.decode_image(io.read_file(str(path)), mode)
 
 
 def pillow(path: Path) -> np.ndarray:

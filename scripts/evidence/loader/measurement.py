@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from unittest.mock import patch
 
 import cv2
@@ -40,6 +41,7 @@ from datasets import (
 from datasets.class_index import POSITIONS, index_label
 from engine.schema.keys import key
 from scripts.evidence import frame
+from scripts.evidence.frame import Columns, columns, judged, section, time_ratio
 from scripts.evidence.loader import classification
 from scripts.evidence.loader.crops import (
     DECODES,
@@ -53,8 +55,11 @@ from scripts.evidence.loader.crops import (
     write_cityscapes,
     write_vistas,
 )
+from scripts.evidence.measuring import timed_over
 
+T = TypeVar("T")
 Minibatches = Sequence[Sequence[Key]]
+INTERVAL_S = 0.002  # between two looks at a worker's memory
 
 
 @contextmanager
@@ -71,11 +76,9 @@ def like_a_worker() -> Iterator[None]:
         Image.core.set_blocks_max(blocks)
 
 
-def worker_mib(
-    crops: TrainingCrops, minibatches: Sequence[Sequence[Key]], interval_s: float = 0.002
-) -> dict[str, float]:
+def worker_mib(crops: TrainingCrops, minibatches: Minibatches) -> dict[str, float]:
     """Measure a worker's own MiB before, while and after it makes `minibatches`: {"idle", "peak", "after"}."""
-    return {"idle": _watched(crops, [], interval_s)["after"], **_watched(crops, minibatches, interval_s)}
+    return {"idle": _watched(crops, [])["after"], **_watched(crops, minibatches)}
 
 
 def unique_mib(pid: int) -> float:
@@ -84,7 +87,7 @@ def unique_mib(pid: int) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 
 
-def _watched(crops: TrainingCrops, minibatches: Minibatches, interval_s: float) -> dict[str, float]:
+def _watched(crops: TrainingCrops, minibatches: Minibatches) -> dict[str, float]:
     before = set(multiprocessing.active_children())
     batch_sampler = [list(keys) for keys in minibatches]
     loader = iter(DataLoader(crops, batch_sampler=batch_sampler, num_workers=1, worker_init_fn=worker_init))
@@ -94,7 +97,7 @@ def _watched(crops: TrainingCrops, minibatches: Minibatches, interval_s: float) 
     seen = [unique_mib(pid)]
 
     def watch() -> None:
-        while not done.wait(interval_s):
+        while not done.wait(INTERVAL_S):
             seen.append(unique_mib(pid))
 
     watcher = threading.Thread(target=watch)
@@ -120,17 +123,19 @@ def start_s(root: Path, cache: Path) -> dict[str, float]:
 
 
 def _start(root: Path) -> dict[str, float]:
-    times_s = [time.perf_counter()]
-    dataset = vistas(root, "train")
-    times_s.append(time.perf_counter())
-    verify(dataset)
-    times_s.append(time.perf_counter())
-    index = index_classes(dataset)
-    times_s.append(time.perf_counter())
-    next(iter(ClassUniformMinibatches(index, crops_per_minibatch=1, seed=0, steps=1)))
-    times_s.append(time.perf_counter())
-    steps = ("list and pair files", "verify", "class index", "first keys")
-    return {step: times_s[i + 1] - times_s[i] for i, step in enumerate(steps)}
+    times_s: dict[str, float] = {}
+
+    def timed(step: str, run: Callable[[], T]) -> T:
+        started_s = time.perf_counter()
+        result = run()
+        times_s[step] = time.perf_counter() - started_s
+        return result
+
+    dataset = timed("list and pair files", lambda: vistas(root, "train"))
+    timed("verify", lambda: verify(dataset))
+    index = timed("class index", lambda: index_classes(dataset))
+    timed("first keys", lambda: next(iter(ClassUniformMinibatches(index, crops_per_minibatch=1, seed=0, steps=1))))
+    return times_s
 
 
 SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
@@ -141,7 +146,7 @@ _REQUIRED = {
     **{"png_size": [1024, 2048], "jpeg_size": [3648, 5472], "crop_size": 872, "files": 18000},
 }
 
-Times = dict[str, list[float]]  # of one source, by pipeline
+Rows = dict[str, dict]  # of one source, by pipeline
 
 
 @dataclass
@@ -186,18 +191,24 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
         }
         for source, crops in sources.items():
             chosen = pipelines(crops, palette=crops.dataset is photographs)
-            timers = {name: timer(pipeline, keys) for name, pipeline in chosen.items()}
             rows += [
                 {"source": source, "pipeline": name, "median_ms": round(statistics.median(times), 3), "times_ms": times}
-                for name, times in frame.interleaved(timers, arguments.rounds).items()
+                for name, times in timed_over(chosen, keys[: arguments.rounds]).items()
             ]
             clock.report(source)
         for source in (PNG, JPEG):
-            index = timer(partial(index_of, sources[source].dataset), keys)
-            index_ms |= frame.interleaved({source: index}, arguments.rounds)
+            index = partial(index_of, sources[source].dataset)
+            index_ms |= timed_over({source: index}, keys[: arguments.rounds])
         minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
         memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
-        images = classification.measure(arguments, Path(folder) / "photographs")
+        images = classification.measure(
+            Path(folder) / "photographs",
+            arguments.photograph_size,
+            arguments.photograph_crop_size,
+            arguments.photographs,
+            arguments.minibatch,
+            arguments.rounds,
+        )
         clock.report("classification")
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
@@ -210,18 +221,6 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             "classification": images,
             "rows": rows,
         }
-
-
-def timer(pipeline: Callable[[Key], object], keys: Sequence[Key]) -> Callable[[int], float]:
-    """A timer for `interleaved`: round number i makes the crop of key i. Warms the pipeline up."""
-    pipeline(keys[0])
-
-    def milliseconds(number: int) -> float:
-        start_s = time.perf_counter()
-        pipeline(keys[number])
-        return 1e3 * (time.perf_counter() - start_s)
-
-    return milliseconds
 
 
 def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.ndarray]:
@@ -240,89 +239,79 @@ def _bytes_per_file(crops: TrainingCrops) -> dict[str, int]:
     return {kind: sum(getattr(f, kind).stat().st_size for f in files) // len(files) for kind in ("image", "label")}
 
 
-def page(result: dict, _: Path) -> str:
+PIPELINES: Columns = [
+    ("pipeline", "{pipeline}"),
+    ("ms", "{median_ms:.1f}"),
+    ("samples/s per core", lambda row: f"{1e3 / row['median_ms']:.1f}"),
+    ("time to bare decode", lambda row: frame.relative_time(row, fastest(row["beside"], DECODES))),
+    ("time to ours", lambda row: frame.relative_time(row, OURS)),
+]
+INDEX: Columns = [("source", "{source}"), ("a label read and indexed, ms", "{ms:.1f}")]
+START: Columns = [("", "{step}"), ("first, s", "{first:.2f}"), ("cached, s", "{cached:.2f}")]
+MEMORY: Columns = [
+    ("source", "{source}"),
+    ("idle, MiB", "{idle:.0f}"),
+    ("peak, MiB", "{peak:.0f}"),
+    ("afterwards, MiB", "{after:.0f}"),
+]
+
+
+def page(result: dict, _: str) -> str:
     arguments = result["arguments"]
     of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
     about = f"Crops of {arguments['crop_size']} pixels ({SMALL}: {arguments['small_crop_size']}), {of_each}"
-    found = frame.target_table([*targets(result), *classification.targets(result)])
-    sections = [*found, *_pipelines(result), *classification.sections(result), *_others(result)]
-    return frame.page_text(
-        result, "Speed of the training crops", about, sections, METHOD + classification.METHOD.lstrip()
-    )
-
-
-def _pipelines(result: dict) -> Iterator[str]:
-    titles = ["pipeline", "ms", "samples/s per core", "time to bare decode", "time to ours"]
-    for source, times in by_source(result["rows"]).items():
-        others = (fastest(times, DECODES), OURS)
-        lines = []
-        for row in result["rows"]:
-            if row["source"] == source:
-                name, ms = row["pipeline"], row["median_ms"]
-                ratios = [
-                    "1" if name == other else f"{frame.ratio_of(times[name], times[other]):.2f}" for other in others
-                ]
-                lines.append([name, f"{ms:.1f}", f"{1e3 / ms:.1f}", *ratios])
-        yield from ("", f"## {_title(source, result)}", "", *frame.table(titles, lines))
-
-
-def _others(result: dict) -> Iterator[str]:
-    lines = [[source, f"{statistics.median(ms):.1f}"] for source, ms in result["index_ms"].items()]
-    yield from ("", "## Class index", "", *frame.table(["source", "a label read and indexed, ms"], lines))
-    lines = [
-        [source, *(f"{mib[moment]:.0f}" for moment in ("idle", "peak", "after"))]
-        for source, mib in result["memory_mib"].items()
-    ]
-    titles = ["source", "idle, MiB", "peak, MiB", "afterwards, MiB"]
-    yield from ("", "## Memory of a worker", "", *frame.table(titles, lines))
-    lines = [
-        [step, f"{first:.2f}", f"{statistics.median(start[step] for start in result['cached_starts_s']):.2f}"]
+    sections = frame.target_table([*targets(result), *classification.targets(result)])
+    for source, rows in by_source(result).items():
+        sections += section(_title(source, result), *columns(rows.values(), PIPELINES))
+    sections += classification.sections(result)
+    workers = [{"source": source, **mib} for source, mib in result["memory_mib"].items()]
+    medians = [{"source": source, "ms": statistics.median(ms)} for source, ms in result["index_ms"].items()]
+    steps = [
+        {"step": step, "first": first, "cached": statistics.median(start[step] for start in result["cached_starts_s"])}
         for step, first in result["first_start_s"].items()
     ]
-    heading = f"## Start with {result['arguments']['files']} images"
-    yield from ("", heading, "", *frame.table(["", "first, s", "cached, s"], lines))
+    sections += section("Class index", *columns(medians, INDEX))
+    sections += section("Memory of a worker", *columns(workers, MEMORY))
+    sections += section(f"Start with {arguments['files']} images", *columns(steps, START))
+    method = METHOD + classification.METHOD.lstrip()
+    return frame.page_text(result, "Speed of the training crops", about, sections, method)
 
 
 def targets(result: dict) -> list[frame.Target]:
-    sources = by_source(result["rows"])
+    sources = by_source(result)
     found = []
     for source, limit in ((PNG, 1.20), (JPEG, 1.10)):
-        times = sources[source]
-        ratio = frame.ratio_of(times[OURS], times[fastest(times, DECODES)]).median
-        found.append(frame.judged(f"{source}: time to bare decode", f"at most {limit:.2f}", {"": ratio}, at_most=limit))
+        ratio = time_ratio(sources[source], OURS, fastest(sources[source], DECODES)).median
+        found.append(judged(f"{source}: time to bare decode", f"at most {limit:.2f}", {"": ratio}, at_most=limit))
     for source, limit in ((PNG, 1.1), (JPEG, 1.8)):
-        times = sources[source]
-        rival = fastest(times, RIVALS)
-        ratio = frame.ratio_of(times[rival], times[OURS]).median
+        rival = fastest(sources[source], RIVALS)
+        ratio = time_ratio(sources[source], rival, OURS).median
         about = f"{source}: throughput relative to the fastest rival"
-        found.append(frame.judged(about, f"at least {limit}", {rival: ratio}, at_least=limit))
-    times = sources[SMALL]
-    ratio = frame.ratio_of(times[OURS], times[OPENCV]).median
-    found.append(frame.judged(f"{SMALL}: time to {OPENCV}", "at most 1.00", {"": ratio}, at_most=1))
+        found.append(judged(about, f"at least {limit}", {rival: ratio}, at_least=limit))
+    ratio = time_ratio(sources[SMALL], OURS, OPENCV).median
     index_ms = statistics.median(result["index_ms"][PNG])
-    about = "PNG: a label read and indexed"
-    found.append(frame.judged(about, "at most 30 ms", {"": index_ms}, at_most=30, text="{:.1f} ms"))
-    added = max(mib["peak"] - mib["idle"] for mib in result["memory_mib"].values())
-    about = "JPEG: unique memory that a worker adds"
-    found.append(frame.judged(about, "at most 400 MiB", {"": added}, at_most=400, text="{:.0f} MiB"))
+    added_mib = max(mib["peak"] - mib["idle"] for mib in result["memory_mib"].values())
     start_s = statistics.median(sum(parts.values()) for parts in result["cached_starts_s"])
-    about = f"start with {result['arguments']['files']} images, cached"
-    found.append(frame.judged(about, "under 2 s", {"": start_s}, below=2, text="{:.2f} s"))
+    start = f"start with {result['arguments']['files']} images, cached"
+    adds = "JPEG: unique memory that a worker adds"
+    found += [
+        judged(f"{SMALL}: time to {OPENCV}", "at most 1.00", {"": ratio}, at_most=1),
+        judged("PNG: a label read and indexed", "at most 30 ms", {"": index_ms}, at_most=30, text="{:.1f} ms"),
+        judged(adds, "at most 400 MiB", {"": added_mib}, at_most=400, text="{:.0f} MiB"),
+        judged(start, "under 2 s", {"": start_s}, below=2, text="{:.2f} s"),
+    ]
     if any(result["arguments"][name] != value for name, value in _REQUIRED.items()):
         return [target._replace(verdict=frame.NOT_MEASURED) for target in found]
     return found
 
 
-def by_source(rows: list[dict]) -> dict[str, Times]:
-    sources: dict[str, Times] = {}
-    for row in rows:
-        sources.setdefault(row["source"], {})[row["pipeline"]] = row["times_ms"]
-    return sources
+def by_source(result: dict) -> dict[str, Rows]:
+    return frame.grouped(result["rows"], ["source"], "pipeline")
 
 
-def fastest(times: Times, among: tuple[str, ...]) -> str:
+def fastest(rows: Rows, among: tuple[str, ...]) -> str:
     """The pipeline with the smallest time relative to ours."""
-    return min(among, key=lambda name: frame.ratio_of(times[name], times[OURS]).median)
+    return min(among, key=lambda name: time_ratio(rows, name, OURS).median)
 
 
 def _title(source: str, result: dict) -> str:

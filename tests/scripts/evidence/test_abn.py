@@ -7,7 +7,7 @@ import torch
 
 from scripts.evidence.abn import measurement as abn
 from scripts.evidence.abn import strategies
-from scripts.evidence.abn.page import EAGER, PASS_IN_PART, SHOWN, chart, targets
+from scripts.evidence.abn.page import EAGER, PASS_IN_PART, SHOWN, pictures, targets
 from scripts.evidence.abn.strategies import BUDGET, COMPILED, COPY, INPLACE_2, PACKAGE, STANDARD, SYNC, Cell, Work
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, Clock
 from scripts.evidence.measuring import peak_bytes
@@ -100,7 +100,7 @@ def test_cells_that_fail_or_do_not_fit_the_minutes_are_named(monkeypatch):
     for options, reason in (({"minutes": 1e-9}, "out of time: minutes=1e-09"), ({}, "failed: MemoryError: no room")):
         result = measure(compiler=None, **options)
         assert result["left_out"] == [{"cell": "bn_act CONV1 contiguous float32", "strategy": "all", "reason": reason}]
-        assert not chart(result["rows"]).axes
+        assert not pictures(result)
 
 
 def test_a_step_returns_all_gradients_and_an_owned_input_is_freed():

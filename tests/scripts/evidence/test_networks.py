@@ -13,7 +13,7 @@ from models.layers.saved import kept_bytes
 from scripts.evidence import frame, methods, networks
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NETWORKS, PLAIN, RECOMPUTED, blocks_of, build, installed
-from scripts.evidence.networks import LIMITS, chart, targets
+from scripts.evidence.networks import LIMITS, pictures, targets
 from tests.scripts.evidence.records import measured
 
 SMALL, SEGMENTATION = "squeezenet1_1", "lraspp_mobilenet_v3_large"
@@ -196,4 +196,4 @@ def test_targets_are_judged():
     assert verdicts(good[:2]) == [PASS, *[NOT_MEASURED] * 8, PASS, PASS]
     one_is_bad = [*good[2:], *rows("densenet121", 1.2, 26)]
     assert verdicts(one_is_bad) == [MISS, *[PASS] * 8, MISS, PASS]
-    assert len(chart(good).axes) == 2
+    assert len(pictures({"rows": good})[""].axes) == 2

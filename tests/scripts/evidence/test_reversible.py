@@ -31,7 +31,9 @@ def test_table_1_counts_what_theory_says_and_the_page_shows_it(monkeypatch, tmp_
     monkeypatch.setitem(reversible_costs.NORMS, "inplace", partial(InPlaceABN, backend="eager"))
     monkeypatch.setattr(reversible_costs, "revnet104", SMALL)
     monkeypatch.setattr(reversible_costs, "revnet38_cifar", partial(small_revnet, structure=(4, 4, 4)))
-    monkeypatch.setattr(reversible, "segmentation", lambda: [{"case": case, "bytes_per_pixel": 10} for case in CASES])
+    monkeypatch.setattr(
+        reversible_costs, "segmentation", lambda: [{"case": case, "bytes_per_pixel": 10} for case in CASES]
+    )
     options = ["rounds=1", "images=2", "crop_size=32", "parts=[steps,depths,segmentation]"]
     result, text = measured("bench_reversible", reversible.run, tmp_path, *options)
 

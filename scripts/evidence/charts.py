@@ -1,0 +1,86 @@
+"""The charts of all pages: bars, lines and points."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
+SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
+
+
+class Series(NamedTuple):
+    """A line or a group of points; bars have `y` alone."""
+
+    label: str
+    y: Sequence[float]
+    x: Sequence[float] = ()
+    colour: str | None = None  # None: the next one of matplotlib's
+    style: str = "-"  # of lines and points, as matplotlib's format
+    texts: Sequence[str] = ()  # beside bars and points; an empty one is left out
+
+
+def panels(rows: int, columns: int, inches: tuple[float, float], **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure and its panels; `options` are matplotlib's."""
+    figure = Figure(figsize=inches, layout="constrained")
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+
+
+def bars(axes: Axes, names: Sequence[str], shown: Sequence[Series], rotation: int = 0, **labels: Any) -> None:
+    """A group of bars for each of `names`, which are written at an angle; a value of NaN has none."""
+    places, width = np.arange(len(names)), 0.84 / len(shown)
+    for number, series in enumerate(shown):
+        middles = places + (number - (len(shown) - 1) / 2) * width
+        drawn = axes.bar(middles, series.y, 0.92 * width, color=series.colour, label=series.label)
+        if series.texts:
+            axes.bar_label(drawn, series.texts, rotation=90, padding=3, fontsize=8)
+    axes.set_xticks(places, names, rotation=rotation, ha="right" if rotation else "center")
+    axes.margins(x=0.01, y=0.18 if any(series.texts for series in shown) else 0.05)
+    _finish(axes, "y", labels)
+
+
+def stacked_bars(axes: Axes, names: Sequence[str], shown: Iterable[Series], **labels: Any) -> None:
+    """A horizontal bar for each of `names`, of parts behind each other; the first name is on top."""
+    start = np.zeros(len(names))
+    for series in shown:
+        axes.barh(names, series.y, left=start, color=series.colour, label=series.label)
+        start += series.y
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7)
+    _finish(axes, "x", labels)
+
+
+def lines(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
+    for series in shown:
+        axes.plot(series.x, series.y, series.style, color=series.colour, label=series.label, markersize=4)
+    _finish(axes, "both", labels)
+
+
+def points(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
+    """Points of which some have a name beside them, and a black edge."""
+    for series in shown:
+        axes.plot(series.x, series.y, series.style, color=series.colour, label=series.label, alpha=0.6)
+        for text, x, y in zip(series.texts, series.x, series.y, strict=False):
+            if text:
+                axes.plot(x, y, series.style, color=series.colour, markeredgecolor=BLACK)
+                axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    _finish(axes, "both", labels)
+
+
+def _finish(axes: Axes, grid: Literal["x", "y", "both"], labels: Mapping[str, Any]) -> None:
+    axes.set(**labels)
+    axes.grid(axis=grid, alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def legend(figure: Figure, columns: int) -> None:
+    """One legend above all panels, with each label once."""
+    handles: dict[str, Artist] = {}
+    for axes in figure.axes:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False)
