@@ -36,6 +36,13 @@ from engine.schema.classification import ClassificationData, ClassificationRun, 
 from models.recomputation import choose_recomputation
 
 IMAGENET_CLASSES = 1000
+# The function that makes a split, and the published number of images in each.
+_SOURCES: dict[str, tuple[Callable[..., ClassificationDataset], dict[str, int]]] = {
+    "cifar10": (cifar10, CIFAR_IMAGES),
+    "cifar100": (cifar100, CIFAR_IMAGES),
+    "imagenet": (imagenet, IMAGENET_IMAGES),
+    "shapes": (shapes, SHAPES_IMAGES),
+}
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
@@ -51,14 +58,9 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
-    sources: dict[str, Callable[..., ClassificationDataset]] = {
-        "cifar10": cifar10,
-        "cifar100": cifar100,
-        "imagenet": imagenet,
-        "shapes": shapes,
-    }
+    make, _ = _SOURCES[config.name]
     try:
-        return sources[config.name](config.root, split)
+        return make(config.root, split)
     except ValueError as error:
         raise ValueError(f"{key}={split}: data.root={config.root}: {error}") from error
 
@@ -85,9 +87,10 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
 
 def classified_counts(config: ClassificationData, classes: int) -> dict[str, int]:
     """The published number of images in each split of the dataset; none for other images in ImageNet's layout."""
-    if isinstance(config, ImageNetData):
-        return IMAGENET_IMAGES if classes == IMAGENET_CLASSES else {}
-    return SHAPES_IMAGES if config.name == "shapes" else CIFAR_IMAGES
+    if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES:
+        return {}
+    _, images = _SOURCES[config.name]
+    return images
 
 
 def classification_network(

@@ -1,7 +1,6 @@
 """Configuration keys -> norms, bodies and forward passes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,13 @@ from models import bodies
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
-
-def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
-    """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
-
-    Raises:
-        ValueError: the released package is chosen but not installed.
-    """
-    options: dict[str, Any] = dict(
-        eps=config.eps,
-        momentum=config.momentum,
-        activation=config.activation,
-        activation_param=config.activation_param,
-    )
-    if isinstance(config, schema.PackageNorm):
-        return partial(package_abn(), **options)
-    assert isinstance(config, schema.OurNorm), config
-    options.update(learn_scale=config.learn_scale, sync=config.sync, group=group, backend=config.backend)
-    if isinstance(config, schema.InPlaceNorm):
-        variant = "I" if isinstance(config, schema.InPlaceNorm1) else "II"
-        return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)
-    if isinstance(config, (schema.CheckpointNorm, schema.CheckpointXHatNorm)):
-        return partial(CheckpointedABN, **options, store="x" if isinstance(config, schema.CheckpointNorm) else "x_hat")
-    return partial(ABN, **options)
-
-
+_NORMS: Mapping[type[schema.Norm], Callable[..., nn.Module]] = {
+    schema.StandardNorm: ABN,
+    schema.CheckpointNorm: partial(CheckpointedABN, store="x"),
+    schema.CheckpointXHatNorm: partial(CheckpointedABN, store="x_hat"),
+    schema.InPlaceNorm: partial(InPlaceABN, variant="II"),
+    schema.InPlaceNorm1: partial(InPlaceABN, variant="I"),
+}
 _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
     schema.DenseNetBody: bodies.DenseNet,
     schema.ResNetBody: bodies.ResNet,
@@ -52,11 +33,24 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
 }
 
 
+def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Callable[[int], nn.Module]:
+    """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
+
+    ValueError: the released package is chosen but not installed.
+    """
+    if isinstance(config, schema.PackageNorm):
+        return partial(package_abn(), **_options(config, "name"))
+    return partial(_NORMS[type(config)], group=group, **_options(config, "name", "sync_group"))
+
+
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    options = {entry.name: getattr(config, entry.name) for entry in fields(config)}
-    del options["name"], options["output_stride"]
-    return _BODIES[type(config)](norm, classes, config.output_stride, **options)
+    return _BODIES[type(config)](norm, classes, config.output_stride, **_options(config, "name", "output_stride"))
+
+
+def _options(config: schema.Norm | schema.Body, *others: str) -> dict[str, Any]:
+    """All keys but `others`."""
+    return {name: value for name, value in vars(config).items() if name not in others}
 
 
 def trained_forward(
