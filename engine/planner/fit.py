@@ -29,7 +29,7 @@ from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
-from engine.planner.search import largest_crop, most_crops
+from engine.planner.search import largest
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
@@ -141,23 +141,28 @@ def fitting(config: Config, devices: int) -> Config:
     memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
     budget = memory.available()
     assert budget is not None
-    chosen, size, share = deepcopy(config), config.data.crop_size, share_of(config, devices)
+    size, share = config.data.crop_size, share_of(config, devices)
+
+    def peak(crops: int, side: int) -> int:
+        return step_memory(config, crops, side, devices).peak
+
     if memory.fit == "batch":
-        found = most_crops(lambda crops: step_memory(config, crops, size, devices).peak, budget, fewest)
-        least = fewest, size
-        chosen.data.crops_per_minibatch = (found or 0) * devices
+        smallest = fewest, size
+        found = largest(lambda crops: peak(crops, size), budget, fewest, step=1, power=1)
     else:
-        found = largest_crop(
-            lambda side: step_memory(config, share, side, devices).peak, budget, smallest=_SMALLEST_CROP
-        )
-        least = share, _SMALLEST_CROP
-        chosen.data.crop_size = found or 0
+        smallest = share, _SMALLEST_CROP
+        found = largest(lambda side: peak(share, side), budget, _SMALLEST_CROP, step=8, power=2)
     if found is None:
         raise ValueError(
-            f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {least[0]} crops of "
-            f"{least[1]}x{least[1]} pixels already need {gib(step_memory(config, *least, devices).peak)} on a device, "
-            f"and {gib(budget)} are left for tensors"
+            f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
+            f"{smallest[1]}x{smallest[1]} pixels already need {gib(peak(*smallest))} on a device, and {gib(budget)} "
+            f"are left for tensors"
         )
+    chosen = deepcopy(config)
+    if memory.fit == "batch":
+        chosen.data.crops_per_minibatch = found * devices
+    else:
+        chosen.data.crop_size = found
     return chosen
 
 

@@ -4,24 +4,12 @@ import math
 from collections.abc import Callable
 
 
-def most_crops(peak: Callable[[int], int], budget: int, fewest: int) -> int | None:
-    """The largest number of crops whose step fits; None if not even `fewest` crops do.
+def largest(peak: Callable[[int], int], budget: int, smallest: int, step: int, power: int) -> int | None:
+    """The largest value, from `smallest` up in steps, whose training step fits; None if `smallest` does not.
 
-    `peak`: crops -> bytes of a step, which grow about linearly.
+    `peak`: value -> bytes of a training step, which grow about linearly with value ** power: the power is 1 for a
+    number of crops, 2 for the side of square crops.
     """
-    return _largest(peak, budget, fewest, step=1, power=1)
-
-
-def largest_crop(peak: Callable[[int], int], budget: int, smallest: int, multiple: int = 8) -> int | None:
-    """The largest side of square crops, a multiple of `multiple` pixels, whose step fits; None if `smallest` does not.
-
-    `peak`: side -> bytes of a step, which grow about linearly with the area.
-    """
-    return _largest(peak, budget, smallest, step=multiple, power=2)
-
-
-def _largest(peak: Callable[[int], int], budget: int, smallest: int, step: int, power: int) -> int | None:
-    """The largest value that fits, from `smallest` up in steps. Bytes grow about linearly with value ** power."""
     fits, fitting = smallest, peak(smallest)
     if fitting > budget:
         return None

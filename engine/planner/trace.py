@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 
 import torch
@@ -167,11 +168,8 @@ def _at_peak(
     resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None]
 ) -> tuple[dict[str, int], str]:
     """`Trace.at_peak` and `Trace.place`."""
-    total = largest = moment = 0
-    for index, change in enumerate(changes):
-        total += change.bytes
-        if total > largest:
-            largest, moment = total, index
+    totals = list(accumulate(change.bytes for change in changes))
+    moment = totals.index(max(totals))
     at_peak = resident | {"gradients": 0, "activations": 0, "temporary": 0}
     after_forward = _alive(changes[:forward_ends])
     for number, change in _alive(changes[: moment + 1]).items():
