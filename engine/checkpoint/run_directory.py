@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.host_copy import HostCopy
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.prefetching import HostCopy
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
@@ -114,8 +114,13 @@ class RunDirectory:
     def in_use(self, config: TrainingRun) -> Iterator[None]:
         """Wraps a run: unless a key is wrong, errors say what survived, and `config` adds advice."""
         try:
-            with self._saved_at_the_end():
+            try:
                 yield
+            except BaseException:  # Ctrl-C as well
+                with suppress(Exception):  # the first error counts
+                    self.saved()
+                raise
+            self.saved()
         except KeyboardInterrupt as interrupt:
             kept = "there is no checkpoint yet"
             if good := checkpoint.last_good(self.last, self.previous):
@@ -139,16 +144,6 @@ class RunDirectory:
         finally:
             if self._lock is not None:
                 self._lock.close()
-
-    @contextmanager
-    def _saved_at_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:  # Ctrl-C as well
-            with suppress(Exception):  # the first error counts
-                self.saved()
-            raise
-        self.saved()
 
     def checkpoint_to_resume(
         self, config: TrainingRun, total_steps: int, files: dict[str, list[str]] | None = None

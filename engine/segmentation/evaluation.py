@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby, islice
 
 import torch
 from rich.progress import Progress
@@ -82,22 +82,12 @@ def evaluate_split(
 
 def equal_sizes(images: Iterable[dict], batch_size: int) -> Iterator[dict]:
     """Join minibatches of one image into minibatches of up to `batch_size`, in order; another size starts a new one."""
-    waiting: list[dict] = []
-    for image in images:
-        if waiting and (image["image"].shape, image.keys()) != (waiting[0]["image"].shape, waiting[0].keys()):
-            yield _joined(waiting)
-            waiting = []
-        waiting.append(image)
-        if len(waiting) == batch_size:
-            yield _joined(waiting)
-            waiting = []
-    if waiting:
-        yield _joined(waiting)
+    for _, alike in groupby(images, lambda image: (image["image"].shape, set(image))):
+        while waiting := list(islice(alike, batch_size)):
+            yield waiting[0] if len(waiting) == 1 else _joined(waiting)
 
 
 def _joined(minibatches: list[dict]) -> dict:
-    if len(minibatches) == 1:
-        return minibatches[0]
     values = {key: [minibatch[key] for minibatch in minibatches] for key in minibatches[0]}
     return {
         key: torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain.from_iterable(parts))

@@ -8,7 +8,7 @@ the rows under one row of windows.
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from datasets.transforms import base_scale, scaled
 from engine.forward import Forward
 from engine.memory import memory_errors
-from engine.prefetching import on_device
 from models.segmentation import SegmentationNetwork
 
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
@@ -54,9 +53,7 @@ class Views:
 
     def record(self) -> dict:
         """The fields for results.json, without base_size and antialias, which its configuration has."""
-        fields = {**asdict(self), "scales": list(self.scales)}
-        del fields["base_size"], fields["antialias"]
-        return fields
+        return {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
 
 
 WHOLE_IMAGE = Views()
@@ -138,7 +135,9 @@ class _View:
         self.cells = tuple(math.ceil(side / self.stride) for side in size)
         window = math.ceil((views.window or max(size)) / self.stride)
         along = [windows_along(cells, window, views.overlap) for cells in self.cells]
-        self.windows = [[(first, on_device(weights, images.device)) for first, weights in axis] for axis in along]
+        self.windows = [  # copied to the device without waiting for it
+            [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in along
+        ]
         self.blocks = self._finished_rows()
         self.first = 0  # row of cells that `kept` starts with
         self.kept = next(self.blocks)
@@ -245,4 +244,5 @@ def _taps(original: int, resized: int, part: range, like: Tensor, antialias: boo
     weights = (weights / weights.sum(axis=0)).astype(np.float32)
     sources = sources.clip(0, original - 1)  # (taps, pixels)
     first, last = int(sources[0, 0]), int(sources[-1, -1])
-    return _Taps(first, last, *(on_device(torch.from_numpy(each), like.device) for each in (sources - first, weights)))
+    copies = (torch.from_numpy(each).to(like.device, non_blocking=True) for each in (sources - first, weights))
+    return _Taps(first, last, *copies)

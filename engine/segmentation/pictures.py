@@ -24,11 +24,8 @@ def comparison(
     Returns:
         uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3) without a label.
     """
-    panels = [image]
-    for train_ids in (label, prediction):
-        if train_ids is not None:
-            panels.append(labelled(image, train_ids, dataset))
-    return np.concatenate(panels, axis=1)
+    blended = [labelled(image, train_ids, dataset) for train_ids in (label, prediction) if train_ids is not None]
+    return np.concatenate([image, *blended], axis=1)
 
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:
