@@ -3,8 +3,8 @@
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,19 +27,12 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
         OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
     unfinished = path.with_name(path.name + ".partial")
-    try:
+    with _disk_errors(unfinished, lambda reason: _not_written(path, state, previous, reason)):
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.partial"):
             leftover.unlink()
         _write(unfinished, {"format": FORMAT, **state})
         _put_in_place(unfinished, path, previous)
-    except (OSError, RuntimeError) as error:
-        reason = _disk_error(error)
-        if reason is None:
-            raise
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise OSError(_not_written(path, state, previous, reason)) from error
 
 
 def write_alone(path: Path, content: dict) -> None:
@@ -49,14 +42,25 @@ def write_alone(path: Path, content: dict) -> None:
         OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
-    try:
+    with _disk_errors(unfinished, lambda reason: f"{path} cannot be written: {reason.strerror or reason}"):
         _write(unfinished, content)
         _put_in_place(unfinished, path, None)
+
+
+@contextmanager
+def _disk_errors(unfinished: Path, message: Callable[[OSError], str]) -> Iterator[None]:
+    """Context that turns an error of the disk into an OSError with `message`; no unfinished file is left."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        reason = _disk_error(error)
+        reason: BaseException | None = error  # torch.save may report an unexpected file position instead
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
         if reason is None:
             raise
-        raise OSError(f"{path} cannot be written: {reason.strerror or reason}") from error
+        with suppress(OSError):  # before the message counts free bytes
+            unfinished.unlink(missing_ok=True)
+        raise OSError(message(reason)) from error
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -87,13 +91,6 @@ def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error from torch.save, which may report an unexpected file position instead."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError) -> str:
