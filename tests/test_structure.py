@@ -45,6 +45,7 @@ KNOWS_SCHEMA = {
         "keys.alternative",
         "keys.check_values",
         "keys.groups_of",
+        "keys.leaves",
         "training.TrainingRun",
     },
     "engine/run.py": {"training.TrainingRun"},

@@ -10,7 +10,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import Keys, alternative, check_values, groups_of
+from engine.schema.keys import Keys, alternative, check_values, groups_of, leaves
 from engine.schema.training import TrainingRun
 
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
@@ -139,20 +139,9 @@ def flat(values: dict, prefix: str = "") -> dict:
 
 def fixed(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
-    return _unmarked(config, "free_on_resume")
+    return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("free_on_resume")}
 
 
 def shared(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
-    return _unmarked(config, "per_machine")
-
-
-def _unmarked(config: Keys, mark: str, prefix: str = "") -> dict[str, object]:
-    leaves = {}
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        if isinstance(value, Keys):
-            leaves.update(_unmarked(value, mark, f"{prefix}{entry.name}."))
-        elif not entry.metadata.get(mark):
-            leaves[prefix + entry.name] = value
-    return leaves
+    return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("per_machine")}
