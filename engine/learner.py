@@ -219,11 +219,8 @@ class Learner:
 
     def _check_momentum(self, given: dict) -> None:
         """torch loads momentum by position, unchecked: another shape would read beyond its memory."""
-        own, groups, buffers = (
-            self.optimizer.state_dict()["param_groups"],
-            given.get("param_groups"),
-            given.get("state"),
-        )
+        own = self.optimizer.state_dict()["param_groups"]
+        groups, buffers = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list) or len(groups) != len(own) or not isinstance(buffers, dict):
             raise ValueError("its part optimizer has other groups of parameters than this run")
         for group, wanted in zip(groups, own, strict=True):

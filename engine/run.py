@@ -53,7 +53,7 @@ class Run(Generic[Config, Split]):
     metrics: MetricsLogger = field(init=False)
 
     def start(self, learner: Learner) -> None:
-        """Give `learner` its initial or resumed weights. ValueError: see `initialise_from`."""
+        """Give `learner` its initial or resumed weights. ValueError: see `initialise`."""
         skipped = 0
         if self.resumed is not None:
             try:
@@ -159,10 +159,7 @@ class Run(Generic[Config, Split]):
 
 @contextmanager
 def opened(
-    config: Config,
-    command: str,
-    find: Callable[[Any], tuple[Split, Split]],
-    verify: Callable[..., None],
+    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], verify: Callable[..., None]
 ) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 
