@@ -148,17 +148,13 @@ class MetricsLogger:
             "gradient_norm": gradient_norm,
             "images_per_second": speed,
             "peak_memory_mib": peak_memory_mib,
+            "loss_scale": loss_scale,
+            "mfu": self.mfu_at_one_image_per_second and speed * self.mfu_at_one_image_per_second,
+            "skipped_images": self.skipped or None,
         }
-        if loss_scale is not None:
-            values["loss_scale"] = loss_scale
-        if self.mfu_at_one_image_per_second is not None:
-            values["mfu"] = speed * self.mfu_at_one_image_per_second
-        if self.skipped:
-            values["skipped_images"] = self.skipped
-        data_wait_s, exchange_wait_s = ([round(wait, 6) for wait in of_ranks] for of_ranks in zip(*waits, strict=True))
-        by_rank = {"data_wait_s": data_wait_s}
-        if len(waits) > 1:
-            by_rank["exchange_wait_s"] = exchange_wait_s
+        values = {name: value for name, value in values.items() if value is not None}
+        data_s, exchange_s = ([round(wait, 6) for wait in of_ranks] for of_ranks in zip(*waits, strict=True))
+        by_rank = {"data_wait_s": data_s, **({"exchange_wait_s": exchange_s} if len(waits) > 1 else {})}
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values, **by_rank})
         values |= {name: max(of_ranks) for name, of_ranks in by_rank.items()}
         for name, value in values.items():

@@ -1,13 +1,11 @@
 """Keys of train_imagenet.py."""
 
-import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 from engine.schema.data import Data
 from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork
-from engine.schema.keys import group, key, override
+from engine.schema.keys import group, key
 from engine.schema.training import Trainer, TrainingRun
 
 
@@ -70,9 +68,6 @@ class ClassificationRun(TrainingRun):
 
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group(CLASSIFICATION_DATASETS)
-
-    def evaluation_command(self, checkpoint: Path) -> str:
-        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def apply_options(self, options: TrainedNetwork) -> None:
         """Override the keys of crops and batches. ValueError: the crop does not fit the images."""

@@ -1,15 +1,13 @@
 """Keys of train_seg.py."""
 
-import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork, changed
-from engine.schema.keys import by_name, group, key, override
+from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun, fewer_at_once
 
@@ -61,9 +59,6 @@ class SegmentationRun(TrainingRun):
     head: DeepLabV3Head = group(HEADS)
     loss: Loss = group(LOSSES)
     sampler: Sampler = group(SAMPLERS)
-
-    def evaluation_command(self, checkpoint: Path) -> str:
-        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def random_weights_advice(self, parameters: int) -> str | None:
         if self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:

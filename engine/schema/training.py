@@ -136,8 +136,8 @@ class TrainingRun:
         return f"{self.score_label} {100 * score:.2f} %"
 
     def evaluation_command(self, checkpoint: Path) -> str | None:
-        """The command that evaluates a checkpoint; None if the task has none."""
-        return None
+        """The command that evaluates a checkpoint; None from a task that eval.py does not know."""
+        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:
         """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
