@@ -62,29 +62,19 @@ class WeightAverage:
 
 @dataclass
 class Learner:
-    """A network in training.
+    """A network in training."""
 
-    network: the bare network, which is trained, saved and (unless averaged) evaluated.
-    forward: from images through the same parameters, compiled and wrapped in DDP as configured.
-    scaler: scales the loss in float16.
-    accumulation_steps: micro-batches per minibatch on each rank.
-    average: exponential moving average of the weights; if not None, it is evaluated instead of `network`.
-    statistics_minibatches: renew the average's norm statistics before an evaluation; if empty, its norms keep the
-        trained network's.
-    max_gradient_norm: gradients are clipped to it; None: never.
-    exchange: times the wait for the gradients of other ranks; None in a single process.
-    """
-
-    network: nn.Module
-    forward: Forward
+    network: nn.Module  # the bare network, which is trained, saved and (unless averaged) evaluated
+    forward: Forward  # from images through the same parameters, compiled and wrapped in DDP as configured
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    accumulation_steps: int = 1
-    average: WeightAverage | None = None
+    scaler: torch.amp.GradScaler  # scales the loss in float16
+    accumulation_steps: int = 1  # micro-batches per minibatch on each rank
+    average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
+    # Renew the average's norm statistics before an evaluation; if empty, its norms keep the trained network's.
     statistics_minibatches: SizedIterable[dict] = ()
-    max_gradient_norm: float | None = None
-    exchange: GradientExchange | None = None
+    max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
+    exchange: GradientExchange | None = None  # times the wait for other ranks' gradients; None in a single process
 
     @property
     def evaluated(self) -> Forward:

@@ -33,10 +33,7 @@ Split = TypeVar("Split", bound=Dataset)
 
 @dataclass
 class Run(Generic[Config, Split]):
-    """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`.
-
-    resumed: the checkpoint to resume from, saved at `start_step`; None in a new run, and after the learner loaded it.
-    """
+    """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`."""
 
     config: Config
     world: World
@@ -47,8 +44,8 @@ class Run(Generic[Config, Split]):
     schedule: Schedule
     files: dict[str, list[str]]  # hashes of names and sizes, by split
     console: Console
-    resumed: dict | None = None
-    start_step: int = 0
+    resumed: dict | None = None  # the checkpoint to resume from; None in a new run, and after the learner loaded it
+    start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
 

@@ -62,17 +62,10 @@ def trained_forward(
     averaged: bool,
     device: torch.device,
 ) -> Forward:
-    """Build the forward pass of a checkpoint's network, in eval mode.
+    """Build the forward pass of a checkpoint's network, in eval mode. ValueError: see `checkpoint.load_network`.
 
-    Args:
-        config: the checkpoint's configuration, perhaps changed by the command.
-        make: make(config, number of classes) builds a network for the task.
-        state: content of the checkpoint `path`.
-        classes: the network must have been trained on these.
-        averaged: take the averaged weights if there are any.
-
-    Raises:
-        ValueError: see `checkpoint.load_network`.
+    `config`: the checkpoint's, perhaps changed by the command. make(config, number of classes) builds the network.
+    `state`: content of the checkpoint `path`. `classes`: the network must have been trained on these.
     """
     network = checkpoint.load_network(partial(make, config, len(state["classes"])), state, classes, path, averaged)
     return forward(config, network.eval(), device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,9 +71,9 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
         for name, alternatives in groups_of(schema).items():
             merged[name] = OmegaConf.structured(_selected(values, name, alternatives))
         config = _instance(OmegaConf.merge(merged, values), schema)
-        for entry in fields(config):
-            if entry.name in NEEDED_TO_EVALUATE:
-                check_values(getattr(config, entry.name), f"{entry.name}.")
+        for name in NEEDED_TO_EVALUATE:
+            if hasattr(config, name):
+                check_values(getattr(config, name), f"{name}.")
         return config
 
 

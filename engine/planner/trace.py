@@ -32,21 +32,15 @@ class FakeTensors(FakeTensorMode):
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of one step of one process, in bytes.
+    """The memory of one step of one process, in bytes."""
 
-    at_peak: bytes by category when their sum is largest: weights (with running statistics), average, momentum,
-        gradients, images (with labels), activations (what is left when the forward pass ends) and temporary.
-    place: the pass and the module that ran at that moment.
-    saved: what autograd keeps of a micro-batch for the backward pass, by the module that made it.
-    parameters: trained or not, without running statistics.
-    moved: bytes that go to the host's memory and come back, if what is kept for the backward pass is offloaded.
-    """
-
+    # By category, when their sum is largest: weights (with running statistics), average, momentum, gradients, images
+    # (with labels), activations (what is left when the forward pass ends) and temporary.
     at_peak: dict[str, int]
-    place: str
-    saved: dict[str, int]
-    parameters: int
-    moved: int = 0
+    place: str  # the pass and the module that ran at that moment
+    saved: dict[str, int]  # what autograd keeps of a micro-batch for the backward pass, by the module that made it
+    parameters: int  # trained or not, without running statistics
+    moved: int = 0  # to the host's memory and back, if what is kept for the backward pass is offloaded
 
     @property
     def peak(self) -> int:

@@ -12,25 +12,14 @@ from models.layers import Extreme
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores and pictures of one evaluation.
+    """Scores and pictures of one evaluation. `table` and `confusion` draw them, and are called only at a run's end."""
 
-    scores: for metrics.jsonl and results.json.
-    summary: one line for the log.
-    images: number of evaluated images, over all ranks.
-    details: for results.json only.
-    curves: values for TensorBoard, by name.
-    table: draws the scores as a table for the console; called only at the end of the run, like `confusion`.
-    confusion: draws the confusion matrix, for TensorBoard and a PNG.
-    pictures: uint8 (H, W, 3) by name, for TensorBoard.
-    layers: result of `layer_health`, on rank 0 only.
-    """
-
-    scores: dict
-    summary: str
-    images: int
-    details: dict = field(default_factory=dict)
-    curves: dict[str, float] = field(default_factory=dict)
-    table: Callable[[], Table] | None = None
-    confusion: Callable[[], Figure] | None = None
-    pictures: dict[str, np.ndarray] = field(default_factory=dict)
-    layers: dict[str, Extreme] = field(default_factory=dict)
+    scores: dict  # for metrics.jsonl and results.json
+    summary: str  # one line for the log
+    images: int  # number of evaluated images, over all ranks
+    details: dict = field(default_factory=dict)  # for results.json only
+    curves: dict[str, float] = field(default_factory=dict)  # values for TensorBoard, by name
+    table: Callable[[], Table] | None = None  # the scores, for the console
+    confusion: Callable[[], Figure] | None = None  # the confusion matrix, for TensorBoard and a PNG
+    pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard
+    layers: dict[str, Extreme] = field(default_factory=dict)  # result of `layer_health`, on rank 0 only

@@ -26,9 +26,7 @@ class MetricsLogger:
 
     Args:
         run_dir: for metrics.jsonl and tensorboard/; None on ranks that only keep the counts.
-        console: for the progress bar.
         score: name of the score that selects best.pt.
-        total_steps: length of the run.
         start_step: steps already done. Records beyond it, left by a run killed after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
         config_text: config.yaml, shown in TensorBoard.

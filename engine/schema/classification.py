@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from engine.schema.data import Data
-from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork
+from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork, changed
 from engine.schema.keys import group, key
 from engine.schema.training import Trainer, TrainingRun
 
@@ -76,8 +76,8 @@ class ClassificationRun(TrainingRun):
         fewer = max(1, usual // TEN) if options.view == "ten_crop" else usual
         self.trainer.evaluate_batch_size = options.batch_size or fewer
         if not isinstance(data, ImageNetData):
-            given = [f"view={options.view}"] if options.view != "center" else []
-            given += [f"{name}={value}" for name, value in (("crop", crop), ("resize", resize)) if value is not None]
+            given = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
+            given += changed(resize, None, "resize={}")
             if given:
                 raise ValueError(f"{' '.join(given)}: {data.name} is evaluated on whole images; leave this out")
             return

@@ -25,23 +25,16 @@ _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
 @dataclass(frozen=True)
 class Views:
-    """How the network sees an image.
+    """How the network sees an image."""
 
-    base_size: pixels of the longest side at scale 1; None is the image's own size.
-    antialias: smooth where an image shrinks, as Pillow does when it resizes.
-    window: side of the square windows in pixels, at the resolution that the network sees; a multiple of its output
-        stride. Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
-    overlap: smallest share of a window's side that the next window also covers, in [0, 1).
-    scales: one view each. The softmax is averaged over the views.
-    flip: add a copy of every view, mirrored left to right.
-    """
-
-    base_size: int | None = None
-    antialias: bool = True
+    base_size: int | None = None  # pixels of the longest side at scale 1; None: the image's own size
+    antialias: bool = True  # smooth where an image shrinks, as Pillow does when it resizes
+    # Side of the square windows in pixels, at the resolution that the network sees; a multiple of its output stride.
+    # Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
     window: int | None = None
-    overlap: float = 0.25
-    scales: tuple[float, ...] = (1.0,)
-    flip: bool = False
+    overlap: float = 0.25  # smallest share of a window's side that the next window also covers, in [0, 1)
+    scales: tuple[float, ...] = (1.0,)  # one view each; the softmax is averaged over the views
+    flip: bool = False  # add a copy of every view, mirrored left to right
 
     def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
         """(H, W) at which the network sees an image of `own_size` at a scale."""
@@ -213,16 +206,12 @@ def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: 
 
 @dataclass(frozen=True)
 class _Taps:
-    """The source pixels that each pixel of a bilinear resize averages, along one axis.
+    """The source pixels that each pixel of a bilinear resize averages, along one axis."""
 
-    first, last: the source pixels used. sources: int64 (taps, pixels), relative to `first`. weights: float32 of the
-    same shape; each pixel's sum to 1.
-    """
-
-    first: int
+    first: int  # source pixel used
     last: int
-    sources: Tensor
-    weights: Tensor
+    sources: Tensor  # int64 (taps, pixels), relative to `first`
+    weights: Tensor  # float32 (taps, pixels); each pixel's sum to 1
 
     def blend(self, values: Tensor, dim: int) -> Tensor:
         """Average `values`, the source pixels from `first` to `last`, float32 (N, C, H, W)."""
