@@ -28,10 +28,7 @@ class WeightAverage:
     """An average of the weights of `network`, updated after every step.
 
     PyTorch's AveragedModel makes the host wait for the device at every update, and copies all buffers each time.
-
-    Attributes:
-        module: a copy of the network with the averaged weights. `take_buffers` gives it the network's buffers.
-        updates: their number.
+    `module` is a copy of the network with the averaged weights, and gets the network's buffers from `take_buffers`.
     """
 
     def __init__(self, network: nn.Module, decay: float):
@@ -113,9 +110,8 @@ class Learner:
     def check(self, loss: float, gradient_norm: float) -> None:
         """Check loss and gradient before a step.
 
-        Raises:
-            FloatingPointError: one is not finite. In float16, gradients may overflow: the step is then skipped and the
-                loss scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
+        FloatingPointError: one is not finite. In float16, gradients may overflow: the step is then skipped and the loss
+        scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
         """
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}; {self._largest_weight()}")
@@ -147,8 +143,7 @@ class Learner:
     def state_dict(self, step: int) -> dict:
         """The state after `step` steps, as tensors in plain containers; averaged weights have the network's names.
 
-        Raises:
-            FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
+        FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """
         state = self._state()
         tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
@@ -174,8 +169,7 @@ class Learner:
     def load_state_dict(self, state: dict) -> None:
         """The inverse of `state_dict`. Every rank must call it.
 
-        Raises:
-            ValueError: a part is missing, superfluous, of other names or shapes, or not finite; nothing is loaded.
+        ValueError: a part is missing, superfluous, of other names or shapes, or not finite; nothing is loaded.
         """
         self._check_state(state)
         self.network.load_state_dict(state["network"])

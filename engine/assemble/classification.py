@@ -68,8 +68,7 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
     """One split as the network of a checkpoint with the content `state` saw its images in training.
 
-    Raises:
-        ValueError: the checkpoint lacks the mean image to subtract; or see `classified_split`.
+    ValueError: the checkpoint lacks the mean image to subtract; or see `classified_split`.
     """
     dataset = classified_split(config, split)
     if not isinstance(config, SmallImagesData) or not config.mean_image:
@@ -107,8 +106,7 @@ def classified_crops(
 ) -> Loader:
     """This rank's share of a minibatch of training crops for each step from `start_step` to `total_steps`.
 
-    Raises:
-        ValueError: the minibatch size does not fit the images or the world size.
+    ValueError: the minibatch size does not fit the images or the world size.
     """
     data = config.data
     crops = ClassificationCrops(dataset, _training_transform(data), config.seed, data.on_error == "skip")

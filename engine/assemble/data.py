@@ -30,8 +30,7 @@ def dataset(config: SegmentationData, split: str, strict: bool = True, key: str 
     `key`: the config key of `split`, for messages; None if it is a choice for this command alone, `data.split`.
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
 
-    Raises:
-        ValueError: the dataset has no such split, or files are missing.
+    ValueError: the dataset has no such split, or files are missing.
     """
     make, images = _source(config)
     if split not in images:
@@ -94,8 +93,7 @@ def training_loader(
 
     Class-uniform sampling needs a class index, which is built here if missing; `progress(done, total)` counts images.
 
-    Raises:
-        ValueError: the minibatch size does not fit the images or the world size, or the class index cannot be built.
+    ValueError: the minibatch size does not fit the images or the world size, or the class index cannot be built.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     if isinstance(sampler, ClassUniformSampler):

@@ -36,15 +36,10 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     """Load the weights of `config.init` by name and shape. The body must match, and the head if the file has one.
 
     Weights mean the same in standard, checkpointed and in-place norms; the released package's are converted. The
-    classifier is loaded if it has the same classes in the same order; otherwise it stays random. If the file does not
+    classifier is loaded if it has the same `classes` in the same order; otherwise it stays random. If the file does not
     name its classes, only their number is compared, and the report says so. Averaged weights are preferred.
 
-    Args:
-        network: with its random initialisation.
-        classes: names of the classes that the network will learn.
-
-    Raises:
-        ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
+    ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
     """
     init, package = config.init, isinstance(config.norm, PackageNorm)
     assert init.weights is not None

@@ -51,11 +51,8 @@ def learner(
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
-    Args:
-        make: builds the network on the CPU, given the process group of synchronised norms (None: all processes).
-
-    Raises:
-        ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
+    `make` builds the network on the CPU, given the process group of synchronised norms (None: all processes).
+    ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
     """
     torch.manual_seed(config.seed)
     norm = config.norm

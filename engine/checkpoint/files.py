@@ -23,8 +23,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     Killing the process at any time leaves a complete checkpoint at `path` if one was ever written; without hard links
     it may be at `previous`. The next call removes partial files. Only one process may write to a folder.
 
-    Raises:
-        OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
+    OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
     unfinished = path.with_name(path.name + ".partial")
     with _disk_errors(unfinished, lambda reason: _not_written(path, state, previous, reason)):
@@ -38,8 +37,7 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
 def write_alone(path: Path, content: dict) -> None:
     """Write any content to `path`, complete or not at all. Other files stay, even partial ones of a running training.
 
-    Raises:
-        OSError: the disk is full or not writable. A file that was at `path` is kept.
+    OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
     with _disk_errors(unfinished, lambda reason: f"{path} cannot be written: {reason.strerror or reason}"):
@@ -135,8 +133,7 @@ def _bytes(value: object) -> int:
 def load(path: Path) -> dict:
     """Read one of our checkpoints onto the CPU. It cannot run code (`weights_only`), and every byte is checked.
 
-    Raises:
-        ValueError: the file does not exist, is damaged, or is not a checkpoint of this project.
+    ValueError: the file does not exist, is damaged, or is not a checkpoint of this project.
     """
     return checked(read(path), path)
 
@@ -165,8 +162,7 @@ def checked(state: object, path: Path) -> dict:
 def read(path: Path) -> object:
     """Read any file written by torch.save onto the CPU. Like `load`, it cannot run code.
 
-    Raises:
-        ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
+    ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
     expected = "a file such as RUN_DIR/checkpoints/last.pt"
     return torch_files.read(path, f"checkpoint {path}", expected, "previous.pt or best.pt of the same run may be good")
@@ -179,9 +175,8 @@ def load_network(
 
     `averaged` takes the averaged weights if the checkpoint has them.
 
-    Raises:
-        ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has
-            `unnamed_classes`), the network cannot be built, or the weights do not fit.
+    ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`),
+    the network cannot be built, or the weights do not fit.
     """
     trained = tuple(state["classes"])
     if "unnamed_classes" in state and len(trained) == len(classes):

@@ -88,8 +88,7 @@ class RunDirectory:
     def lock(self) -> None:
         """Lock the folder against other runs until `in_use` ends or the process dies.
 
-        Raises:
-            ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
+        ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = open(self.path / ".lock", "w")
@@ -153,9 +152,8 @@ class RunDirectory:
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
         files of another size than before. `files`: {split: [hash of names, hash of sizes]}.
 
-        Raises:
-            ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or
-                folders, or its configuration or its data differ.
+        ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or folders,
+        or its configuration or its data differ.
         """
         self._check_places()
         if not any(map(os.path.lexists, (self.last, self.previous))):

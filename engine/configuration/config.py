@@ -29,8 +29,7 @@ def register(name: str, schema: type) -> None:
 def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     """Turn a config that Hydra composed from `schema` into a checked dataclass instance.
 
-    Raises:
-        ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
+    ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
     """
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
@@ -46,8 +45,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
     """Read the configuration in a checkpoint.
 
-    Raises:
-        ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
+    ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
     """
     if state["task"] != schema.task:
         raise ValueError(f"{source} is for the task {state['task']}: expected {schema.task}")
@@ -63,8 +61,7 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
 
     Only the groups that an evaluation needs are checked. Resuming compares all keys with the command's anyway.
 
-    Raises:
-        ValueError: a key or value does not fit the schema. Names `source`.
+    ValueError: a key or value does not fit the schema. Names `source`.
     """
     with _misfits_of(source):
         merged = OmegaConf.structured(schema)

@@ -135,8 +135,7 @@ def share_of(config: TrainingRun, devices: int) -> int:
 def fitting(config: Config, devices: int) -> Config:
     """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
 
-    Raises:
-        ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
+    ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
     budget = memory.available()
@@ -172,8 +171,7 @@ def fitted(config: Config) -> Iterator[Config]:
 
     A resumed run takes them from its directory. A MemoryError raised inside adds what was planned and what was used.
 
-    Raises:
-        ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
+    ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
     memory = config.memory
     budget = memory.available()

@@ -50,9 +50,8 @@ class Trace:
 def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False) -> Trace:
     """Trace the second step of a training, when momentum exists.
 
-    Args:
-        make: called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
-        offloaded: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
+    `make` is called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
+    `offloaded`: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
     """
     with FakeTensors():
         learner, loss, minibatch = make()

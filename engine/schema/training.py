@@ -146,8 +146,7 @@ class TrainingRun:
     def apply_options(self, options: Any) -> None:
         """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).
 
-        Raises:
-            ValueError: they do not fit the network or the images.
+        ValueError: they do not fit the network or the images.
         """
 
     def evaluation_words(self, options: Any) -> list[str]:

@@ -110,12 +110,9 @@ def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], view
 
 
 class _View:
-    """One view; logits are computed lazily, top to bottom.
+    """One view of `images`, uint8 (N, 3, H, W) on the network's device; logits are computed lazily, top to bottom.
 
-    Args:
-        images: uint8 (N, 3, H, W) on the network's device, already mirrored if the view is.
-        size: (height, width) at which the network sees them.
-        mirrored: whether to mirror the logits back.
+    The network sees them at `size`, (height, width). If `mirrored`, they already are, and the logits are mirrored back.
     """
 
     def __init__(self, forward: Forward, images: Tensor, size: tuple[int, int], views: Views, mirrored: bool):
