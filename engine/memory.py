@@ -42,10 +42,8 @@ def keep_freed_memory() -> bool:
     """Make the C library reuse freed memory, as CUDA's caching allocator does.
 
     By default glibc returns large freed buffers to the system and gets new ones page by page. That can cost several
-    times as much as computing their values, or nothing, depending on their neighbours in memory.
-
-    Returns:
-        Whether it worked (glibc only).
+    times as much as computing their values, or nothing, depending on their neighbours in memory. Returns whether it
+    worked (glibc only).
     """
     trim_threshold, mmap_max = -1, -4  # from malloc.h
     try:

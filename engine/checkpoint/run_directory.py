@@ -48,17 +48,12 @@ class RunDirectory:
         self._saving: Future | None = None
         self._lock: TextIO | None = None
 
-    def save(self, state: dict, best: bool = False) -> None:
-        """Write the last checkpoint and keep the one before it, or write the `best`.
-
-        Raises OSError: see `checkpoint.save`; ValueError if a folder is in the way.
-        """
-        self.saved()
-        self._check_places()
-        self._write(state, best)
-
     def start_saving(self, state: dict, best: bool = False) -> None:
-        """Copy `state`, and have a thread do what `save` does. Raises what the save before it has raised."""
+        """Copy `state`; a thread writes the last checkpoint and keeps the one before it, or writes the `best`.
+
+        Raises what the save before it has raised (OSError: see `checkpoint.save`), and ValueError if a folder is in the
+        way.
+        """
         self.saved()
         self._check_places()
         copied = HostCopy(state)
