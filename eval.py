@@ -15,7 +15,7 @@ from engine.configuration.command_line import configured
 from engine.console import log_to, make_console
 from engine.distributed import World, joined
 from engine.output_files import writable_folder
-from engine.records.results import print_results, write_results
+from engine.records.evaluated import print_results, write_results
 from engine.run import verify_with_progress
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks

@@ -19,9 +19,8 @@ from engine.dataset import Dataset
 from engine.distributed import World, joined
 from engine.learner import Learner
 from engine.memory import keep_freed_memory, reset_peak_memory
-from engine.records.evaluated import Evaluated
+from engine.records.evaluated import Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
-from engine.records.results import print_results, write_results
 from engine.records.utilisation import peak_flops, training_flops
 from engine.schedule import Schedule
 from engine.schema.training import TrainingRun

@@ -17,8 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from engine.checkpoint.run_directory import RunDirectory
 from engine.console import logger, printable, progress_bar
-from engine.records.evaluated import Evaluated
-from engine.records.results import without_nan
+from engine.records.evaluated import Evaluated, without_nan
 
 
 class MetricsLogger:
