@@ -118,9 +118,7 @@ def check_values(config: Keys, prefix: str = "") -> None:
 
 
 def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
-    above, least, most, one_of, entries = (
-        bounds.get(bound) for bound in ("above", "least", "most", "one_of", "entries")
-    )
+    above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     if one_of is not None and value not in one_of:
         raise ValueError(f"{name}={value}: expected one of {', '.join(map(str, one_of))}")
     if entries is not None and len(value) != len(entries):

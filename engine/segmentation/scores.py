@@ -103,6 +103,7 @@ def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
     `has_instances`: whether all counted images have instances.
     """
     scores = segmentation_scores(counts.confusion[: len(table.counted)], table.counted)
+    scores["official"] = {}
     if table.benchmark == "cityscapes":
         scores["official"] = cityscapes_scores(counts, table, has_instances)
     elif table.benchmark == "coco_stuff":
@@ -110,8 +111,6 @@ def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
     elif table.benchmark == "vistas":
         # The benchmark drops labels that it does not evaluate; we neither count nor predict them.
         scores["official"] = {"miou": scores["miou"]}
-    else:
-        scores["official"] = {}
     return scores
 
 
