@@ -109,9 +109,8 @@ class Evaluation(TrainedNetwork):
         """Also checks the data folder, in which synthetic data would otherwise be drawn: ValueError if it is empty."""
         data, folder = config.data, resolved(self.data.root or config.data.root)
         data.root = self.data.root or data.root
-        if folder is not None and not (
-            folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
-        ):  # or an archive
+        archive_or_files = folder is None or folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        if not archive_or_files:
             raise ValueError(
                 f"data.root={data.root} is not a folder with files: give data.root=DIR, the folder of {data.name}"
             )

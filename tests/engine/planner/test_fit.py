@@ -5,7 +5,7 @@ import yaml
 
 import train_seg
 from engine import planner
-from engine.planner.search import largest
+from engine.planner.fit import largest
 from engine.schema.memory import bytes_of
 from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
