@@ -39,17 +39,17 @@ def norm_act(config: schema.Norm, group: dist.ProcessGroup | None = None) -> Cal
     ValueError: the released package is chosen but not installed.
     """
     if isinstance(config, schema.PackageNorm):
-        return partial(package_abn(), **_options(config, "name"))
-    return partial(_NORMS[type(config)], group=group, **_options(config, "name", "sync_group"))
+        return partial(package_abn(), **options_of(config, "name"))
+    return partial(_NORMS[type(config)], group=group, **options_of(config, "name", "sync_group"))
 
 
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    return _BODIES[type(config)](norm, classes, config.output_stride, **_options(config, "name", "output_stride"))
+    return _BODIES[type(config)](norm, classes, config.output_stride, **options_of(config, "name", "output_stride"))
 
 
-def _options(config: schema.Norm | schema.Body, *others: str) -> dict[str, Any]:
-    """All keys but `others`."""
+def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:
+    """The keys of a layer or network, which are arguments of the same names, except `others`."""
     return {name: value for name, value in vars(config).items() if name not in others}
 
 

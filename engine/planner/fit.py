@@ -171,22 +171,22 @@ def largest(peak: Callable[[int], int], budget: int, smallest: int, step: int, p
     `peak`: value -> bytes of a training step, which grow about linearly with value ** power: the power is 1 for a
     number of crops, 2 for the side of square crops.
     """
-    fits, fitting = smallest, peak(smallest)
-    if fitting > budget:
+    fits, used = smallest, peak(smallest)
+    if used > budget:
         return None
     too_large, exceeding = 2 * smallest, peak(2 * smallest)
     while exceeding <= budget:  # go on along the line through the last two
-        slope = max(1.0, (exceeding - fitting) / (too_large**power - fits**power))
-        fits, fitting = too_large, exceeding
-        beyond = (fits**power + 1.02 * (budget - fitting) / slope) ** (1 / power)
+        slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))
+        fits, used = too_large, exceeding
+        beyond = (fits**power + 1.02 * (budget - used) / slope) ** (1 / power)
         too_large = max(fits + step, math.ceil(beyond / step) * step)
         exceeding = peak(too_large)
     while too_large - fits > step:
-        share = (budget - fitting) / (exceeding - fitting)
+        share = (budget - used) / (exceeding - used)
         between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
         value = min(max(int(between) // step * step, fits + step), too_large - step)
         if (found := peak(value)) <= budget:
-            fits, fitting = value, found
+            fits, used = value, found
             if too_large - fits > step and (found := peak(fits + step)) > budget:  # almost always
                 return fits
         else:
