@@ -18,7 +18,7 @@ from engine.console import counted, log_to, logger, make_console
 from engine.dataset import Dataset
 from engine.distributed import World, joined
 from engine.learner import Learner
-from engine.memory import keep_freed_memory, reset_peak_memory
+from engine.memory import keep_freed_memory
 from engine.records.evaluated import Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.utilisation import peak_flops, training_flops
@@ -124,7 +124,8 @@ class Run(Generic[Config, Split]):
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
         with varying_sizes():
             evaluated = evaluate()
-        reset_peak_memory(self.world.device)  # an evaluation may need more than training
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # an evaluation may need more than training
         if evaluated.scores[self.config.score] > self.metrics.best_score:
             self.save(step, best=True)
             self.directory.saved()  # before the record: if killed in between, the run evaluates again

@@ -53,8 +53,9 @@ class Init:
 
     # A checkpoint of this project, or a file of the format below.
     weights: str | None = None
-    # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names; released: a
-    # checkpoint of the in-place ABN release; torchvision: the state dict of a ResNet.
+    # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
+    # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
+    # torchvision: the state dict of a ResNet.
     format: str | None = key(None, one_of=("standard_bn", "released", "torchvision"))
     # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). Published files need no scale.
     scale: str | None = key(None, one_of=SCALES)
