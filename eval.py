@@ -15,7 +15,7 @@ from engine.configuration.command_line import configured
 from engine.console import log_to, make_console
 from engine.distributed import World, joined
 from engine.output_files import writable_folder
-from engine.records.results import print_results, write_results
+from engine.records.evaluated import print_results, write_results
 from engine.run import verify_with_progress
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
@@ -45,7 +45,7 @@ def evaluate(values: DictConfig) -> dict:
     refuse_other_tasks(options, name, f"checkpoint {path}")
     config = configuration.of_checkpoint(state, TASKS[name].schema, f"checkpoint {path}")
     results_file = Path(options.results) if options.results else options.default_results_file(config)
-    apply_options(config, options)
+    options.apply_to(config)
     with (
         joined(options.device, config.trainer.timeout_seconds) as world,
         reading_errors(config.data.timeout_seconds),
@@ -82,30 +82,6 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         if where:
             console.print(f"{what}: {where}", soft_wrap=True)
     return results
-
-
-def apply_options(config: TrainingRun, options: Evaluation) -> None:
-    """Override the training's keys with the command's.
-
-    Raises:
-        ValueError: the data folder does not exist or is empty, e.g. because the checkpoint is from another machine.
-    """
-    root = options.data.root or config.data.root
-    if root is not None and not _exists(_folder(root)):
-        raise ValueError(
-            f"data.root={root} is not a folder with files: give data.root=DIR, the folder of {config.data.name}"
-        )
-    config.data.root = root
-    options.apply_to(config)
-
-
-def _exists(root: Path) -> bool:
-    """Whether there is a folder with files, or an archive."""
-    return root.is_file() or (root.is_dir() and any(root.iterdir()))
-
-
-def _folder(path: str) -> Path:
-    return Path(path).expanduser().resolve()
 
 
 @configured("eval", Evaluation)

@@ -139,11 +139,8 @@ def node_group(world: World, timeout_seconds: float) -> dist.ProcessGroup | None
     nodes = world.gather(int(os.environ.get("GROUP_RANK", 0)))
     if len(set(nodes)) == 1:
         return None
-    own = None
-    for node in sorted(set(nodes)):  # every rank must take part in creating every group
-        members = [rank for rank, other in enumerate(nodes) if other == node]
-        group = dist.new_group(members, timeout=timedelta(seconds=timeout_seconds))
-        own = group if node == nodes[world.rank] else own
+    members = [[rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes))]
+    own, _ = dist.new_subgroups_by_enumeration(members, timeout=timedelta(seconds=timeout_seconds))
     return own
 
 

@@ -12,19 +12,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Forward:
-    """Normalises images on the network's device and calls the network in the run's precision.
+    """Normalises images on the network's device and calls the network in the run's precision."""
 
-    network: normalised float32 images (N, 3, H, W) -> logits.
-    mean, std: float32 (1, 3, 1, 1), RGB in 0-255, on the network's device.
-    memory_format: of the normalised images.
-    autocast: makes a fresh context for each pass.
-    """
-
-    network: nn.Module
-    mean: Tensor
+    network: nn.Module  # normalised float32 images (N, 3, H, W) -> logits
+    mean: Tensor  # float32 (1, 3, 1, 1), RGB in 0-255, on the network's device; `std` too
     std: Tensor
-    memory_format: torch.memory_format
-    autocast: Callable[[], AbstractContextManager]
+    memory_format: torch.memory_format  # of the normalised images
+    autocast: Callable[[], AbstractContextManager]  # makes a fresh context for each pass
 
     def __call__(
         self, images: Tensor, at: tuple[int, int] | None = None, antialias: bool = True, **options: Any

@@ -28,10 +28,7 @@ class WeightAverage:
     """An average of the weights of `network`, updated after every step.
 
     PyTorch's AveragedModel makes the host wait for the device at every update, and copies all buffers each time.
-
-    Attributes:
-        module: a copy of the network with the averaged weights. `take_buffers` gives it the network's buffers.
-        updates: their number.
+    `module` is a copy of the network with the averaged weights, and gets the network's buffers from `take_buffers`.
     """
 
     def __init__(self, network: nn.Module, decay: float):
@@ -62,29 +59,19 @@ class WeightAverage:
 
 @dataclass
 class Learner:
-    """A network in training.
+    """A network in training."""
 
-    network: the bare network, which is trained, saved and (unless averaged) evaluated.
-    forward: from images through the same parameters, compiled and wrapped in DDP as configured.
-    scaler: scales the loss in float16.
-    accumulation_steps: micro-batches per minibatch on each rank.
-    average: exponential moving average of the weights; if not None, it is evaluated instead of `network`.
-    statistics_minibatches: renew the average's norm statistics before an evaluation; if empty, its norms keep the
-        trained network's.
-    max_gradient_norm: gradients are clipped to it; None: never.
-    exchange: times the wait for the gradients of other ranks; None in a single process.
-    """
-
-    network: nn.Module
-    forward: Forward
+    network: nn.Module  # the bare network, which is trained, saved and (unless averaged) evaluated
+    forward: Forward  # from images through the same parameters, compiled and wrapped in DDP as configured
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    accumulation_steps: int = 1
-    average: WeightAverage | None = None
+    scaler: torch.amp.GradScaler  # scales the loss in float16
+    accumulation_steps: int = 1  # micro-batches per minibatch on each rank
+    average: WeightAverage | None = None  # exponential moving average of the weights, evaluated instead of `network`
+    # Renew the average's norm statistics before an evaluation; if empty, its norms keep the trained network's.
     statistics_minibatches: SizedIterable[dict] = ()
-    max_gradient_norm: float | None = None
-    exchange: GradientExchange | None = None
+    max_gradient_norm: float | None = None  # gradients are clipped to it; None: never
+    exchange: GradientExchange | None = None  # times the wait for other ranks' gradients; None in a single process
 
     @property
     def evaluated(self) -> Forward:
@@ -123,9 +110,8 @@ class Learner:
     def check(self, loss: float, gradient_norm: float) -> None:
         """Check loss and gradient before a step.
 
-        Raises:
-            FloatingPointError: one is not finite. In float16, gradients may overflow: the step is then skipped and the
-                loss scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
+        FloatingPointError: one is not finite. In float16, gradients may overflow: the step is then skipped and the loss
+        scaled down. That is an error only once the scale has fallen to `SMALLEST_SCALE`.
         """
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}; {self._largest_weight()}")
@@ -157,8 +143,7 @@ class Learner:
     def state_dict(self, step: int) -> dict:
         """The state after `step` steps, as tensors in plain containers; averaged weights have the network's names.
 
-        Raises:
-            FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
+        FloatingPointError: a weight or statistic is not finite, so the checkpoint would be useless.
         """
         state = self._state()
         tensors = state["network"] | {f"averaged {name}": tensor for name, tensor in state.get("ema", {}).items()}
@@ -184,8 +169,7 @@ class Learner:
     def load_state_dict(self, state: dict) -> None:
         """The inverse of `state_dict`. Every rank must call it.
 
-        Raises:
-            ValueError: a part is missing, superfluous, of other names or shapes, or not finite; nothing is loaded.
+        ValueError: a part is missing, superfluous, of other names or shapes, or not finite; nothing is loaded.
         """
         self._check_state(state)
         self.network.load_state_dict(state["network"])
@@ -219,11 +203,8 @@ class Learner:
 
     def _check_momentum(self, given: dict) -> None:
         """torch loads momentum by position, unchecked: another shape would read beyond its memory."""
-        own, groups, buffers = (
-            self.optimizer.state_dict()["param_groups"],
-            given.get("param_groups"),
-            given.get("state"),
-        )
+        own = self.optimizer.state_dict()["param_groups"]
+        groups, buffers = given.get("param_groups"), given.get("state")
         if not isinstance(groups, list) or len(groups) != len(own) or not isinstance(buffers, dict):
             raise ValueError("its part optimizer has other groups of parameters than this run")
         for group, wanted in zip(groups, own, strict=True):

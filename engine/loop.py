@@ -87,11 +87,8 @@ def _errors_of(step: int, minibatch: dict, run: Run[Config, Split]) -> Iterator[
 def train_step(learner: Learner, loss: Loss, minibatch: dict, minibatch_size: int, world: World) -> tuple[float, float]:
     """One optimiser step on this rank's share of a minibatch of `minibatch_size` images.
 
-    Returns:
-        The mean loss of the whole minibatch, and the norm of the gradient before clipping.
-
-    Raises:
-        FloatingPointError: loss or gradient is not finite; weights are unchanged.
+    Returns the mean loss of the whole minibatch, and the norm of the gradient before clipping.
+    FloatingPointError: loss or gradient is not finite; weights are unchanged.
     """
     learner.network.train()
     learner.optimizer.zero_grad()
@@ -108,9 +105,7 @@ def accumulate_gradients(learner: Learner, loss: Loss, minibatch: dict, minibatc
 
     Every image of the minibatch has the same weight, even if ranks or micro-batches differ in size. DDP averages
     gradients over ranks, so a micro-batch's mean loss is weighted by its number of images / the mean number per rank.
-
-    Returns:
-        This rank's sum of weighted losses, a float64 scalar on the device.
+    Returns this rank's sum of weighted losses, a float64 scalar on the device.
     """
     total_loss = torch.zeros((), dtype=torch.float64, device=world.device)
     images, labels = (minibatch[key].tensor_split(learner.accumulation_steps) for key in ("image", "label"))

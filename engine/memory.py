@@ -9,16 +9,10 @@ import torch
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak in MiB: on CUDA, of the device's tensors since `reset_peak_memory`; on the CPU, of the whole process."""
+    """Peak in MiB: on CUDA, of the device's tensors since its reset; on the CPU, of the whole life of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10  # KiB on Linux
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak of a CUDA device; the CPU's always covers the whole life of the process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -42,10 +36,8 @@ def keep_freed_memory() -> bool:
     """Make the C library reuse freed memory, as CUDA's caching allocator does.
 
     By default glibc returns large freed buffers to the system and gets new ones page by page. That can cost several
-    times as much as computing their values, or nothing, depending on their neighbours in memory.
-
-    Returns:
-        Whether it worked (glibc only).
+    times as much as computing their values, or nothing, depending on their neighbours in memory. Returns whether it
+    worked (glibc only).
     """
     trim_threshold, mmap_max = -1, -4  # from malloc.h
     try:

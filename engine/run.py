@@ -18,10 +18,9 @@ from engine.console import counted, log_to, logger, make_console
 from engine.dataset import Dataset
 from engine.distributed import World, joined
 from engine.learner import Learner
-from engine.memory import keep_freed_memory, reset_peak_memory
-from engine.records.evaluated import Evaluated
+from engine.memory import keep_freed_memory
+from engine.records.evaluated import Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
-from engine.records.results import print_results, write_results
 from engine.records.utilisation import peak_flops, training_flops
 from engine.schedule import Schedule
 from engine.schema.training import TrainingRun
@@ -33,10 +32,7 @@ Split = TypeVar("Split", bound=Dataset)
 
 @dataclass
 class Run(Generic[Config, Split]):
-    """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`.
-
-    resumed: the checkpoint to resume from, saved at `start_step`; None in a new run, and after the learner loaded it.
-    """
+    """A training run on one rank, made by `opened`. `learner` and `metrics` exist after `start`."""
 
     config: Config
     world: World
@@ -47,13 +43,13 @@ class Run(Generic[Config, Split]):
     schedule: Schedule
     files: dict[str, list[str]]  # hashes of names and sizes, by split
     console: Console
-    resumed: dict | None = None
-    start_step: int = 0
+    resumed: dict | None = None  # the checkpoint to resume from; None in a new run, and after the learner loaded it
+    start_step: int = 0  # of that checkpoint
     learner: Learner = field(init=False)
     metrics: MetricsLogger = field(init=False)
 
     def start(self, learner: Learner) -> None:
-        """Give `learner` its initial or resumed weights. ValueError: see `initialise_from`."""
+        """Give `learner` its initial or resumed weights. ValueError: see `initialise`."""
         skipped, recorded = 0, None
         if self.resumed is not None:
             try:
@@ -132,7 +128,8 @@ class Run(Generic[Config, Split]):
         self.directory.saved()  # the evaluation forks, and a new process must not inherit the locks of a thread
         with varying_sizes():
             evaluated = evaluate()
-        reset_peak_memory(self.world.device)  # an evaluation may need more than training
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)  # an evaluation may need more than training
         if evaluated.scores[self.config.score] > self.metrics.best_score:
             self.save(step, best=True)
             self.directory.saved()  # before the record: if killed in between, the run evaluates again
@@ -163,10 +160,7 @@ class Run(Generic[Config, Split]):
 
 @contextmanager
 def opened(
-    config: Config,
-    command: str,
-    find: Callable[[Any], tuple[Split, Split]],
-    verify: Callable[..., None],
+    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], verify: Callable[..., None]
 ) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 

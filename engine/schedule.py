@@ -34,6 +34,5 @@ class Schedule:
 
 def in_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -> int | None:
     """The shorter of two durations, in steps; None if neither is given."""
-    durations = [] if epochs is None else [epochs * steps_per_epoch]
-    durations += [] if steps is None else [steps]
-    return min(durations, default=None)
+    durations = (None if epochs is None else epochs * steps_per_epoch, steps)
+    return min((duration for duration in durations if duration is not None), default=None)

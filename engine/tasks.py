@@ -84,27 +84,16 @@ def _writable(key: str, path: str | None) -> Path | None:
 
 
 class Task(NamedTuple):
-    """A task.
+    """A task."""
 
-    Attributes:
-        entry: the command that trains it.
-        schema: its configuration.
-        network: (configuration, number of classes, process group of norms) -> network
-        dataset: (configuration of the data, split, content of a checkpoint) -> a split for evaluation
-        verify: checks the files of a dataset.
-        evaluate: scores a split, see `segment`.
-        labels: (crops, their size) -> a minibatch of labels, all zero
-        loss: configuration -> loss of logits and labels
-    """
-
-    entry: str
-    schema: type[TrainingRun]
-    network: Callable[..., nn.Module]
-    dataset: Callable[[Any, str, dict], Any]
-    verify: Callable[..., None]
-    evaluate: Callable[..., Evaluated]
-    labels: Callable[[int, int], Tensor]
-    loss: Callable[[Any], Loss]
+    entry: str  # the command that trains it
+    schema: type[TrainingRun]  # its configuration
+    network: Callable[..., nn.Module]  # (configuration, number of classes, process group of norms) -> network
+    dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
+    verify: Callable[..., None]  # checks the files of a dataset
+    evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
+    labels: Callable[[int, int], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
+    loss: Callable[[Any], Loss]  # configuration -> loss of logits and labels
 
 
 TASKS = {

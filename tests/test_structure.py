@@ -45,6 +45,7 @@ KNOWS_SCHEMA = {
         "keys.alternative",
         "keys.check_values",
         "keys.groups_of",
+        "keys.leaves",
         "keys.without_interpolation",
         "training.TrainingRun",
     },

@@ -41,6 +41,14 @@ from engine.schema.classification import (
 )
 from models.recomputation import choose_recomputation
 
+# The function that makes a split, and the published number of images in each.
+_SOURCES: dict[str, tuple[Callable[..., ClassificationDataset], dict[str, int]]] = {
+    "cifar10": (cifar10, CIFAR_IMAGES),
+    "cifar100": (cifar100, CIFAR_IMAGES),
+    "imagenet": (imagenet, IMAGENET_IMAGES),
+    "shapes": (shapes, SHAPES_IMAGES),
+}
+
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
     """The training and the validation split, minus the former's mean image if asked. ValueError: `classified_split`."""
@@ -55,14 +63,9 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
-    sources: dict[str, Callable[..., ClassificationDataset]] = {
-        "cifar10": cifar10,
-        "cifar100": cifar100,
-        "imagenet": imagenet,
-        "shapes": shapes,
-    }
+    make, _ = _SOURCES[config.name]
     try:
-        return sources[config.name](config.root, split)
+        return make(config.root, split)
     except ValueError as error:
         raise ValueError(f"{key}={split}: data.root={config.root}: {error}") from error
 
@@ -70,8 +73,7 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
     """One split as the network of a checkpoint with the content `state` saw its images in training.
 
-    Raises:
-        ValueError: the checkpoint lacks the mean image to subtract; or see `classified_split`.
+    ValueError: the checkpoint lacks the mean image to subtract; or see `classified_split`.
     """
     dataset = classified_split(config, split)
     if not isinstance(config, SmallImagesData) or not config.mean_image:
@@ -89,9 +91,10 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
 
 def classified_counts(config: ClassificationData, classes: int) -> dict[str, int]:
     """The published number of images in each split of the dataset; none for other images in ImageNet's layout."""
-    if isinstance(config, ImageNetData):
-        return IMAGENET_IMAGES if classes == IMAGENET_CLASSES else {}
-    return SHAPES_IMAGES if config.name == "shapes" else CIFAR_IMAGES
+    if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES:
+        return {}
+    _, images = _SOURCES[config.name]
+    return images
 
 
 def classification_network(
@@ -108,8 +111,7 @@ def classified_crops(
 ) -> Loader:
     """This rank's share of a minibatch of training crops for each step from `start_step` to `total_steps`.
 
-    Raises:
-        ValueError: the minibatch size does not fit the images or the world size.
+    ValueError: the minibatch size does not fit the images or the world size.
     """
     data = config.data
     crops = ClassificationCrops(dataset, _training_transform(data), config.seed, data.on_error == "skip")

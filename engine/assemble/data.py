@@ -33,8 +33,7 @@ def dataset(
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
     Synthetic images that do not exist yet are drawn only if `draw`: a checkpoint's folder is not to be written to.
 
-    Raises:
-        ValueError: the dataset has no such split, or files are missing.
+    ValueError: the dataset has no such split, or files are missing.
     """
     make, images = _source(config, draw)
     if split not in images:
@@ -97,8 +96,7 @@ def training_loader(
 
     Class-uniform sampling needs a class index, which is built here if missing; `progress(done, total)` counts images.
 
-    Raises:
-        ValueError: the minibatch size does not fit the images or the world size, or the class index cannot be built.
+    ValueError: the minibatch size does not fit the images or the world size, or the class index cannot be built.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     if isinstance(sampler, ClassUniformSampler):

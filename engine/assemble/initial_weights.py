@@ -34,58 +34,24 @@ class Weights(NamedTuple):
 
 
 def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) -> Loaded:
-    """Load the weights of `config.init`. ValueError: see `initialise_from`."""
-    init = config.init
-    assert init.weights is not None
-    return initialise_from(
-        network,
-        Path(init.weights).expanduser(),
-        classes,
-        format=init.format,
-        scale=init.scale,
-        part=init.part,
-        package=isinstance(config.norm, PackageNorm),
-    )
-
-
-def initialise_from(
-    network: nn.Module,
-    path: Path,
-    classes: Sequence[str],
-    *,
-    format: str | None = None,
-    scale: str | None = None,
-    part: str = "network",
-    package: bool = False,
-) -> Loaded:
-    """Load weights by name and shape. The whole body must match, and the whole head if the file has one.
+    """Load the weights of `config.init` by name and shape. The body must match, and the head if the file has one.
 
     Weights mean the same in standard, checkpointed and in-place norms; the released package's are converted. The
-    classifier is loaded if it has the same classes in the same order; otherwise it stays random. If the file does not
-    name its classes, only their number is compared, and the report says so.
+    classifier is loaded if it has the same `classes` in the same order; otherwise it stays random. If the file does not
+    name its classes, only their number is compared, and the report says so. Averaged weights are preferred.
 
-    Args:
-        network: with its random initialisation.
-        path: a checkpoint, whose averaged weights are preferred, or another file in `format`.
-        classes: names of the classes that the network will learn.
-        format: None for a checkpoint of this project. "standard_bn" for a state dict {name: tensor} under our names, of
-            a network with standard batch normalisation or of its body. It may be stored under the key "state_dict", and
-            its names may start with "module.". "released" for a file of the release, "torchvision" for the state dict
-            of a torchvision ResNet.
-        scale: of a released file, see `models.official.load_released`; None only for published files.
-        part: "body" leaves head and classifier random; "network" loads everything.
-        package: whether the network has the released package's norms.
-
-    Raises:
-        ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
+    ValueError: the file cannot be read, has another format, or does not fit; the network is unchanged.
     """
+    init, package = config.init, isinstance(config.norm, PackageNorm)
+    assert init.weights is not None
+    path = Path(init.weights).expanduser()
     name = f"init.weights={path}"
-    if format is None:
+    if init.format is None:
         weights = of_checkpoint(checkpoint.read(path), path, name)
-    elif format == "released":
-        weights = _of_release(path, name, scale)
+    elif init.format == "released":
+        weights = _of_release(path, name, init.scale)
     else:
-        weights = _of_state_dict(path, name, format, network)
+        weights = _of_state_dict(path, name, init.format, network)
     if package and weights.package_eps is None:
         raise ValueError(
             f"{name} with norm=package: the released package cannot represent scales below its eps, so it cannot load "
@@ -94,7 +60,7 @@ def initialise_from(
     tensors = weights.tensors if package else weights.converted()
 
     def skip(tensor_name: str, tensor: Tensor) -> str | None:
-        if part == "body" and not is_of_body(tensor_name):
+        if init.part == "body" and not is_of_body(tensor_name):
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
@@ -106,7 +72,10 @@ def initialise_from(
     report = load_by_name(
         network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
     )
-    return _with_remark_on_classes(report) if weights.classes is None else report
+    if weights.classes is None and any(map(is_of_classifier, report.matched)):
+        remark = "the file does not name its classes: only their number was compared"
+        return report._replace(remarks=(*report.remarks, remark))
+    return report
 
 
 def _other_body(tensors: Mapping[str, Tensor], network: nn.Module) -> str:
@@ -165,17 +134,13 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> We
         tensors = from_torchvision(tensors)
     except ValueError as error:
         raise ValueError(f"{name} with init.format=torchvision: {error}") from error
+    activations = {module.activation for module in network.modules() if isinstance(module, ABN)}
     remarks = tuple(
         f"norm.activation={activation}: torchvision trained with relu, so this is only a starting point; "
         f"norm=std norm.activation=relu computes the same"
-        for activation in sorted(_activations(network) - {"relu"})
+        for activation in sorted(activations - {"identity", "relu"})
     )
     return Weights(tensors, f"{path} (torchvision)", remarks=remarks)
-
-
-def _activations(network: nn.Module) -> set[str]:
-    norms = [module for module in network.modules() if isinstance(module, ABN)]
-    return {norm.activation for norm in norms} - {"identity"}
 
 
 def _check_foreign(content: object, name: str) -> None:
@@ -186,13 +151,6 @@ def _check_foreign(content: object, name: str) -> None:
 def is_ours(content: object) -> bool:
     """Whether the content of a file claims to be a checkpoint of this project."""
     return isinstance(content, dict) and "format" in content
-
-
-def _with_remark_on_classes(report: Loaded) -> Loaded:
-    if not any(map(is_of_classifier, report.matched)):
-        return report
-    remark = "the file does not name its classes: only their number was compared"
-    return report._replace(remarks=(*report.remarks, remark))
 
 
 def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:

@@ -1,7 +1,6 @@
 """Configuration keys -> norms, bodies and forward passes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,36 +17,13 @@ from models import bodies
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
-
-def norm_act(
-    config: schema.Norm, group: dist.ProcessGroup | None = None, eager: bool = False
-) -> Callable[[int], nn.Module]:
-    """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
-
-    `eager`: whatever the configured backend is, compile nothing.
-
-    Raises:
-        ValueError: the released package is chosen but not installed.
-    """
-    options: dict[str, Any] = dict(
-        eps=config.eps,
-        momentum=config.momentum,
-        activation=config.activation,
-        activation_param=config.activation_param,
-    )
-    if isinstance(config, schema.PackageNorm):
-        return partial(package_abn(), **options)
-    assert isinstance(config, schema.OurNorm), config
-    backend = "eager" if eager else config.backend
-    options.update(learn_scale=config.learn_scale, sync=config.sync, group=group, backend=backend)
-    if isinstance(config, schema.InPlaceNorm):
-        variant = "I" if isinstance(config, schema.InPlaceNorm1) else "II"
-        return partial(InPlaceABN, **options, variant=variant, gamma_floor=config.gamma_floor)
-    if isinstance(config, (schema.CheckpointNorm, schema.CheckpointXHatNorm)):
-        return partial(CheckpointedABN, **options, store="x" if isinstance(config, schema.CheckpointNorm) else "x_hat")
-    return partial(ABN, **options)
-
-
+_NORMS: Mapping[type[schema.Norm], Callable[..., nn.Module]] = {
+    schema.StandardNorm: ABN,
+    schema.CheckpointNorm: partial(CheckpointedABN, store="x"),
+    schema.CheckpointXHatNorm: partial(CheckpointedABN, store="x_hat"),
+    schema.InPlaceNorm: partial(InPlaceABN, variant="II"),
+    schema.InPlaceNorm1: partial(InPlaceABN, variant="I"),
+}
 _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
     schema.DenseNetBody: bodies.DenseNet,
     schema.ResNetBody: bodies.ResNet,
@@ -57,11 +33,28 @@ _BODIES: Mapping[type[schema.Body], Callable[..., bodies.Body]] = {
 }
 
 
+def norm_act(
+    config: schema.Norm, group: dist.ProcessGroup | None = None, eager: bool = False
+) -> Callable[[int], nn.Module]:
+    """Return a function: channels -> norm and activation. Synchronised norms span `group`; None: all processes.
+
+    `eager`: whatever the configured backend is, compile nothing.
+    ValueError: the released package is chosen but not installed.
+    """
+    if isinstance(config, schema.PackageNorm):
+        return partial(package_abn(), **options_of(config, "name"))
+    options = options_of(config, "name", "sync_group") | ({"backend": "eager"} if eager else {})
+    return partial(_NORMS[type(config)], group=group, **options)
+
+
 def body(config: schema.Body, norm: Callable[[int], nn.Module], classes: int = 0) -> bodies.Body:
     """Build the body: images -> features, or logits if `classes` is above 0."""
-    options = {entry.name: getattr(config, entry.name) for entry in fields(config)}
-    del options["name"], options["output_stride"]
-    return _BODIES[type(config)](norm, classes, config.output_stride, **options)
+    return _BODIES[type(config)](norm, classes, config.output_stride, **options_of(config, "name", "output_stride"))
+
+
+def options_of(config: schema.Norm | schema.Body | schema.Head, *others: str) -> dict[str, Any]:
+    """The keys of a layer or network, which are arguments of the same names, except `others`."""
+    return {name: value for name, value in vars(config).items() if name not in others}
 
 
 def trained_forward(
@@ -73,17 +66,10 @@ def trained_forward(
     averaged: bool,
     device: torch.device,
 ) -> Forward:
-    """Build the forward pass of a checkpoint's network, in eval mode.
+    """Build the forward pass of a checkpoint's network, in eval mode. ValueError: see `checkpoint.load_network`.
 
-    Args:
-        config: the checkpoint's configuration, perhaps changed by the command.
-        make: make(config, number of classes) builds a network for the task.
-        state: content of the checkpoint `path`.
-        classes: the network must have been trained on these.
-        averaged: take the averaged weights if there are any.
-
-    Raises:
-        ValueError: see `checkpoint.load_network`.
+    `config`: the checkpoint's, perhaps changed by the command. make(config, number of classes) builds the network.
+    `state`: content of the checkpoint `path`. `classes`: the network must have been trained on these.
     """
     network = checkpoint.load_network(partial(make, config, len(state["classes"])), state, classes, path, averaged)
     return forward(config, network.eval(), device)

@@ -4,14 +4,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LinearLR,
-    LRScheduler,
-    MultiStepLR,
-    PolynomialLR,
-    SequentialLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, MultiStepLR, PolynomialLR, SequentialLR
 
 from engine.schedule import Schedule, in_steps
 from engine.schema import optim as schema

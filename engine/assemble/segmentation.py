@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import nn
 
-from engine.assemble.network import body, norm_act
+from engine.assemble.network import body, norm_act, options_of
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
@@ -20,14 +20,7 @@ def segmentation_network(
     """Build body, head and classifier, initialised from torch's global generator, on the current default device."""
     norm = norm_act(config.norm, group, eager=config.trainer.smoke)
     features = body(config.body, norm)
-    head = DeepLabV3(
-        features.out_channels,
-        config.head.hidden_channels,
-        config.head.dilations,
-        norm_act=norm,
-        pooling_size=config.head.pooling_size,
-        out_channels=config.head.out_channels,
-    )
+    head = DeepLabV3(features.out_channels, norm_act=norm, **options_of(config.head, "name"))
     network = SegmentationNetwork(features, head, classes)
     choose_recomputation(network, features, config.trainer.recompute)
     return network
@@ -42,11 +35,5 @@ def loss(config: Loss, ignore_index: int) -> nn.Module:
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
     """The views of each image; `data`: the training's, perhaps changed by the command."""
-    return Views(
-        data.base_size,
-        data.antialias,
-        options.window.size,
-        options.window.overlap,
-        tuple(options.tta.scales),
-        options.tta.flip,
-    )
+    window, tta = options.window, options.tta
+    return Views(data.base_size, data.antialias, window.size, window.overlap, tuple(tta.scales), tta.flip)

@@ -51,14 +51,14 @@ def learner(
 
     From here on each rank draws its own random numbers (dropout); rank 0 draws the same as a run in one process.
 
-    Args:
-        make: builds the network on the CPU, given the process group of synchronised norms (None: all processes).
-
-    Raises:
-        ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
+    `make` builds the network on the CPU, given the process group of synchronised norms (None: all processes).
+    ValueError: the network is to be compiled but there is no compiler; or see `lr_schedule`, `make`.
     """
     torch.manual_seed(config.seed)
-    plain = forward(config, make(_sync_group(config, world)), world.device)
+    norm = config.norm
+    of_machines = isinstance(norm, OurNorm) and norm.sync and norm.sync_group == "node"
+    group = node_group(world, config.trainer.timeout_seconds) if of_machines else None
+    plain = forward(config, make(group), world.device)
     if world.rank:
         torch.manual_seed(config.seed + (world.rank << 32))
     return learner_of(config, plain, schedule, world)
@@ -96,14 +96,6 @@ def learner_of(config: TrainingRun, plain: Forward, schedule: Schedule, world: W
         max_gradient_norm=config.optim.max_gradient_norm,
         exchange=GradientExchange(plain.network, world.device) if world.size > 1 else None,
     )
-
-
-def _sync_group(config: TrainingRun, world: World) -> dist.ProcessGroup | None:
-    """The process group of synchronised norms; None: all processes."""
-    norm = config.norm
-    if isinstance(norm, OurNorm) and norm.sync and norm.sync_group == "node":
-        return node_group(world, config.trainer.timeout_seconds)
-    return None
 
 
 def schedule_of(config: TrainingRun, images: int) -> Schedule:

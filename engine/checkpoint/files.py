@@ -3,8 +3,8 @@
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -27,40 +27,42 @@ def save(path: Path, state: dict, previous: Path | None = None) -> None:
     Killing the process at any time leaves a complete checkpoint at `path` if one was ever written; without hard links
     it may be at `previous`. The next call removes partial files. Only one process may write to a folder.
 
-    Raises:
-        OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
+    OSError: the disk is full or not writable. The last good checkpoint is kept, and named.
     """
     unfinished = path.with_name(path.name + ".partial")
-    try:
+    with _disk_errors(unfinished, lambda reason: _not_written(path, state, previous, reason)):
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in path.parent.glob("*.pt.partial"):
             leftover.unlink()
         _write(unfinished, {"format": FORMAT, **state})
         _put_in_place(unfinished, path, previous)
-    except (OSError, RuntimeError) as error:
-        reason = _disk_error(error)
-        if reason is None:
-            raise
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise OSError(_not_written(path, state, previous, reason)) from error
 
 
 def write_alone(path: Path, content: dict) -> None:
     """Write any content to `path`, complete or not at all. Other files stay, even partial ones of a running training.
 
-    Raises:
-        OSError: the disk is full or not writable. A file that was at `path` is kept.
+    OSError: the disk is full or not writable. A file that was at `path` is kept.
     """
     unfinished = path.with_name(f"{path.name}.partial-{os.getpid()}")  # `save` of another process leaves it alone
-    try:
+    with _disk_errors(unfinished, lambda reason: f"{path} cannot be written: {reason.strerror or reason}"):
         _write(unfinished, content)
         _put_in_place(unfinished, path, None)
+
+
+@contextmanager
+def _disk_errors(unfinished: Path, message: Callable[[OSError], str]) -> Iterator[None]:
+    """Context that turns an error of the disk into an OSError with `message`; no unfinished file is left."""
+    try:
+        yield
     except (OSError, RuntimeError) as error:
-        reason = _disk_error(error)
+        reason: BaseException | None = error  # torch.save may report an unexpected file position instead
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
         if reason is None:
             raise
-        raise OSError(f"{path} cannot be written: {reason.strerror or reason}") from error
+        with suppress(OSError):  # before the message counts free bytes
+            unfinished.unlink(missing_ok=True)
+        raise OSError(message(reason)) from error
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
@@ -91,13 +93,6 @@ def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError behind an error from torch.save, which may report an unexpected file position instead."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
 
 
 def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError) -> str:
@@ -142,8 +137,7 @@ def _bytes(value: object) -> int:
 def load(path: Path) -> dict:
     """Read one of our checkpoints onto the CPU. It cannot run code (`weights_only`), and every byte is checked.
 
-    Raises:
-        ValueError: the file does not exist, is damaged, or is not a checkpoint of this project.
+    ValueError: the file does not exist, is damaged, or is not a checkpoint of this project.
     """
     return checked(read(path), path)
 
@@ -172,8 +166,7 @@ def checked(state: object, path: Path) -> dict:
 def read(path: Path) -> object:
     """Read any file written by torch.save onto the CPU. Like `load`, it cannot run code.
 
-    Raises:
-        ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
+    ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
     expected = "a file such as RUN_DIR/checkpoints/last.pt"
     return torch_files.read(path, f"checkpoint {path}", expected, "previous.pt or best.pt of the same run may be good")
@@ -186,9 +179,8 @@ def load_network(
 
     `averaged` takes the averaged weights if the checkpoint has them.
 
-    Raises:
-        ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has
-            `unnamed_classes`), the network cannot be built, or the weights do not fit.
+    ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`),
+    the network cannot be built, or the weights do not fit.
     """
     trained = tuple(state["classes"])
     if "unnamed_classes" in state and len(trained) == len(classes):

@@ -18,9 +18,24 @@ def migrated(state: object) -> object:
         return state
     if state.get("format") == SEGMENTATION_ONLY:
         state = _with_task(state)
-    if state.get("task") == "segmentation":
-        state = _with_antialias(state)
-    return _with_lr_schedule(_without_selective(state))
+    config = state.get("config")
+    if not isinstance(config, dict):
+        return state
+    data, trainer, optim = (config.get(group) for group in ("data", "trainer", "optim"))
+    groups: dict[str, dict] = {}
+    if state.get("task") == "segmentation" and isinstance(data, dict):
+        # Images that shrank were not smoothed before there was a key for it.
+        groups["data"] = {"antialias": False, **data}
+    if isinstance(trainer, dict) and trainer.get("recompute") == "selective":
+        # It kept more than `activations`, which a compiled training does not have.
+        recompute = "blocks" if trainer.get("compile") else "activations"
+        logger.info(f"recompute=selective is gone: read as recompute={recompute}")
+        groups["trainer"] = {**trainer, "recompute": recompute}
+    if isinstance(optim, dict) and "lr_schedule" not in config:
+        # SGD with the poly schedule was the only choice, and its power a key of the optimiser.
+        groups["optim"] = {"name": "sgd", **{key: value for key, value in optim.items() if key != "power"}}
+        groups["lr_schedule"] = {"name": "poly", "power": optim.get("power", 0.9)}
+    return {**state, "config": {**config, **groups}} if groups else state
 
 
 def _with_task(state: dict) -> dict:
@@ -33,33 +48,3 @@ def _with_task(state: dict) -> dict:
         cuda = random.get("cuda")
         state["random"] = {"cpu": [random["cpu"]], "cuda": cuda[:1] if isinstance(cuda, list) else []}
     return state
-
-
-def _with_lr_schedule(state: dict) -> dict:
-    """SGD with the poly schedule was the only choice, and its power a key of the optimiser."""
-    config = state.get("config")
-    if not isinstance(config, dict) or not isinstance(config.get("optim"), dict) or "lr_schedule" in config:
-        return state
-    power = config["optim"].get("power", 0.9)
-    optim = {"name": "sgd", **{key: value for key, value in config["optim"].items() if key != "power"}}
-    return {**state, "config": {**config, "optim": optim, "lr_schedule": {"name": "poly", "power": power}}}
-
-
-def _with_antialias(state: dict) -> dict:
-    """Images that shrank were not smoothed before there was a key for it."""
-    config = state.get("config")
-    if not isinstance(config, dict) or not isinstance(config.get("data"), dict):
-        return state
-    return {**state, "config": {**config, "data": {"antialias": False, **config["data"]}}}
-
-
-def _without_selective(state: dict) -> dict:
-    """`selective` kept more than `activations`, which a compiled training does not have."""
-    config = state.get("config")
-    if not isinstance(config, dict) or not isinstance(trainer := config.get("trainer"), dict):
-        return state
-    if trainer.get("recompute") != "selective":
-        return state
-    recompute = "blocks" if trainer.get("compile") else "activations"
-    logger.info(f"recompute=selective is gone: read as recompute={recompute}")
-    return {**state, "config": {**config, "trainer": {**trainer, "recompute": recompute}}}

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TextIO
 
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.host_copy import HostCopy
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.prefetching import HostCopy
 from engine.schema.training import TrainingRun
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
@@ -51,17 +51,12 @@ class RunDirectory:
         self._lock: TextIO | None = None
         self._new: list[Path] = []  # folders that `lock` has made, from the innermost
 
-    def save(self, state: dict, best: bool = False) -> None:
-        """Write the last checkpoint and keep the one before it, or write the `best`.
-
-        Raises OSError: see `checkpoint.save`; ValueError if a folder is in the way.
-        """
-        self.saved()
-        self._check_places()
-        self._write(state, best)
-
     def start_saving(self, state: dict, best: bool = False) -> None:
-        """Copy `state`, and have a thread do what `save` does. Raises what the save before it has raised."""
+        """Copy `state`; a thread writes the last checkpoint and keeps the one before it, or writes the `best`.
+
+        Raises what the save before it has raised (OSError: see `checkpoint.save`), and ValueError if a folder is in the
+        way.
+        """
         self.saved()
         self._check_places()
         copied = HostCopy(state)
@@ -93,8 +88,7 @@ class RunDirectory:
     def lock(self) -> None:
         """Lock the folder against other runs until `in_use` ends or the process dies.
 
-        Raises:
-            ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
+        ValueError: another process trains here and does not end within `SECONDS_FOR_ANOTHER`.
         """
         self._new = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
@@ -129,8 +123,13 @@ class RunDirectory:
     def in_use(self, config: TrainingRun) -> Iterator[None]:
         """Wraps a run: unless a key is wrong, errors say what survived, and `config` adds advice."""
         try:
-            with self._saved_at_the_end():
+            try:
                 yield
+            except BaseException:
+                with suppress(Exception):  # the first error counts
+                    self.saved()
+                raise
+            self.saved()
         except FloatingPointError as error:
             path, step = checkpoint.last_good(self.last, self.previous) or (None, None)
             kept = f"The last good checkpoint is {path}, of step {step}" if path else "There is no checkpoint yet"
@@ -152,16 +151,6 @@ class RunDirectory:
             if self._lock is not None:
                 self._lock.close()
 
-    @contextmanager
-    def _saved_at_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            with suppress(Exception):  # the first error counts
-                self.saved()
-            raise
-        self.saved()
-
     def checkpoint_to_resume(
         self, config: TrainingRun, total_steps: int, files: dict[str, list[str]] | None = None
     ) -> dict | None:
@@ -170,9 +159,8 @@ class RunDirectory:
         If the last checkpoint is damaged or gone, this is the previous one, and `notice` says so, as it does for data
         files of another size than before. `files`: {split: [hash of names, hash of sizes]}.
 
-        Raises:
-            ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or
-                folders, or its configuration or its data differ.
+        ValueError: the folder holds a run and `config.resume` is not "auto"; or its checkpoints are damaged or folders,
+        or its configuration or its data differ.
         """
         self._check_places()
         if not any(map(os.path.lexists, (self.last, self.previous))):

@@ -62,9 +62,8 @@ def evaluate_split(
     for minibatch in prefetched(loaded, world.device):
         size = "x".join(map(str, minibatch["image"].shape))
         with memory_errors(f"while images of shape {size} were evaluated. {memory_advice}"), torch.inference_mode():
-            counts.add(
-                class_logits(forward, minibatch["image"]), minibatch["label"].to(world.device, non_blocking=True)
-            )
+            logits = class_logits(forward, minibatch["image"])
+            counts.add(logits, minibatch["label"].to(world.device, non_blocking=True))
     images_of, right, top5 = world.sum_(counts.of_classes).tolist()
     count = sum(images_of)
     scores = {"top1": sum(right) / max(count, 1), "top5": sum(top5) / max(count, 1)}
@@ -72,22 +71,21 @@ def evaluate_split(
         name: own_right / own if own else None
         for name, own_right, own in zip(dataset.classes, right, images_of, strict=True)
     }
-    evaluated = Evaluated(
+    details: dict[str, object] = {"accuracy": accuracy}
+    picture = None
+    if counts.confusion is not None:
+        confusion = world.sum_(counts.confusion).cpu()
+        details["confusion_matrix"] = confusion.tolist()
+        title = f"{dataset.name} {dataset.split}: % of each class's images"
+        picture = partial(confusion_picture, confusion.numpy(), dataset.classes, title)
+    return Evaluated(
         scores=scores,
         summary=f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}",
         images=count,
-        details={"accuracy": accuracy},
+        details=details,
         curves={f"val/{name}": score for name, score in scores.items()},
         table=partial(accuracy_table, scores, accuracy),
-    )
-    if counts.confusion is None:
-        return evaluated
-    confusion = world.sum_(counts.confusion).cpu()
-    title = f"{dataset.name} {dataset.split}: % of each class's images"
-    return replace(
-        evaluated,
-        details={**evaluated.details, "confusion_matrix": confusion.tolist()},
-        confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
+        confusion=picture,
     )
 
 

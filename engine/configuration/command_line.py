@@ -30,7 +30,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -> None:
+def declare(name: str, schema: type, about: str) -> None:
     """Make a command known to Hydra as command/NAME.
 
     Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py); --help lists the command's
@@ -38,11 +38,11 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
     """
     register(name, schema)
     defaults, groups = f"/schema/{name}", []
-    if (file := configs / f"{name}.yaml").is_file():
+    if (file := CONFIGS / f"{name}.yaml").is_file():
         defaults = f"/{name}"
         entries = OmegaConf.load(file).defaults
         groups = sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
-    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := choices(group, schema, configs))]
+    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := choices(group, schema))]
     keys = "Keys (key=value; ??? must be given; for their meaning see engine/schema):"
     listed = ["Groups (group=choice):", *lines, ""] if lines else []
     node = {
@@ -57,18 +57,18 @@ def declare(name: str, schema: type, configs: Path = CONFIGS, about: str = "") -
 
 
 def configured(
-    name: str, schema: type, configs: Path = CONFIGS, about: str | None = None
+    name: str, schema: type, about: str | None = None
 ) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
     """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
-    NAME.yaml in `configs` holds its defaults and groups; a command without groups needs no file. --help prints `about`,
+    configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help prints `about`,
     by default the docstring of main's module. Errors: see `errors_for_users`.
     """
 
     def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
-        declare(name, schema, configs, about or sys.modules[main.__module__].__doc__ or name)
+        declare(name, schema, about or sys.modules[main.__module__].__doc__ or name)
 
-        @hydra.main(version_base="1.3", config_path=str(configs), config_name=f"command/{name}")
+        @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=f"command/{name}")
         @wraps(main)
         def run(values: DictConfig) -> None:
             with errors_for_users():
@@ -77,7 +77,7 @@ def configured(
         @wraps(run)
         def checked() -> None:
             with errors_for_users():  # Hydra's own message would not say what the command takes
-                _check_choices(sys.argv[1:], schema, configs)
+                _check_choices(sys.argv[1:], schema)
             run()
 
         return checked
@@ -85,12 +85,12 @@ def configured(
     return decorated
 
 
-def composed(name: str, *overrides: str, configs: Path = CONFIGS) -> DictConfig:
+def composed(name: str, *overrides: str) -> DictConfig:
     """Compose the configuration of a declared command with `overrides`, also while another command runs."""
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(configs), version_base="1.3"):
+        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
             return hydra.compose(f"command/{name}", list(overrides))
     finally:
         GlobalHydra.instance().hydra = running
@@ -136,7 +136,7 @@ def _defaults(file: Path) -> list:
     return content.get("defaults", []) if isinstance(content, dict) else []
 
 
-def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:
+def _check_choices(arguments: list[str], schema: type) -> None:
     """Raise ValueError for a choice that does not exist, or only for another command."""
     if any(argument.startswith(("--config-dir", "-cd", "hydra.searchpath")) for argument in arguments):
         return  # choices may lie elsewhere
@@ -144,8 +144,8 @@ def _check_choices(arguments: list[str], schema: type, configs: Path) -> None:
     for group, choice in re.findall(r"^\+?(\w+)=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE):
         if not groups or group not in (*groups, "experiment", "debug") or choice == "null":
             continue
-        fitting = choices(group, schema, configs)
-        if (configs / group / f"{choice}.yaml").is_file() and choice not in fitting:
+        fitting = choices(group, schema)
+        if (CONFIGS / group / f"{choice}.yaml").is_file() and choice not in fitting:
             raise ValueError(f"{group}={choice} is for another command: expected one of {', '.join(fitting)}")
         if choice not in fitting:
             raise no_such_choice(group, choice, fitting)

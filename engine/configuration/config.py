@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.schema.keys import Keys, alternative, check_values, groups_of, without_interpolation
+from engine.schema.keys import Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
 
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
@@ -30,8 +29,7 @@ def register(name: str, schema: type) -> None:
 def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     """Turn a config that Hydra composed from `schema` into a checked dataclass instance.
 
-    Raises:
-        ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
+    ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
     """
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
@@ -47,8 +45,7 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
     """Read the configuration in a checkpoint.
 
-    Raises:
-        ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
+    ValueError: the checkpoint is for another task than the schema's, or has too many classes. Names `source`.
     """
     if state["task"] != schema.task:
         raise ValueError(f"{source} is for the task {state['task']}: expected {schema.task}")
@@ -64,17 +61,16 @@ def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint
 
     Only the groups that an evaluation needs are checked. Resuming compares all keys with the command's anyway.
 
-    Raises:
-        ValueError: a key or value does not fit the schema. Names `source`.
+    ValueError: a key or value does not fit the schema. Names `source`.
     """
     with _misfits_of(source):
         merged = OmegaConf.structured(schema)
         for name, alternatives in groups_of(schema).items():
             merged[name] = OmegaConf.structured(_selected(values, name, alternatives))
         config = _instance(OmegaConf.merge(merged, _literal(values)), schema)
-        for entry in fields(config):
-            if entry.name in NEEDED_TO_EVALUATE:
-                check_values(getattr(config, entry.name), f"{entry.name}.")
+        for name in NEEDED_TO_EVALUATE:
+            if hasattr(config, name):
+                check_values(getattr(config, name), f"{name}.")
         return config
 
 
@@ -148,20 +144,9 @@ def flat(values: dict, prefix: str = "") -> dict:
 
 def fixed(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that a resumed run may not change."""
-    return _unmarked(config, "free_on_resume")
+    return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("free_on_resume")}
 
 
 def shared(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
-    return _unmarked(config, "per_machine")
-
-
-def _unmarked(config: Keys, mark: str, prefix: str = "") -> dict[str, object]:
-    leaves = {}
-    for entry in fields(config):
-        value = getattr(config, entry.name)
-        if isinstance(value, Keys):
-            leaves.update(_unmarked(value, mark, f"{prefix}{entry.name}."))
-        elif not entry.metadata.get(mark):
-            leaves[prefix + entry.name] = value
-    return leaves
+    return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("per_machine")}

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -29,7 +30,6 @@ from engine.distributed import World, device_of
 from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
-from engine.planner.search import largest_crop, most_crops
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
@@ -136,32 +136,69 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     """A copy with the minibatch or the crop that `memory.fit` chooses by `memory.budget`.
 
     `images`: of the training split, which a minibatch must not exceed; None: the published number.
-
-    Raises:
-        ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
+    ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
     budget = memory.available()
     assert budget is not None
-    chosen, size, share = deepcopy(config), config.data.crop_size, share_of(config, devices)
+    size, share = config.data.crop_size, share_of(config, devices)
+
+    def peak(crops: int, side: int) -> int:
+        return step_memory(config, crops, side, devices).peak
+
     if memory.fit == "batch":
-        most = (images or training_images(config.data)) // devices
-        found = most_crops(lambda crops: step_memory(config, crops, size, devices).peak, budget, fewest, most)
-        least = fewest, size
-        chosen.data.crops_per_minibatch = (found or 0) * devices
+        smallest, most = (fewest, size), (images or training_images(config.data)) // devices
+        found = largest(lambda crops: peak(crops, size), budget, fewest, step=1, power=1, most=most)
     else:
-        found = largest_crop(
-            lambda side: step_memory(config, share, side, devices).peak, budget, smallest=_SMALLEST_CROP
-        )
-        least = share, _SMALLEST_CROP
-        chosen.data.crop_size = found or 0
+        smallest = share, _SMALLEST_CROP
+        found = largest(lambda side: peak(share, side), budget, _SMALLEST_CROP, step=8, power=2)
     if found is None:
         raise ValueError(
-            f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {least[0]} crops of "
-            f"{least[1]}x{least[1]} pixels already need {gib(step_memory(config, *least, devices).peak)} on a device, "
-            f"and {gib(budget)} are left for tensors"
+            f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
+            f"{smallest[1]}x{smallest[1]} pixels already need {gib(peak(*smallest))} on a device, and {gib(budget)} "
+            f"are left for tensors"
         )
+    chosen = deepcopy(config)
+    if memory.fit == "batch":
+        chosen.data.crops_per_minibatch = found * devices
+    else:
+        chosen.data.crop_size = found
     return chosen
+
+
+def largest(
+    peak: Callable[[int], int], budget: int, smallest: int, step: int, power: int, most: float = math.inf
+) -> int | None:
+    """The largest value, from `smallest` up in steps to `most`, whose training step fits; None if `smallest` does not.
+
+    `peak`: value -> bytes of a training step, which grow about linearly with value ** power: the power is 1 for a
+    number of crops, 2 for the side of square crops.
+    """
+    fits, used = smallest, peak(smallest)
+    if used > budget:
+        return None
+    beyond = 2.0 * smallest
+    while True:
+        too_large = int(min(max(fits + step, math.ceil(beyond / step) * step), most))
+        if too_large <= fits:
+            return fits
+        exceeding = peak(too_large)
+        if exceeding > budget:
+            break
+        slope = max(1.0, (exceeding - used) / (too_large**power - fits**power))  # of the line through the last two
+        fits, used = too_large, exceeding
+        beyond = (fits**power + 1.02 * (budget - used) / slope) ** (1 / power)
+    while too_large - fits > step:
+        share = (budget - used) / (exceeding - used)
+        between = (fits**power + share * (too_large**power - fits**power)) ** (1 / power)
+        value = min(max(int(between) // step * step, fits + step), too_large - step)
+        if (found := peak(value)) <= budget:
+            fits, used = value, found
+            if too_large - fits > step and (found := peak(fits + step)) > budget:  # almost always
+                return fits
+        else:
+            too_large, exceeding = value, found
+    return fits
 
 
 @contextmanager
@@ -170,8 +207,7 @@ def fitted(config: Config) -> Iterator[Config]:
 
     A resumed run takes them from its directory. A MemoryError raised inside adds what was planned and what was used.
 
-    Raises:
-        ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
+    ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
     memory = config.memory
     budget = memory.available()

@@ -23,18 +23,13 @@ class MadeTensors(TorchDispatchMode):
     """Context that counts the bytes of the tensors made in it, real or fake, for as long as they exist.
 
     Tensors that autograd and checkpointing keep for the backward pass count too.
-
-    Attributes:
-        bytes: the bytes that exist now.
-        peak: the most bytes so far.
-        changes: every allocation and release, in order.
     """
 
     def __init__(self, place: Callable[[], str] = str):
         """`place` tells where the program is, e.g. the running module."""
         super().__init__()
-        self.bytes = self.peak = 0
-        self.changes: list[Change] = []
+        self.bytes = self.peak = 0  # bytes that exist now, and the most so far
+        self.changes: list[Change] = []  # every allocation and release, in order
         self.place = place
         self.numbers: dict[int, int] = {}  # of allocations, by address
         self.references: dict[int, weakref.ref] = {}  # by address

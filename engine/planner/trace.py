@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import itemgetter
 
 import torch
@@ -31,21 +32,15 @@ class FakeTensors(FakeTensorMode):
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of one step of one process, in bytes.
+    """The memory of one step of one process, in bytes."""
 
-    at_peak: bytes by category when their sum is largest: weights (with running statistics), average, momentum,
-        gradients, images (with labels), activations (what is left when the forward pass ends) and temporary.
-    place: the pass and the module that ran at that moment.
-    saved: what autograd keeps of a micro-batch for the backward pass, by the module that made it.
-    parameters: trained or not, without running statistics.
-    moved: bytes that go to the host's memory and come back, if what is kept for the backward pass is offloaded.
-    """
-
+    # By category, when their sum is largest: weights (with running statistics), average, momentum, gradients, images
+    # (with labels), activations (what is left when the forward pass ends) and temporary.
     at_peak: dict[str, int]
-    place: str
-    saved: dict[str, int]
-    parameters: int
-    moved: int = 0
+    place: str  # the pass and the module that ran at that moment
+    saved: dict[str, int]  # what autograd keeps of a micro-batch for the backward pass, by the module that made it
+    parameters: int  # trained or not, without running statistics
+    moved: int = 0  # to the host's memory and back, if what is kept for the backward pass is offloaded
 
     @property
     def peak(self) -> int:
@@ -55,9 +50,8 @@ class Trace:
 def traced(make: Callable[[], tuple[Learner, Loss, dict]], offloaded: bool = False) -> Trace:
     """Trace the second step of a training, when momentum exists.
 
-    Args:
-        make: called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
-        offloaded: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
+    `make` is called where all tensors are fake. It returns a learner, a loss, and the minibatch of this process.
+    `offloaded`: what is kept for the backward pass lies in the host's memory (`torch.autograd.graph.save_on_cpu`).
     """
     with FakeTensors():
         learner, loss, minibatch = make()
@@ -167,11 +161,8 @@ def _at_peak(
     resident: dict[str, int], changes: list[Change], forward_ends: int, gradients: Set[int | None]
 ) -> tuple[dict[str, int], str]:
     """`Trace.at_peak` and `Trace.place`."""
-    total = largest = moment = 0
-    for index, change in enumerate(changes):
-        total += change.bytes
-        if total > largest:
-            largest, moment = total, index
+    totals = list(accumulate(change.bytes for change in changes))
+    moment = totals.index(max(totals))
     at_peak = resident | {"gradients": 0, "activations": 0, "temporary": 0}
     after_forward = _alive(changes[:forward_ends])
     for number, change in _alive(changes[: moment + 1]).items():

@@ -1,36 +1,74 @@
-"""The outcome of an evaluation, whatever the task."""
+"""The outcome of an evaluation, whatever the task, and results.json: all that is needed to repeat it."""
 
+import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from matplotlib.figure import Figure
+from rich.console import Console
 from rich.table import Table
 
+from engine.dataset import Dataset
+from engine.records.provenance import provenance
 from models.layers import Extreme
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores and pictures of one evaluation.
+    """Scores and pictures of one evaluation. `table` and `confusion` draw them, and are called only at a run's end."""
 
-    scores: for metrics.jsonl and results.json.
-    summary: one line for the log.
-    images: number of evaluated images, over all ranks.
-    details: for results.json only.
-    curves: values for TensorBoard, by name.
-    table: draws the scores as a table for the console; called only at the end of the run, like `confusion`.
-    confusion: draws the confusion matrix, for TensorBoard and a PNG.
-    pictures: uint8 (H, W, 3) by name, for TensorBoard.
-    layers: result of `layer_health`, on rank 0 only.
+    scores: dict  # for metrics.jsonl and results.json
+    summary: str  # one line for the log
+    images: int  # number of evaluated images, over all ranks
+    details: dict = field(default_factory=dict)  # for results.json only
+    curves: dict[str, float] = field(default_factory=dict)  # values for TensorBoard, by name
+    table: Callable[[], Table] | None = None  # the scores, for the console
+    confusion: Callable[[], Figure] | None = None  # the confusion matrix, for TensorBoard and a PNG
+    pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard
+    layers: dict[str, Extreme] = field(default_factory=dict)  # result of `layer_health`, on rank 0 only
+
+
+def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, checkpoint: Path, config: dict) -> dict:
+    """Return the results of one evaluation, and write them to `path` if given.
+
+    The file is replaced atomically: a full disk or a kill leaves the old results or the complete new ones. A confusion
+    matrix, if any, is drawn beside the file as NAME_confusion.png.
     """
+    results = {
+        "dataset": dataset.name,
+        "split": dataset.split,
+        **evaluated.scores,
+        **evaluated.details,
+        "images": evaluated.images,
+        "checkpoint": str(checkpoint),
+        "config": config,
+        "environment": provenance(),
+    }
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = path.with_name(path.name + ".partial")
+        partial_file.write_text(json.dumps(without_nan(results)) + "\n")
+        partial_file.replace(path)
+        if evaluated.confusion is not None:
+            evaluated.confusion().savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
+    return results
 
-    scores: dict
-    summary: str
-    images: int
-    details: dict = field(default_factory=dict)
-    curves: dict[str, float] = field(default_factory=dict)
-    table: Callable[[], Table] | None = None
-    confusion: Callable[[], Figure] | None = None
-    pictures: dict[str, np.ndarray] = field(default_factory=dict)
-    layers: dict[str, Extreme] = field(default_factory=dict)
+
+def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
+    """Print the title, then the table of scores or, without one, the summary."""
+    console.print(title, soft_wrap=True, highlight=False)
+    console.print(evaluated.summary if evaluated.table is None else evaluated.table())
+
+
+def without_nan(value: object) -> object:
+    """Replace NaN and infinity, which JSON does not have, by None in nested containers."""
+    if isinstance(value, dict):
+        return {key: without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_nan(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -17,8 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from engine.checkpoint.run_directory import RunDirectory
 from engine.console import logger, printable, progress_bar
-from engine.records.evaluated import Evaluated
-from engine.records.results import without_nan
+from engine.records.evaluated import Evaluated, without_nan
 
 
 class MetricsLogger:
@@ -26,9 +25,7 @@ class MetricsLogger:
 
     Args:
         run_dir: for metrics.jsonl and tensorboard/; None on ranks that only keep the counts.
-        console: for the progress bar.
         score: name of the score that selects best.pt.
-        total_steps: length of the run.
         start_step: steps already done. Records beyond it, left by a run killed after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
         recorded: what `recorded` was at `start_step`, against lost records.
@@ -164,17 +161,13 @@ class MetricsLogger:
             "gradient_norm": gradient_norm,
             "images_per_second": speed,
             "peak_memory_mib": peak_memory_mib,
+            "loss_scale": loss_scale,
+            "mfu": self.mfu_at_one_image_per_second and speed * self.mfu_at_one_image_per_second,
+            "skipped_images": self.skipped or None,
         }
-        if loss_scale is not None:
-            values["loss_scale"] = loss_scale
-        if self.mfu_at_one_image_per_second is not None:
-            values["mfu"] = speed * self.mfu_at_one_image_per_second
-        if self.skipped:
-            values["skipped_images"] = self.skipped
-        data_wait_s, exchange_wait_s = ([round(wait, 6) for wait in of_ranks] for of_ranks in zip(*waits, strict=True))
-        by_rank = {"data_wait_s": data_wait_s}
-        if len(waits) > 1:
-            by_rank["exchange_wait_s"] = exchange_wait_s
+        values = {name: value for name, value in values.items() if value is not None}
+        data_s, exchange_s = ([round(wait, 6) for wait in of_ranks] for of_ranks in zip(*waits, strict=True))
+        by_rank = {"data_wait_s": data_s, **({"exchange_wait_s": exchange_s} if len(waits) > 1 else {})}
         self._record({"kind": "train", "step": step, "epoch": round(epoch, 4), **values, **by_rank})
         values |= {name: max(of_ranks) for name, of_ranks in by_rank.items()}
         for name, value in values.items():

@@ -18,9 +18,7 @@ _PEAKS = {
 def peak_flops(device_name: str, precision: str, tf32: bool) -> float | None:
     """Operations per second of a device at its best; None if it is unknown.
 
-    Args:
-        device_name: as from `torch.cuda.get_device_name`.
-        precision: "float32", "bfloat16" or "float16".
+    `device_name` is as from `torch.cuda.get_device_name`, `precision` "float32", "bfloat16" or "float16".
     """
     column = 0 if precision != "float32" else 1 if tf32 else 2
     return next((1e12 * peaks[column] for name, peaks in _PEAKS.items() if name in device_name), None)

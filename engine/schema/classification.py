@@ -1,13 +1,11 @@
 """Keys of train_imagenet.py."""
 
-import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 from engine.schema.data import Data
-from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork
-from engine.schema.keys import group, key, override
+from engine.schema.evaluation import CLASSIFICATION, TEN, Evaluation, TrainedNetwork, changed
+from engine.schema.keys import group, key
 from engine.schema.training import Trainer, TrainingRun
 
 IMAGENET_CLASSES = 1000
@@ -73,9 +71,6 @@ class ClassificationRun(TrainingRun):
     trainer: ClassificationTrainer = field(default_factory=ClassificationTrainer)
     data: ClassificationData = group(CLASSIFICATION_DATASETS)
 
-    def evaluation_command(self, checkpoint: Path) -> str:
-        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
-
     def doubts(self, parameters: int, classes: int) -> str | None:
         if self.data.name != "imagenet" or classes == IMAGENET_CLASSES:
             return None
@@ -88,8 +83,8 @@ class ClassificationRun(TrainingRun):
         fewer = max(1, usual // TEN) if options.view == "ten_crop" else usual
         self.trainer.evaluate_batch_size = options.batch_size or fewer
         if not isinstance(data, ImageNetData):
-            given = [f"view={options.view}"] if options.view != "center" else []
-            given += [f"{name}={value}" for name, value in (("crop", crop), ("resize", resize)) if value is not None]
+            given = [*changed(options.view, "center", "view={}"), *changed(crop, None, "crop={}")]
+            given += changed(resize, None, "resize={}")
             if given:
                 raise ValueError(f"{' '.join(given)}: {data.name} is evaluated on whole images; leave this out")
             return

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from datasets.coco_stuff import LISTS
-from engine.schema.keys import key
+from engine.schema.keys import by_name, key
 
 
 @dataclass
@@ -96,4 +96,4 @@ SEGMENTATION_DATASETS = {
     "synthetic": SegmentationData,
     "vistas": SegmentationData,
 }
-SAMPLERS = {"uniform": UniformSampler, "class_uniform": ClassUniformSampler}
+SAMPLERS = by_name(UniformSampler, ClassUniformSampler)

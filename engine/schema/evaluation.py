@@ -31,15 +31,19 @@ class EvaluationData(TrainedData):
 @dataclass
 class TrainedHead:
     # null: as in training
-    pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
+    pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"), task=SEGMENTATION)
 
 
 @dataclass
 class Window:
     """Larger images are evaluated in overlapping squares, to limit memory."""
 
-    size: int | None = key(None, above=0)  # side in pixels, a multiple of body.output_stride; null: whole images
-    overlap: float = key(OVERLAP, least=0, most=0.9)  # smallest fraction of a side that neighbours have in common
+    size: int | None = key(
+        None, above=0, task=SEGMENTATION
+    )  # side in pixels, a multiple of body.output_stride; null: whole images
+    overlap: float = key(
+        OVERLAP, least=0, most=0.9, task=SEGMENTATION
+    )  # smallest fraction of a side that neighbours have in common
 
     def check(self) -> None:
         if self.size is None and self.overlap != OVERLAP:
@@ -50,8 +54,8 @@ class Window:
 class TestTimeAugmentation:
     """Average the softmax over several views of each image."""
 
-    scales: list[float] = key([1.0], above=0)  # 1 is data.base_size
-    flip: bool = False  # also mirror each scale left to right
+    scales: list[float] = key([1.0], above=0, task=SEGMENTATION)  # 1 is data.base_size
+    flip: bool = key(False, task=SEGMENTATION)  # also mirror each scale left to right
 
 
 @dataclass
@@ -60,9 +64,9 @@ class TrainedNetwork:
 
     checkpoint: str = MISSING
     averaged: bool = True  # the averaged weights, if the checkpoint has them
-    head: TrainedHead = key(TrainedHead(), task=SEGMENTATION)
-    window: Window = key(Window(), task=SEGMENTATION)
-    tta: TestTimeAugmentation = key(TestTimeAugmentation(), task=SEGMENTATION)
+    head: TrainedHead = field(default_factory=TrainedHead)
+    window: Window = field(default_factory=Window)
+    tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
     device: str = key("auto", one_of=DEVICES)
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
     timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
@@ -102,6 +106,14 @@ class Evaluation(TrainedNetwork):
             raise ValueError(f"overlay_images={self.overlay_images} needs overlays=DIR, the folder to write them to")
 
     def apply_to(self, config: TrainingRun) -> None:
+        """Also checks the data folder, in which synthetic data would otherwise be drawn: ValueError if it is empty."""
+        data, folder = config.data, resolved(self.data.root or config.data.root)
+        data.root = self.data.root or data.root
+        archive_or_files = folder is None or folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        if not archive_or_files:
+            raise ValueError(
+                f"data.root={data.root} is not a folder with files: give data.root=DIR, the folder of {data.name}"
+            )
         super().apply_to(config)
         config.trainer.evaluate_images = None
         if self.activation is not None:
@@ -123,33 +135,29 @@ class Evaluation(TrainedNetwork):
     def default_results_file(self, config: TrainingRun) -> Path:
         """RUN_DIR/results.json for the last checkpoint evaluated as in training; other names say what differs."""
         path, data = Path(self.checkpoint), config.data
-        words = [path.stem] if path.stem != "last" else []
-        if self.data.split not in (None, data.val_split):
-            words.append(str(self.data.split))
-        trained_on = None if data.root is None else _folder(data.root)
-        if self.data.root is not None and _folder(self.data.root) != trained_on:
-            words.append(_folder(self.data.root).name)
-        words += config.evaluation_words(self)
-        if self.precision not in (None, config.trainer.precision):
-            words.append(str(self.precision))
-        if self.activation not in (None, config.norm.activation):
-            words.append(str(self.activation))
-        words += ["trained"] if not self.averaged else []
-        words += self._view_words()
+        words = [
+            *changed(path.stem, "last"),
+            *changed(self.data.split, data.val_split),
+            *changed(resolved(self.data.root), resolved(data.root), "{0.name}"),
+            *config.evaluation_words(self),
+            *changed(self.precision, config.trainer.precision),
+            *changed(self.activation, config.norm.activation),
+            *changed(self.averaged, True, "trained"),
+            *changed(self.window.size, None, "window{}"),
+            *changed(self.window.overlap, OVERLAP, "overlap{:g}"),
+            *changed(self.tta.scales, [1.0], "scales" + "-".join(f"{scale:g}" for scale in self.tta.scales)),
+            *changed(self.tta.flip, False, "flip"),
+            *changed(self.view, "center"),
+            *changed(self.crop, None, "crop{}"),
+            *changed(self.resize, None, "resize{}"),
+        ]
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
         return folder / f"{'_'.join(['results', *words])}.json"
 
-    def _view_words(self) -> list[str]:
-        """How the views differ from a whole image, or a central crop, at a single scale."""
-        words = [f"window{self.window.size}"] if self.window.size else []
-        if self.window.overlap != OVERLAP:
-            words.append(f"overlap{self.window.overlap:g}")
-        if self.tta.scales != [1.0]:
-            words.append("scales" + "-".join(f"{scale:g}" for scale in self.tta.scales))
-        words += ["flip"] if self.tta.flip else []
-        words += [self.view] if self.view != "center" else []
-        words += [f"crop{self.crop}"] if self.crop is not None else []
-        return [*words, f"resize{self.resize}"] if self.resize is not None else words
+
+def changed(value: object, usual: object, word: str = "{}") -> list[str]:
+    """The word, with the value in it, for a key that is given and not as usual."""
+    return [] if value in (None, usual) else [word.format(value)]
 
 
 @dataclass
@@ -160,5 +168,6 @@ class Prediction(TrainedNetwork):
     output: str = MISSING  # folder
 
 
-def _folder(path: str) -> Path:
-    return Path(path).expanduser().resolve()
+def resolved(path: str | None) -> Path | None:
+    """An absolute path without ~, links and "..", so that equal folders are equal paths."""
+    return None if path is None else Path(path).expanduser().resolve()

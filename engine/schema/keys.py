@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import Field, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -52,25 +52,25 @@ def key(
     return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task})
 
 
-def refuse_other_tasks(config: Keys, task: str, source: str, prefix: str = "") -> None:
-    """Raise ValueError if a key that `task` does not have is not at its default. `source` is for `task`."""
+def leaves(config: Keys, prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """("optim.lr", 1, its field), …: the keys that hold no other keys."""
     for entry in fields(config):
-        value, name, own = getattr(config, entry.name), prefix + entry.name, entry.metadata.get("task")
-        if isinstance(value, Keys) and own in (None, task):
-            refuse_other_tasks(value, task, source, f"{name}.")
-        elif own not in (None, task):
-            assert callable(entry.default_factory), name
-            _refuse_changed(
-                value, entry.default_factory(), name, f"is for {own}, and {source} is for {task}: leave it out"
-            )
+        value, name = getattr(config, entry.name), prefix + entry.name
+        if isinstance(value, Keys):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, value, entry
 
 
-def _refuse_changed(value: Any, default: Any, name: str, reason: str) -> None:
-    if isinstance(value, Keys):
-        for entry in fields(value):
-            _refuse_changed(getattr(value, entry.name), getattr(default, entry.name), f"{name}.{entry.name}", reason)
-    elif value != default:
-        raise ValueError(f"{name}={value} {reason}")
+def refuse_other_tasks(config: Keys, task: str, source: str) -> None:
+    """Raise ValueError if a key that `task` does not have is not at its default. `source` is for `task`."""
+    for name, value, entry in leaves(config):
+        own = entry.metadata.get("task")
+        if own in (None, task):
+            continue
+        assert callable(entry.default_factory), name
+        if value != entry.default_factory():
+            raise ValueError(f"{name}={value} is for {own}, and {source} is for {task}: leave it out")
 
 
 def group(alternatives: Mapping[str, type]) -> Any:
@@ -79,6 +79,11 @@ def group(alternatives: Mapping[str, type]) -> Any:
     An option that the selected dataclass does not have is an error; one dataclass for all would ignore it.
     """
     return field(default=MISSING, metadata={"alternatives": alternatives})
+
+
+def by_name(*alternatives: Any) -> dict[str, Any]:
+    """{name: dataclass} of the alternatives of a group."""
+    return {each.name: each for each in alternatives}
 
 
 def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
@@ -96,8 +101,7 @@ def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any)
 def check_values(config: Keys, prefix: str = "") -> None:
     """Check every value against its bounds, then each dataclass by its method `check`, if it has one.
 
-    Raises:
-        ValueError: names the key, its value and what is expected.
+    ValueError: names the key, its value and what is expected.
     """
     for entry in fields(config):
         value, name = getattr(config, entry.name), prefix + entry.name
@@ -114,9 +118,7 @@ def check_values(config: Keys, prefix: str = "") -> None:
 
 
 def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
-    above, least, most, one_of, entries = (
-        bounds.get(bound) for bound in ("above", "least", "most", "one_of", "entries")
-    )
+    above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     if one_of is not None and value not in one_of:
         raise ValueError(f"{name}={value}: expected one of {', '.join(map(str, one_of))}")
     if entries is not None and len(value) != len(entries):
@@ -125,12 +127,16 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         return
     numbers = _numbers(value)
     # NaN and empty lists must fail.
-    low_enough = bool(numbers) and all(number <= (math.inf if most is None else most) for number in numbers)
-    at_most = "" if most is None else f", at most {most}"
-    if above is not None and not (low_enough and all(above < number < math.inf for number in numbers)):
-        raise ValueError(f"{name}={value}: expected a number above {above}{at_most}")
-    if least is not None and not (low_enough and all(least <= number < math.inf for number in numbers)):
-        raise ValueError(f"{name}={value}: expected {least} or more{at_most}")
+    highest = math.inf if most is None else most
+    if not numbers or not all(
+        number < math.inf
+        and number <= highest
+        and (above is None or number > above)
+        and (least is None or number >= least)
+        for number in numbers
+    ):
+        low = f"a number above {above}" if least is None else f"{least} or more"
+        raise ValueError(f"{name}={value}: expected {low}{'' if most is None else f', at most {most}'}")
 
 
 def _numbers(value: Any) -> list[float]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from engine.schema.keys import key
+from engine.schema.keys import by_name, key
 from models.bodies.stem import STEM_STRIDES
 from models.layers.norms.backends import BACKENDS
 from models.package import PACKAGE_ACTIVATIONS
@@ -170,19 +170,8 @@ class DeepLabV3Head(Head):
     pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
 
 
-NORMS: dict[str, type[Norm]] = {
-    "std": StandardNorm,
-    "checkpoint": CheckpointNorm,
-    "checkpoint_xhat": CheckpointXHatNorm,
-    "inplace_1": InPlaceNorm1,
-    "inplace": InPlaceNorm,
-    "package": PackageNorm,
-}
-BODIES: dict[str, type[Body]] = {
-    "resnet": ResNetBody,
-    "resnext": ResNeXtBody,
-    "densenet": DenseNetBody,
-    "revnet": RevNetBody,
-    "wider_resnet": WiderResNetBody,
-}
-HEADS = {"deeplabv3": DeepLabV3Head}
+NORMS: dict[str, type[Norm]] = by_name(
+    StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, PackageNorm
+)
+BODIES: dict[str, type[Body]] = by_name(ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody)
+HEADS = by_name(DeepLabV3Head)

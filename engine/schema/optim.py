@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import MISSING
 
-from engine.schema.keys import key
+from engine.schema.keys import by_name, key
 
 
 @dataclass
@@ -111,11 +111,5 @@ def _check_one_of(group: str, name: str, value: object, other: str, other_value:
         raise ValueError(f"{group}.{name} and {group}.{other} are both null: give one of them")
 
 
-OPTIMS: dict[str, type[Optim]] = {"sgd": SGD, "adamw": AdamW}
-LR_SCHEDULES: dict[str, type[LRSchedule]] = {
-    "poly": Poly,
-    "linear": Linear,
-    "cosine": Cosine,
-    "step": Step,
-    "multistep": MultiStep,
-}
+OPTIMS: dict[str, type[Optim]] = by_name(SGD, AdamW)
+LR_SCHEDULES: dict[str, type[LRSchedule]] = by_name(Poly, Linear, Cosine, Step, MultiStep)

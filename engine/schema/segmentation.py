@@ -1,15 +1,13 @@
 """Keys of train_seg.py."""
 
-import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
-from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork
-from engine.schema.keys import group, key, override
+from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork, changed
+from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun, fewer_at_once
 
@@ -33,7 +31,7 @@ class BootstrappedLoss(Loss):
     fraction: float = key(0.25, above=0, most=1)  # share of a crop's pixels that counts, the paper's m
 
 
-LOSSES = {"cross_entropy": CrossEntropyLoss, "bootstrapped": BootstrappedLoss}
+LOSSES = by_name(CrossEntropyLoss, BootstrappedLoss)
 
 
 @dataclass
@@ -61,9 +59,6 @@ class SegmentationRun(TrainingRun):
     head: DeepLabV3Head = group(HEADS)
     loss: Loss = group(LOSSES)
     sampler: Sampler = group(SAMPLERS)
-
-    def evaluation_command(self, checkpoint: Path) -> str:
-        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def doubts(self, parameters: int, classes: int) -> str | None:
         if self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
@@ -95,11 +90,9 @@ class SegmentationRun(TrainingRun):
 
     def evaluation_words(self, options: Evaluation) -> list[str]:
         """How its images and pooling differ from the training's."""
-        words, pooling = [], options.head.pooling_size
-        if options.data.base_size not in (None, self.data.base_size):
-            words.append(f"base{options.data.base_size}")
-        if options.data.antialias not in (None, self.data.antialias):
-            words.append("antialiased" if options.data.antialias else "aliased")
-        if pooling is not None and pooling != self.head.pooling_size:
-            words.append("pooling{}x{}".format(*pooling))
-        return words
+        data, pooling = options.data, options.head.pooling_size
+        return [
+            *changed(data.base_size, self.data.base_size, "base{}"),
+            *changed(data.antialias, self.data.antialias, "antialiased" if data.antialias else "aliased"),
+            *changed(pooling, self.head.pooling_size, "pooling{0[0]}x{0[1]}"),
+        ]

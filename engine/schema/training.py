@@ -54,8 +54,9 @@ class Init:
 
     # A checkpoint of this project, or a file of the format below.
     weights: str | None = None
-    # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names; released: a
-    # checkpoint of the in-place ABN release; torchvision: the state dict of a ResNet.
+    # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
+    # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
+    # torchvision: the state dict of a ResNet.
     format: str | None = key(None, one_of=("standard_bn", "released", "torchvision"))
     # Of a released file: norms scale by |weight| + eps (released) or by weight (raw). Published files need no scale.
     scale: str | None = key(None, one_of=SCALES)
@@ -149,8 +150,8 @@ class TrainingRun:
         return f"{self.score_label} {100 * score:.2f} %"
 
     def evaluation_command(self, checkpoint: Path) -> str | None:
-        """The command that evaluates a checkpoint; None if the task has none."""
-        return None
+        """The command that evaluates a checkpoint; None from a task that eval.py does not know."""
+        return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:
         """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
@@ -159,8 +160,7 @@ class TrainingRun:
     def apply_options(self, options: Any) -> None:
         """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).
 
-        Raises:
-            ValueError: they do not fit the network or the images.
+        ValueError: they do not fit the network or the images.
         """
 
     def evaluation_words(self, options: Any) -> list[str]:

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby, islice
 
 import torch
 from rich.progress import Progress
+from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -21,7 +22,6 @@ from engine.run import Run
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict
 from engine.segmentation.predictions import PictureCollector
-from engine.segmentation.score_table import iou_table
 from engine.segmentation.scores import Counts, all_scores
 from engine.stopping import UntilStopped
 from models.layers import layer_health
@@ -82,27 +82,54 @@ def evaluate_split(
 
 def equal_sizes(images: Iterable[dict], batch_size: int) -> Iterator[dict]:
     """Join minibatches of one image into minibatches of up to `batch_size`, in order; another size starts a new one."""
-    waiting: list[dict] = []
-    for image in images:
-        if waiting and (image["image"].shape, image.keys()) != (waiting[0]["image"].shape, waiting[0].keys()):
-            yield _joined(waiting)
-            waiting = []
-        waiting.append(image)
-        if len(waiting) == batch_size:
-            yield _joined(waiting)
-            waiting = []
-    if waiting:
-        yield _joined(waiting)
+    for _, alike in groupby(images, lambda image: (image["image"].shape, set(image))):
+        while waiting := list(islice(alike, batch_size)):
+            yield waiting[0] if len(waiting) == 1 else _joined(waiting)
 
 
 def _joined(minibatches: list[dict]) -> dict:
-    if len(minibatches) == 1:
-        return minibatches[0]
     values = {key: [minibatch[key] for minibatch in minibatches] for key in minibatches[0]}
     return {
         key: torch.cat(parts) if isinstance(parts[0], Tensor) else list(chain.from_iterable(parts))
         for key, parts in values.items()
     }
+
+
+def iou_table(scores: dict) -> Table:
+    """The scores of `all_scores` in percent, official ones on the right."""
+    official = scores["official"]
+    iiou = official.get("iiou", {})
+    has_iiou = any(value is not None for value in iiou.values())
+    on_the_right = "iIoU %" if has_iiou else "official %" if official and not iiou else None
+    table = Table(caption_justify="left", min_width=40)
+    table.add_column("class")
+    for column in filter(None, ("IoU %", on_the_right)):
+        table.add_column(column, justify="right")
+
+    def row(name: str, *values: float | str | None, style: str | None = None) -> None:
+        cells = [
+            value if isinstance(value, str) else "–" if value is None else f"{100 * value:.2f}" for value in values
+        ]
+        table.add_row(name, *cells[: len(table.columns) - 1], style=style)
+
+    beside = iiou or official.get("iou", {})
+    for name in {**scores["iou"], **beside}:
+        row(name, scores["iou"].get(name, ""), beside.get(name, ""))
+    table.add_section()
+    row("mean (mIoU)", scores["miou"], official.get("mean_iiou" if has_iiou else "miou", ""), style="bold")
+    row("pixel accuracy", scores["pixel_accuracy"], official.get("pixel_accuracy", ""))
+    if "mean_accuracy" in official:
+        row("mean accuracy", "", official["mean_accuracy"])
+        row("frequency-weighted IoU", "", official["frequency_weighted_iou"])
+    if "category_iou" in official:
+        table.add_section()
+        row("category", "IoU %", "iIoU %" if has_iiou else "", style="bold")
+        for name, iou in official["category_iou"].items():
+            row(name, iou, official["category_iiou"].get(name, ""))
+        row("mean of categories", official["mean_category_iou"], official["mean_category_iiou"], style="bold")
+    if iiou and not has_iiou:
+        table.caption = "no iIoU: it needs the instanceIds file of every image"
+    return table
 
 
 def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLoader) -> Callable[[], Evaluated]:

@@ -8,7 +8,7 @@ the rows under one row of windows.
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from datasets.transforms import base_scale, scaled
 from engine.forward import Forward
 from engine.memory import memory_errors
-from engine.prefetching import on_device
 from models.segmentation import SegmentationNetwork
 
 _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
@@ -26,23 +25,16 @@ _SCORES_AT_ONCE = 2**23  # class scores at full resolution, in float32: 32 MiB
 
 @dataclass(frozen=True)
 class Views:
-    """How the network sees an image.
+    """How the network sees an image."""
 
-    base_size: pixels of the longest side at scale 1; None is the image's own size.
-    antialias: smooth where an image shrinks, as Pillow does when it resizes.
-    window: side of the square windows in pixels, at the resolution that the network sees; a multiple of its output
-        stride. Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
-    overlap: smallest share of a window's side that the next window also covers, in [0, 1).
-    scales: one view each. The softmax is averaged over the views.
-    flip: add a copy of every view, mirrored left to right.
-    """
-
-    base_size: int | None = None
-    antialias: bool = True
+    base_size: int | None = None  # pixels of the longest side at scale 1; None: the image's own size
+    antialias: bool = True  # smooth where an image shrinks, as Pillow does when it resizes
+    # Side of the square windows in pixels, at the resolution that the network sees; a multiple of its output stride.
+    # Logits are averaged where windows overlap. None, or an image that fits: one pass over the whole image.
     window: int | None = None
-    overlap: float = 0.25
-    scales: tuple[float, ...] = (1.0,)
-    flip: bool = False
+    overlap: float = 0.25  # smallest share of a window's side that the next window also covers, in [0, 1)
+    scales: tuple[float, ...] = (1.0,)  # one view each; the softmax is averaged over the views
+    flip: bool = False  # add a copy of every view, mirrored left to right
 
     def size(self, own_size: tuple[int, int], scale: float = 1.0) -> tuple[int, int]:
         """(H, W) at which the network sees an image of `own_size` at a scale."""
@@ -54,9 +46,7 @@ class Views:
 
     def record(self) -> dict:
         """The fields for results.json, without base_size and antialias, which its configuration has."""
-        fields = {**asdict(self), "scales": list(self.scales)}
-        del fields["base_size"], fields["antialias"]
-        return fields
+        return {"window": self.window, "overlap": self.overlap, "scales": list(self.scales), "flip": self.flip}
 
 
 WHOLE_IMAGE = Views()
@@ -120,12 +110,9 @@ def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], view
 
 
 class _View:
-    """One view; logits are computed lazily, top to bottom.
+    """One view of `images`, uint8 (N, 3, H, W) on the network's device; logits are computed lazily, top to bottom.
 
-    Args:
-        images: uint8 (N, 3, H, W) on the network's device, already mirrored if the view is.
-        size: (height, width) at which the network sees them.
-        mirrored: whether to mirror the logits back.
+    The network sees them at `size`, (height, width). If `mirrored`, they already are, and the logits are mirrored back.
     """
 
     def __init__(self, forward: Forward, images: Tensor, size: tuple[int, int], views: Views, mirrored: bool):
@@ -138,7 +125,9 @@ class _View:
         self.cells = tuple(math.ceil(side / self.stride) for side in size)
         window = math.ceil((views.window or max(size)) / self.stride)
         along = [windows_along(cells, window, views.overlap) for cells in self.cells]
-        self.windows = [[(first, on_device(weights, images.device)) for first, weights in axis] for axis in along]
+        self.windows = [  # copied to the device without waiting for it
+            [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in along
+        ]
         self.blocks = self._finished_rows()
         self.first = 0  # row of cells that `kept` starts with
         self.kept = next(self.blocks)
@@ -214,16 +203,12 @@ def resized_region(images: Tensor, size: tuple[int, int], rows: range, columns: 
 
 @dataclass(frozen=True)
 class _Taps:
-    """The source pixels that each pixel of a bilinear resize averages, along one axis.
+    """The source pixels that each pixel of a bilinear resize averages, along one axis."""
 
-    first, last: the source pixels used. sources: int64 (taps, pixels), relative to `first`. weights: float32 of the
-    same shape; each pixel's sum to 1.
-    """
-
-    first: int
+    first: int  # source pixel used
     last: int
-    sources: Tensor
-    weights: Tensor
+    sources: Tensor  # int64 (taps, pixels), relative to `first`
+    weights: Tensor  # float32 (taps, pixels); each pixel's sum to 1
 
     def blend(self, values: Tensor, dim: int) -> Tensor:
         """Average `values`, the source pixels from `first` to `last`, float32 (N, C, H, W)."""
@@ -245,4 +230,5 @@ def _taps(original: int, resized: int, part: range, like: Tensor, antialias: boo
     weights = (weights / weights.sum(axis=0)).astype(np.float32)
     sources = sources.clip(0, original - 1)  # (taps, pixels)
     first, last = int(sources[0, 0]), int(sources[-1, -1])
-    return _Taps(first, last, *(on_device(torch.from_numpy(each), like.device) for each in (sources - first, weights)))
+    copies = (torch.from_numpy(each).to(like.device, non_blocking=True) for each in (sources - first, weights))
+    return _Taps(first, last, *copies)

@@ -16,19 +16,11 @@ def comparison(
 ) -> np.ndarray:
     """Put image | ground truth | prediction side by side, the last two blended over the image.
 
-    Args:
-        image: uint8 (H, W, 3) RGB.
-        label: train ids, uint8 (H, W), or None. Ignored pixels show the plain image.
-        prediction: train ids, uint8 (H, W).
-
-    Returns:
-        uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3) without a label.
+    `image`: uint8 (H, W, 3) RGB. `label`, which may be None, and `prediction`: train ids, uint8 (H, W); ignored pixels
+    show the plain image. Returns uint8 (H, 3 W, 3) RGB, or (H, 2 W, 3) without a label.
     """
-    panels = [image]
-    for train_ids in (label, prediction):
-        if train_ids is not None:
-            panels.append(labelled(image, train_ids, dataset))
-    return np.concatenate(panels, axis=1)
+    blended = [labelled(image, train_ids, dataset) for train_ids in (label, prediction) if train_ids is not None]
+    return np.concatenate([image, *blended], axis=1)
 
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:

@@ -1,14 +1,13 @@
 """Keep predictions as pictures, or as files for the official evaluation scripts."""
 
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from datasets import SegmentationDataset
 from engine.output_files import inside, write_png
+from engine.prefetching import HostCopy
 from engine.segmentation.pictures import comparison
 
 
@@ -18,18 +17,16 @@ class PictureCollector:
     def __init__(self, dataset: SegmentationDataset, count: int):
         self.dataset = dataset
         self.names = _first_names(dataset, count)
-        self.shown: dict[str, _Compared] = {}
+        self.shown: dict[str, HostCopy] = {}
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         for number, name in enumerate(minibatch["name"]):
             if name in self.names:
-                self.shown[name] = _Compared.of(minibatch, predictions, number).on_the_way()
+                self.shown[name] = HostCopy(_compared(minibatch, predictions, number))
 
     def pictures(self) -> dict[str, np.ndarray]:
         """{name: uint8 (H, 3 W, 3)}"""
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return {name: compared.picture(self.dataset) for name, compared in self.shown.items()}
+        return {name: _picture(self.dataset, *copied.wait()) for name, copied in self.shown.items()}
 
 
 class PredictionWriter:
@@ -42,11 +39,7 @@ class PredictionWriter:
     """
 
     def __init__(
-        self,
-        dataset: SegmentationDataset,
-        predictions: Path | None,
-        overlays: Path | None,
-        overlay_images: int | None,
+        self, dataset: SegmentationDataset, predictions: Path | None, overlays: Path | None, overlay_images: int | None
     ):
         self.dataset = dataset
         self.predictions = predictions
@@ -60,7 +53,7 @@ class PredictionWriter:
                 encoded = self.dataset.encode_prediction(predictions[number].cpu().numpy())
                 write_png(inside(self.predictions, file), encoded, self.dataset.prediction_palette)
             if self.overlays is not None and name in self.overlaid:
-                picture = _Compared.of(minibatch, predictions, number).picture(self.dataset)
+                picture = _picture(self.dataset, *_compared(minibatch, predictions, number))
                 write_png(inside(self.overlays, file), picture)
 
 
@@ -69,27 +62,16 @@ def _first_names(dataset: SegmentationDataset, count: int | None) -> set[str]:
     return {entry.name for entry in dataset.files[:count]}
 
 
-class _Compared(NamedTuple):
-    """One image uint8 (3, H, W), its label and its prediction, uint8 (H, W), on any device."""
+def _compared(minibatch: dict, predictions: Tensor, number: int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """One image uint8 (3, H, W), its label, if any, and its prediction, uint8 (H, W), on the device."""
+    label = minibatch["label"][number] if "label" in minibatch else None
+    return minibatch["image"][number], label, predictions[number]
 
-    image: Tensor
-    label: Tensor | None
-    prediction: Tensor
 
-    @classmethod
-    def of(cls, minibatch: dict, predictions: Tensor, number: int) -> "_Compared":
-        label = minibatch["label"][number] if "label" in minibatch else None
-        return cls(minibatch["image"][number], label, predictions[number])
-
-    def on_the_way(self) -> "_Compared":
-        """The same on the CPU, once the device has been waited for."""
-        label = None if self.label is None else self.label.to("cpu", non_blocking=True)
-        return _Compared(self.image.to("cpu", non_blocking=True), label, self.prediction.to("cpu", non_blocking=True))
-
-    def picture(self, dataset: SegmentationDataset) -> np.ndarray:
-        """The `comparison`, uint8 (H, 3 W, 3)."""
-        image = self.image.permute(1, 2, 0).cpu().numpy()  # (H, W, 3)
-        label = None if self.label is None else self.label.cpu().numpy()
-        if label is not None:  # classes that only the benchmark scores are shown as ignored
-            label = np.where(label < len(dataset.classes), label, dataset.ignore_index).astype(np.uint8)
-        return comparison(image, label, self.prediction.cpu().numpy(), dataset)
+def _picture(dataset: SegmentationDataset, image: Tensor, label: Tensor | None, prediction: Tensor) -> np.ndarray:
+    """The `comparison`, uint8 (H, 3 W, 3), of what `_compared` returns."""
+    shown = None
+    if label is not None:  # classes that only the benchmark scores are shown as ignored
+        train_ids = label.cpu().numpy()
+        shown = np.where(train_ids < len(dataset.classes), train_ids, dataset.ignore_index).astype(np.uint8)
+    return comparison(image.permute(1, 2, 0).cpu().numpy(), shown, prediction.cpu().numpy(), dataset)

@@ -103,6 +103,7 @@ def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
     `has_instances`: whether all counted images have instances.
     """
     scores = segmentation_scores(counts.confusion[: len(table.counted)], table.counted)
+    scores["official"] = {}
     if table.benchmark == "cityscapes":
         scores["official"] = cityscapes_scores(counts, table, has_instances)
     elif table.benchmark == "coco_stuff":
@@ -110,8 +111,6 @@ def all_scores(counts: Counts, table: ClassTable, has_instances: bool) -> dict:
     elif table.benchmark == "vistas":
         # The benchmark drops labels that it does not evaluate; we neither count nor predict them.
         scores["official"] = {"miou": scores["miou"]}
-    else:
-        scores["official"] = {}
     return scores
 
 
@@ -121,9 +120,7 @@ def segmentation_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     IoU = TP / (TP + FP + FN) over the whole split, in [0, 1]. A class that occurs neither in labels nor in predictions
     has no IoU (None) and is left out of the mean.
 
-    Args:
-        confusion: int64 (K, L), rows are labels; L > K if some classes can be predicted but are not scored.
-        classes: K names.
+    `confusion`: int64 (K, L), rows are labels of the K `classes`; L > K if some can be predicted but are not scored.
 
     Returns:
         {"miou": float, "iou": {name: float or None}, "pixel_accuracy": float}; NaN if no pixel is labelled.
@@ -181,9 +178,7 @@ def cityscapes_scores(counts: Counts, table: ClassTable, has_instances: bool) ->
 def coco_stuff_scores(confusion: Tensor, classes: tuple[str, ...]) -> dict:
     """Compute what `COCOStuffeval` of the cocostuffapi reports for its 92 leaf classes; means are over labelled ones.
 
-    Args:
-        confusion: int64 (G, G), rows are labels.
-        classes: G names.
+    `confusion`: int64 (G, G) pixels of the G `classes`, rows are labels.
 
     Returns:
         {"miou", "iou": {name: float or None}, "pixel_accuracy", "mean_accuracy", "frequency_weighted_iou"}.

@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 
 from engine.console import make_console, progress_bar, tracked
-from engine.records.evaluated import Evaluated
-from engine.records.results import print_results
-from engine.segmentation.score_table import iou_table
+from engine.records.evaluated import Evaluated, print_results
+from engine.segmentation.evaluation import iou_table
 
 
 def test_no_name_or_path_is_taken_for_an_instruction(capsys, monkeypatch):

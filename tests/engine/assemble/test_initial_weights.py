@@ -1,6 +1,7 @@
 """Fine-tuning: loaded tensors are exactly the file's, others are listed, and misfits are refused."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torchvision
 from torch import nn
 
 from engine import assemble
-from engine.assemble.initial_weights import initialise, initialise_from
+from engine.assemble.initial_weights import initialise
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
+from engine.schema.network import InPlaceNorm, PackageNorm
+from engine.schema.training import Init
 from models.bodies import resnext101
 from models.checkpoints.official import load_released
 from models.layers import ABN
@@ -29,6 +32,12 @@ def network(*overrides: str, classes: int = 3, seed: int = 0):
             for values in (module.weight, module.bias, module.running_mean):
                 nn.init.normal_(values)
     return built
+
+
+def initialise_from(network, path, classes, package: bool = False, **options):
+    """`initialise` by the keys of `init` and the norm alone."""
+    norm = PackageNorm() if package else InPlaceNorm()
+    return initialise(SimpleNamespace(init=Init(str(path), **options), norm=norm), network, classes)
 
 
 def tuned_from(file, *overrides: str, classes=CLASSES, seed: int = 0, **options):

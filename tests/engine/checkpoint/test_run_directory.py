@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +35,16 @@ def state_of(step: int, config: SegmentationRun) -> dict:
     return {**state, "config": cfg.plain(config), "classes": ["road", "sky"]}
 
 
+def save(run: RunDirectory, state: dict) -> None:
+    run.start_saving(state)
+    run.saved()
+
+
 def run_in(path: Path, config: SegmentationRun | None = None, *steps: int) -> RunDirectory:
     """A run's folder, with checkpoints of these steps."""
     run = RunDirectory(str(path))
     for step in steps:
-        run.save(state_of(step, config))
+        save(run, state_of(step, config))
     return run
 
 
@@ -82,9 +86,9 @@ def killed_while_saving(run: RunDirectory, state: dict, fatal_line: int) -> bool
         def call(frame, *_):
             return line if (frame.f_code.co_filename, frame.f_code.co_name) in WATCHED else None
 
-        sys.settrace(call)
+        threading.settrace(call)  # the thread that saves starts now
         try:
-            run.save(state)
+            save(run, state)
         finally:
             os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -127,7 +131,7 @@ def test_killed_before_any_line_of_a_save_a_run_continues(
         killed = killed_while_saving(run, third, fatal_line=len(steps) + 1)
         run = run_in(folder)
         steps.append(resumed(run, config))
-        run.save(fourth)
+        save(run, fourth)
         assert {path.name for path in run.last.parent.iterdir()} <= {"last.pt", "previous.pt"}
         assert checkpoint.load(run.last)["step"] == 4
         if steps[-1] is not None:
@@ -143,7 +147,7 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_sa
     assert resumed(run, config) == 2
     assert f"checkpoint {run.last} is damaged" in run.notice and "checksum" in run.notice
     assert f"The run continues from {run.previous}, of step 2" in run.notice
-    run.save(state_of(3, config))  # the good one is kept, not the damaged one
+    save(run, state_of(3, config))  # the good one is kept, not the damaged one
     assert [checkpoint.load(path)["step"] for path in (run.last, run.previous)] == [3, 2]
     damage(run.last), damage(run.previous)  # now the run neither continues nor starts anew
     with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
@@ -273,7 +277,7 @@ def test_a_folder_in_the_place_of_a_checkpoint_is_refused_before_and_in_a_run(tm
     place = getattr(run, name)
     place.unlink(missing_ok=True)
     place.mkdir()
-    for use in (lambda: resumed(run, config), lambda: run.save(state_of(3, config))):
+    for use in (lambda: resumed(run, config), lambda: save(run, state_of(3, config))):
         with pytest.raises(ValueError, match=f"{place} is a folder, expected a file: move it away"):
             use()
     place.rmdir()
@@ -327,14 +331,14 @@ def test_a_partial_file_alone_is_a_run_that_did_not_start(tmp_path, config):
     for name in ("last", "best", "previous"):
         (run.last.parent / f"{name}.pt.partial").write_bytes(b"PK half a checkpoint")
     assert resumed(run, config) is None
-    run.save(state_of(1, config))
+    save(run, state_of(1, config))
     assert [path.name for path in run.last.parent.iterdir()] == ["last.pt"] and resumed(run, config) == 1
 
 
 def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refused(tmp_path, config):
     run, older = run_in(tmp_path), cfg.plain(config)
     del older["init"]  # older than the key, whose default it gets
-    run.save({**state_of(1, config), "config": older})
+    save(run, {**state_of(1, config), "config": older})
     assert resumed(run, config) == 1
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
         resumed(run, with_key(config, "init.weights", "other.pt"))
@@ -342,7 +346,7 @@ def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refu
         ({"task": "shapes"}, "is for the task shapes: expected segmentation$"),
         ({"step": 10}, ".*its checkpoint is of step 10, beyond the run's end at 9"),
     ):
-        run.save({**state_of(1, config), **change})
+        save(run, {**state_of(1, config), **change})
         with pytest.raises(ValueError, match=f"^run_dir={tmp_path} {message}"):
             run.checkpoint_to_resume(config, total_steps=9)
 
@@ -369,10 +373,10 @@ def test_data_that_changed_since_the_last_save_is_refused_or_named(config, tmp_p
     def step(*hashes: str) -> int:
         return run.checkpoint_to_resume(config, 9, {"training": [*hashes]})["step"]
 
-    run.save({**state_of(3, config), "data": {"training": ["names", "sizes"]}})
+    save(run, {**state_of(3, config), "data": {"training": ["names", "sizes"]}})
     assert step("names", "sizes") == 3 and run.notice is None
     with pytest.raises(ValueError, match="a run on other data: training files were added, removed or renamed"):
         step("other names", "sizes")
     assert step("names", "other sizes") == 3 and "training files have other sizes" in run.notice
-    run.save(state_of(4, config))  # as earlier versions did
+    save(run, state_of(4, config))  # as earlier versions did
     assert step("names", "sizes") == 4

@@ -1,11 +1,17 @@
-"""An evaluation: it never waits for the device, images of equal size share a minibatch, scores stay the same."""
+"""An evaluation: it never waits for the device, images of equal size share a minibatch, scores stay the same.
 
+And the table of scores that users read.
+"""
+
+import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
@@ -14,7 +20,7 @@ from datasets.workers import Loader
 from engine.distributed import World
 from engine.forward import Forward
 from engine.records.evaluated import Evaluated
-from engine.segmentation.evaluation import corner_crops, equal_sizes, evaluate_split
+from engine.segmentation.evaluation import corner_crops, equal_sizes, evaluate_split, iou_table
 from engine.segmentation.inference import WHOLE_IMAGE, Views
 from engine.segmentation.predictions import PictureCollector, PredictionWriter
 from engine.stopping import StopRequest, UntilStopped
@@ -174,3 +180,30 @@ def test_the_crops_are_within_the_image():
     first, second = corner_crops(image, 4)
     assert torch.equal(first, image[:, :4, :4]) and torch.equal(second, image[:, 2:, 5:])
     assert torch.equal(corner_crops(image, 7)[1], image[:, :, 2:])
+
+
+def table_lines(scores: dict) -> list[list[str]]:
+    """The words of each line of the table, without its frame."""
+    console = Console(file=io.StringIO(), width=80)
+    console.print(iou_table(scores))
+    lines = console.file.getvalue().splitlines()
+    return [words for line in lines if (words := [cell.strip() for cell in re.split("[│┃]", line) if cell.strip()])]
+
+
+def test_official_scores_stand_beside_the_papers():
+    paper = {"miou": 0.5, "iou": {"road": 0.5, "car": None}, "pixel_accuracy": 0.75}
+    lines = table_lines({**paper, "official": {}})
+    assert ["class", "IoU %"] in lines and ["mean (mIoU)", "50.00"] in lines and ["car", "–"] in lines
+    lines = table_lines({**paper, "official": {"miou": 0.25, "iou": {"road": 0.25, "car": 0.5, "other": 0.0}}})
+    assert ["class", "IoU %", "official %"] in lines and ["mean (mIoU)", "50.00", "25.00"] in lines
+    assert ["car", "–", "50.00"] in lines and ["other", "0.00"] in lines
+    official = {"miou": 0.5, "iiou": {"car": 0.125}, "mean_iiou": 0.125, "mean_category_iou": 0.5}
+    official |= {"category_iou": {"flat": 0.5, "vehicle": None}, "category_iiou": {"vehicle": 0.2}}
+    official["mean_category_iiou"] = 0.2
+    lines = table_lines({**paper, "official": official})
+    assert ["mean (mIoU)", "50.00", "12.50"] in lines and ["car", "–", "12.50"] in lines
+    assert ["flat", "50.00"] in lines and ["vehicle", "–", "20.00"] in lines
+    assert not any("instanceIds" in line[0] for line in lines)
+    lines = table_lines({**paper, "official": {**official, "iiou": {"car": None}, "mean_iiou": None}})
+    assert ["class", "IoU %"] in lines and ["mean (mIoU)", "50.00"] in lines and ["flat", "50.00"] in lines
+    assert any("instanceIds" in line[0] for line in lines)

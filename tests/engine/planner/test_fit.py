@@ -6,7 +6,7 @@ import yaml
 import train_seg
 from datasets import cityscapes
 from engine import planner
-from engine.planner.search import largest_crop, most_crops
+from engine.planner.fit import largest
 from engine.schema.memory import bytes_of
 from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
@@ -21,7 +21,7 @@ def test_the_most_crops_are_found_with_few_traces(budget, expected):
         traced.append(crops)
         return 60 + 20 * crops if crops > 2 else 100  # the first has another peak
 
-    assert most_crops(peak, budget, fewest=2) == expected
+    assert largest(peak, budget, 2, step=1, power=1) == expected
     assert len(traced) <= 5
 
 
@@ -29,12 +29,12 @@ def test_the_most_crops_are_found_with_few_traces(budget, expected):
     "budget, most, expected", [(1000, 46, 46), (1000, 48, 47), (140, 4, 4), (1000, 2, 2), (1000, 1, 2)]
 )
 def test_no_more_crops_than_images_are_chosen(budget, most, expected):
-    assert most_crops(lambda crops: 60 + 20 * crops, budget, fewest=2, most=most) == expected
+    assert largest(lambda crops: 60 + 20 * crops, budget, 2, step=1, power=1, most=most) == expected
 
 
 @pytest.mark.parametrize("budget, expected", [(1_000, None), (10_000, 96), (1_048_576 + 1000, 1024)])
 def test_the_largest_crop_is_a_multiple_of_eight_pixels(budget, expected):
-    assert largest_crop(lambda side: side**2 + 500, budget, smallest=64) == expected
+    assert largest(lambda side: side**2 + 500, budget, 64, step=8, power=2) == expected
 
 
 @pytest.mark.parametrize("text, expected", [("12GiB", 12 * 2**30), ("1.5 MiB", 3 * 2**19), ("2GB", 2 * 10**9)])

@@ -9,8 +9,7 @@ import torch
 
 from datasets import synthetic
 from engine.records.confusion_picture import confusion_picture
-from engine.records.evaluated import Evaluated
-from engine.records.results import write_results
+from engine.records.evaluated import Evaluated, write_results
 from tests.engine.checkpoint.test_files import files_of_at_most
 
 SCORES = {"miou": float("nan"), "iou": {"road": None}, "pixel_accuracy": float("nan")}
