@@ -4,7 +4,8 @@ import copy
 import math
 import warnings
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from engine.checkpoint.comparison import check_tensors, moved, not_finite
 from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
@@ -128,9 +130,7 @@ class Learner:
             self.scaler.step(self.optimizer)  # it would look at the gradients again, and wait for the device
         self.scaler.update()
         # float16 may skip the first optimiser steps. (In float16 only, as catch_warnings makes Python repeat warnings.)
-        with warnings.catch_warnings() if self.scaler.is_enabled() else nullcontext():
-            if self.scaler.is_enabled():
-                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        with _schedule_alone() if self.scaler.is_enabled() else nullcontext():
             self.scheduler.step()
         if self.average is not None:
             self.average.update(self.network)
@@ -169,56 +169,69 @@ class Learner:
     def load_state_dict(self, state: dict) -> None:
         """The inverse of `state_dict`. Every rank must call it.
 
-        ValueError: a part is missing, superfluous, of other names or shapes, or not finite; nothing is loaded.
+        ValueError: `state` is none that this learner could save at its step; nothing is loaded.
         """
-        self._check_state(state)
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(state["scaler"])
-        if self.average is not None:
-            self.average.module.load_state_dict(state["ema"])
-            self.average.updates = state["ema_updates"]
-
-    def _check_state(self, state: dict) -> None:
+        with _schedule_alone():
+            for _ in range(state["step"] - self.scheduler.last_epoch):  # two microseconds each
+                self.scheduler.step()
         own = self._state()
         for part in ("network", "optimizer", "scheduler", "scaler", "ema", "ema_updates"):
             if (part in state) != (part in own):
                 raise ValueError(f"it has {'no' if part in own else 'a'} part {part}, unlike this run")
-            if part in own and not isinstance(state[part], type(own[part])):
-                raise ValueError(
-                    f"its part {part} is {type(state[part]).__name__}: expected {type(own[part]).__name__}"
-                )
         for part in ("network", "ema"):
-            given, wanted = state.get(part, {}), own.get(part, {})
-            check_tensors(part, given, wanted)
-            if broken := not_finite(given):
-                raise ValueError(f"{len(broken)} tensors of its part {part} are not finite, {broken[0]} among them")
-        if state["scheduler"].get("last_epoch") != state["step"]:
-            raise ValueError(f"its learning rate schedule is at step {state['scheduler'].get('last_epoch')}")
-        if absent := own.get("scaler", {}).keys() - state.get("scaler", {}).keys():
-            raise ValueError(f"its part scaler has no {min(absent)}")
-        self._check_momentum(state["optimizer"])
+            check_tensors(part, state.get(part, {}), own.get(part, {}))
+        scaler = moved("scaler", state.get("scaler", {}), own.get("scaler", {}), ("scale", "_growth_tracker"))
+        step, stepped = state["step"], state["step"] > 0
+        if scaler:  # each step that float16 skips scales the loss down
+            stepped &= scaler["scale"] > own["scaler"]["scale"] * scaler["backoff_factor"] ** step
+        optimizer = self._momentum(state["optimizer"], step, stepped)
+        moved("scheduler", state["scheduler"], own["scheduler"])
+        updates = moved("ema_updates", state.get("ema_updates"), own.get("ema_updates"), ("updates",), "updates")
+        if updates is not None and updates > step:
+            raise ValueError(f"its weights were averaged {updates} times in {step} steps")
 
-    def _check_momentum(self, given: dict) -> None:
-        """torch loads momentum by position, unchecked: another shape would read beyond its memory."""
+        self.network.load_state_dict(state["network"])
+        self.optimizer.load_state_dict(optimizer)
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(scaler)
+        if self.average is not None:
+            self.average.module.load_state_dict(state["ema"])
+            self.average.updates = updates
+
+    def _momentum(self, given: object, step: int, stepped: bool) -> dict:
+        """The optimiser's state after `step` steps; `stepped`: in one of them it updated the weights.
+
+        torch loads momentum by position, unchecked: another shape would read beyond its memory.
+        """
         own = self.optimizer.state_dict()["param_groups"]
-        groups, buffers = given.get("param_groups"), given.get("state")
-        if not isinstance(groups, list) or len(groups) != len(own) or not isinstance(buffers, dict):
-            raise ValueError("its part optimizer has other groups of parameters than this run")
+        if not isinstance(given, dict) or not isinstance(given.get("state"), dict):
+            raise ValueError(f"its part optimizer is {type(given).__name__}: expected the states of parameters")
+        # Whether steps are fused may change.
+        free = [{key: value for key, value in group.items() if key not in ("fused", "foreach")} for group in own]
+        groups = moved("optimizer", given.get("param_groups"), free, ("lr",))
         for group, wanted in zip(groups, own, strict=True):
-            members = wanted["param_names"]
-            if group.get("params") != wanted["params"] or group.get("param_names", members) != members:
-                raise ValueError("its part optimizer belongs to other parameters than this run's")
+            if not math.isclose(group["lr"], wanted["lr"], rel_tol=1e-6, abs_tol=1e-12):  # PyTorch may round otherwise
+                raise ValueError(f"its learning rate is {group['lr']}: expected {wanted['lr']} after step {step}")
         parameters = dict(self.network.named_parameters())
         names = [name for group in own for name in group["param_names"]]
+        keys = self._momentum_keys()
+        buffers = {number: _without_none(buffer) for number, buffer in given["state"].items()}
+        if not keys:
+            buffers = {number: buffer for number, buffer in buffers.items() if buffer}
+        expected = range(len(names)) if keys else range(0)
+        if buffers.keys() != set(expected) and (stepped or buffers):
+            raise ValueError(f"its part optimizer has momentum for parameters {list(buffers)}: expected {expected}")
         for number, buffer in buffers.items():
-            if number not in range(len(names)) or not isinstance(buffer, dict):
-                raise ValueError(f"its part optimizer has momentum for parameter {number} of {len(names)}")
-            momentum = {key: value for key, value in buffer.items() if value is not None}
-            wanted = {key: ONE_NUMBER if key == "step" else parameters[names[number]] for key in momentum}
-            check_tensors(f"optimizer ({names[number]})", momentum, wanted)
+            wanted = {key: ONE_NUMBER if key == "step" else parameters[names[number]] for key in keys}
+            check_tensors(f"optimizer ({names[number]})", buffer, wanted)
+        return {"state": buffers, "param_groups": [each | new for each, new in zip(own, groups, strict=True)]}
+
+    def _momentum_keys(self) -> tuple[str, ...]:
+        """What the optimiser keeps of every parameter."""
+        if isinstance(self.optimizer, torch.optim.SGD):
+            return ("momentum_buffer",) if self.optimizer.defaults["momentum"] else ()
+        assert isinstance(self.optimizer, torch.optim.AdamW), self.optimizer
+        return ("step", "exp_avg", "exp_avg_sq")
 
     def _largest_weight(self) -> str:
         name, norm = _largest({name: p.detach() for name, p in self.network.named_parameters()})
@@ -240,22 +253,19 @@ def without_counters(state: dict) -> dict:
     return kept
 
 
-def not_finite(tensors: dict[str, Tensor]) -> list[str]:
-    """Names of the tensors with an infinite or NaN value. Waits for their device once."""
-    finite = [tensor.isfinite().all() for tensor in tensors.values()]
-    good = torch.stack(finite).tolist() if finite else []
-    return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
+@contextmanager
+def _schedule_alone() -> Iterator[None]:
+    """PyTorch warns of a learning rate that changes although the optimiser made no step."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+        yield
 
 
-def check_tensors(part: str, given: dict, wanted: dict[str, Tensor]) -> None:
-    """ValueError unless `given` has the names and shapes of `wanted`."""
-    for name in wanted.keys() | given.keys():
-        shapes = [
-            list(tensors[name].shape) if isinstance(tensors.get(name), Tensor) else "missing"
-            for tensors in (given, wanted)
-        ]
-        if shapes[0] != shapes[1]:
-            raise ValueError(f"{name} of its part {part} is {shapes[0]}: expected {shapes[1]}")
+def _without_none(buffer: object) -> dict:
+    """SGD without momentum keeps a None. ValueError: not the momentum of a parameter."""
+    if not isinstance(buffer, dict):
+        raise ValueError(f"its part optimizer has {type(buffer).__name__} as momentum: expected dict")
+    return {key: value for key, value in buffer.items() if value is not None}
 
 
 def _largest(tensors: dict[str, Tensor]) -> tuple[str, float]:

@@ -1,5 +1,6 @@
 """A training run of any task on one rank, from its configuration to its results."""
 
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,10 @@ class Run(Generic[Config, Split]):
         skipped, recorded = 0, None
         if self.resumed is not None:
             try:
+                for part, own in self._about_data().items():
+                    given = self.resumed.get(part, own)  # old checkpoints have no palette
+                    if not (torch.equal(given, own) if isinstance(own, torch.Tensor) else given == own):
+                        raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
                 learner.load_state_dict(self.resumed)
                 restore_random_states(self.resumed.get("random"), self.world)
             except ValueError as error:
@@ -112,16 +117,21 @@ class Run(Generic[Config, Split]):
             "total_steps": self.schedule.total_steps,
             "data": self.files,
             "config": configuration.plain(self.config),
-            "classes": list(self.train_set.classes),
             "skipped_images": self.metrics.skipped,
             "recorded": self.metrics.recorded,
+            **self._about_data(),
         }
-        if self.train_set.palette is not None:
-            state["palette"] = [list(colour) for colour in self.train_set.palette]
-        if self.train_set.mean_image is not None:
-            state["mean_image"] = torch.from_numpy(self.train_set.mean_image)
         if self.world.first:
             self.directory.start_saving(state, best)
+
+    def _about_data(self) -> dict:
+        """What a checkpoint keeps of the data, which stays the same for the whole run."""
+        about: dict[str, Any] = {"classes": list(self.train_set.classes)}
+        if self.train_set.palette is not None:
+            about["palette"] = [list(colour) for colour in self.train_set.palette]
+        if self.train_set.mean_image is not None:
+            about["mean_image"] = torch.from_numpy(self.train_set.mean_image)
+        return about
 
     def evaluate(self, step: int, evaluate: Callable[[], Evaluated]) -> Evaluated:
         """Evaluate, record it, and save the network if it is the best so far. Every rank must call it."""

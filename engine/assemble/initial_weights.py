@@ -127,15 +127,16 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> We
         )
     if all(tensor.startswith("module.") for tensor in tensors):  # of DataParallel
         tensors = {tensor.removeprefix("module."): value for tensor, value in tensors.items()}
+    remarks = torch_files.unchecked(path, name)
     if format == "standard_bn":
-        return Weights(tensors, f"{path} (standard_bn)")
+        return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)
     assert format == "torchvision", format
     try:
         tensors = from_torchvision(tensors)
     except ValueError as error:
         raise ValueError(f"{name} with init.format=torchvision: {error}") from error
     activations = {module.activation for module in network.modules() if isinstance(module, ABN)}
-    remarks = tuple(
+    remarks += tuple(
         f"norm.activation={activation}: torchvision trained with relu, so this is only a starting point; "
         f"norm=std norm.activation=relu computes the same"
         for activation in sorted(activations - {"identity", "relu"})

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.comparison import check_tensors
 from engine.checkpoint.migrations import FORMAT, migrated
 from engine.checkpoint.parts import OPTIONAL, PARTS
 from engine.console import logger
@@ -145,6 +146,8 @@ def load(path: Path) -> dict:
 def checked(state: object, path: Path) -> dict:
     """A file's content in the current format. ValueError unless it is a checkpoint that can be evaluated."""
     state = migrated(state)
+    if not torch_files.has_checksums(path):
+        raise ValueError(f"checkpoint {path} has no checksums: expected a file that this project has written")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise OtherFormat(f"checkpoint {path} has format {found!r}: expected {FORMAT!r}, which this version writes")
@@ -198,8 +201,10 @@ def load_network(
             raise
         reason = str(error).partition("\nException raised from")[0]  # without the C++ frames
         raise ValueError(f"checkpoint {source}: the network of its configuration cannot be built: {reason}") from error
+    part = "ema" if averaged and "ema" in state else "network"
     try:
-        network.load_state_dict(state["ema" if averaged and "ema" in state else "network"])
-    except RuntimeError as error:
+        check_tensors(part, state[part], network.state_dict())
+        network.load_state_dict(state[part])
+    except (ValueError, RuntimeError) as error:
         raise ValueError(f"checkpoint {source} does not fit the network of its configuration: {error}") from error
     return network

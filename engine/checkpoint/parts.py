@@ -1,10 +1,13 @@
 """What an evaluation needs from a checkpoint's content."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+
+from engine.checkpoint.comparison import is_plain
 
 MOST_CLASSES = 65_535
 
@@ -21,12 +24,13 @@ def _is_name(value: object) -> bool:
 
 
 def _are_tensors(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_name(name) and isinstance(part, Tensor) for name, part in value.items())
+    return isinstance(value, dict) and all(_is_name(name) and is_plain(part) for name, part in value.items())
 
 
 def _is_image(value: object) -> bool:
     return (
         isinstance(value, Tensor)
+        and is_plain(value)
         and value.dtype == torch.float64
         and value.ndim == 3
         and value.shape[0] == 3
@@ -38,10 +42,25 @@ def _is_number(value: object, most: float) -> bool:
     return type(value) is int and 0 <= value <= most
 
 
+def _is_record(value: object) -> bool:
+    """Whether a value is what `MetricsLogger.recorded` gives."""
+    if not isinstance(value, dict) or not _is_number(value.get("records"), most=math.inf):
+        return False
+    best = value.get("best")
+    return best is None or (
+        isinstance(best, list) and len(best) == 2 and _is_number(best[0], most=math.inf) and isinstance(best[1], float)
+    )
+
+
+def _are_hashes(value: object) -> bool:
+    """Whether a value is {split: (hash of names, hash of sizes)}."""
+    return isinstance(value, dict) and all(map(_are(_is_name, 2, 2), value.values()))
+
+
 # What an evaluation needs from a checkpoint: a test of each part, and its description.
 PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     "task": (_is_name, "the name of its task"),
-    "step": (partial(_is_number, most=float("inf")), "a number of steps"),
+    "step": (partial(_is_number, most=math.inf), "a number of steps"),
     "config": (lambda value: isinstance(value, dict), "the dictionary of the run's configuration"),
     "classes": (_are(_is_name, 1, MOST_CLASSES), f"1 to {MOST_CLASSES} names"),
     "network": (_are_tensors, "a dictionary {name: tensor}"),
@@ -52,7 +71,10 @@ PARTS: dict[str, tuple[Callable[[object], bool], str]] = {
     ),
     "unnamed_classes": (lambda value: value is True, "True"),
     "mean_image": (_is_image, "a finite float64 tensor (3, H, W)"),
+    "skipped_images": (partial(_is_number, most=math.inf), "a number of images"),
+    "recorded": (_is_record, "the number of records, and step and score of the best evaluation"),
+    "data": (_are_hashes, "two hashes of each split's files"),
 }
 # Present only with averaged weights, with coloured classes, if `classes` are mere numbers because the checkpoint was
-# converted from a file without names, and if a mean image was subtracted from the images.
-OPTIONAL = ("ema", "palette", "unnamed_classes", "mean_image")
+# converted from a file without names, if a mean image was subtracted from the images, and to resume a run.
+OPTIONAL = ("ema", "palette", "unnamed_classes", "mean_image", "skipped_images", "recorded", "data")

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from engine.checkpoint.comparison import described, is_plain
 from engine.console import logger
 from engine.distributed import World
 
@@ -20,9 +21,12 @@ def restore_random_states(states: object, world: World) -> None:
     With another world size or device type the streams cannot continue: new ones are seeded, reproducibly, and a warning
     is logged. ValueError: `states` are not what `random_states` returned.
     """
-    if not isinstance(states, dict) or not states.get("cpu") or "cuda" not in states:
+    cpu, cuda = (states.get(kind) if isinstance(states, dict) else None for kind in ("cpu", "cuda"))
+    own = torch.get_rng_state()
+    if not isinstance(cpu, list) or not cpu or not all(described(state) == described(own) for state in cpu):
         raise ValueError("it has no states of random number generators")
-    cpu, cuda = states["cpu"], states["cuda"]
+    if not isinstance(cuda, list) or not all(is_plain(state) and state.dtype == torch.uint8 for state in cuda):
+        raise ValueError("it has no states of CUDA's random number generators")
     before, now = (len(cpu), "cuda" if cuda else "cpu"), (world.size, world.device.type)
     if before == now:
         torch.set_rng_state(cpu[world.rank])

@@ -68,6 +68,7 @@ def load_by_name(
     for key, tensor in wanted.items():
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
+    misfits += [f"{key} is not finite" for key, tensor in wanted.items() if not tensor.isfinite().all()]
     misfits += [f"{key} is not in the file" for key in new if _must_be_given(key, with_head)]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")

@@ -117,7 +117,8 @@ def released_file(
     meaning = "|weight| + eps" if taken == "released" else "weight"
     why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for files that are not published"
     remark = f"norms scale by {meaning} ({taken}): {why}"
-    return ReleasedFile(tensors, taken, (remark,), entry)
+    remarks = (remark,) if entry else (remark, *torch_files.unchecked(path, name))
+    return ReleasedFile(tensors, taken, remarks, entry)
 
 
 def _tensors(content: object, name: str) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Read files that torch.save wrote, and say what other files are."""
 
+import hashlib
 import pickle
 import re
 import zipfile
@@ -7,13 +8,17 @@ from pathlib import Path
 
 import torch
 
+UNCHECKED = (
+    "the file is in PyTorch's old format, which has no checksums: damage that leaves finite numbers goes unnoticed"
+)
 TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
 FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
 
 def read(path: Path, name: str, expected: str, if_damaged: str) -> object:
-    """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and checksums are verified.
+    """Read a file of torch.save, old or new format, onto the CPU. It cannot run code, and all checksums are verified.
 
+    The old format, of PyTorch before 1.6, has none: see `unchecked`.
     ValueError if it does not exist, is damaged, or holds anything but tensors and plain containers. A web page, an
     archive, a Git LFS pointer and an empty file are named. Messages contain `name`, `expected` and `if_damaged`.
     """
@@ -56,6 +61,25 @@ def _foreign_kind(start: bytes) -> str | None:
     if start[TAR_MARK] == b"ustar" or start.startswith(b"\x1f\x8b"):
         return "is an archive (tar or gzip), which must be unpacked first"
     return None
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether a file of torch.save is in the format that has checksums."""
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def unchecked(path: Path, name: str) -> tuple[str, ...]:
+    """A sentence for the report on a file that nothing can be checked against; none if something was.
+
+    torch.hub ends names with a hash of the content, as in resnet50-0676ba61.pth: ValueError if it is another's.
+    """
+    if hashed := re.search(r"-([0-9a-f]{8})\.pth$", path.name):
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if not found.startswith(hashed[1]):
+            raise ValueError(f"{name} has the hash {found[:8]}, and {hashed[1]} in its name: download it again")
+        return ()
+    return () if has_checksums(path) else (UNCHECKED,)
 
 
 def _check_bytes(path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from engine.checkpoint import files as checkpoint
 from engine.records.metrics_logger import MetricsLogger
+from tests.damages import at, damaged, damages, places
 from tests.faults.runs import SLOWLY, Run, before_call, case, finished, killed_after, last_of, says, survived
 
 
@@ -139,6 +140,31 @@ def test_a_momentum_of_another_shape_is_refused(tmp_path, whole):
     Run(run.run_dir).fails("cannot be continued from its checkpoint of step")
     run.last.write_bytes(good)
     survived(run.run_dir, whole)
+
+
+@pytest.mark.faults
+@pytest.mark.injects("crafted checkpoint", "a valid file, in which one value has another type, shape, dtype or range")
+@pytest.mark.parametrize("seed", range(40))
+def test_a_crafted_checkpoint_is_refused_or_continues_to_the_bit(tmp_path, whole, seed):
+    """Weights and momentum may have any finite value, and some keys may change."""
+    draw, good = random.Random(seed), checkpoint.load(whole / "checkpoints" / "previous.pt")
+    parts = [place for place in places(good) if len(place) < 3 or seed % 2]
+    while True:
+        place = draw.choice(parts)
+        with suppress(AttributeError, TypeError, RuntimeError, IndexError):  # cannot be made, or cannot be written
+            state = damaged(good, place, draw.choice(damages(at(good, place))))
+            shutil.copytree(whole, tmp_path / "run", dirs_exist_ok=True)
+            torch.save(state, last_of(tmp_path / "run"))
+            break
+    for name in ("previous.pt", "best.pt"):
+        (tmp_path / "run" / "checkpoints" / name).unlink()
+    run = Run(tmp_path / "run")
+    if run.ends():
+        run.fails("")
+        shutil.copy(whole / "checkpoints" / "previous.pt", last_of(tmp_path / "run"))
+        finished(tmp_path / "run")
+    ended, expected = (checkpoint.load(last_of(path)) for path in (tmp_path / "run", whole))
+    assert all(torch.equal(ended["ema"][name], tensor) for name, tensor in expected["ema"].items())
 
 
 def files_of_a_megabyte() -> None:
