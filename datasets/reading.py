@@ -220,7 +220,9 @@ def _check_complete(path: Path, head: bytes, tail: bytes, read: Callable[[], byt
 def _decode(data: bytes, flags: int) -> np.ndarray | None:
     try:
         return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    except cv2.error:
+    except cv2.error as error:
+        if error.code == cv2.Error.StsNoMem:
+            raise MemoryError(f"out of memory while an image of {len(data):,} bytes was decoded") from error
         return None
 
 
