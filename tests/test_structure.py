@@ -24,6 +24,8 @@ MAY_IMPORT = {"datasets": {"datasets"}, "models": {"models"}, "engine": {"engine
 # What the layers may import: they are copied into other projects.
 LAYERS_IMPORT = {"torch", "triton", "models", "collections", "contextlib", "copy", "dataclasses", "functools"}
 LAYERS_IMPORT |= {
+    "importlib",
+    "types",
     "inspect",
     "logging",
     "math",

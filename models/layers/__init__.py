@@ -1,18 +1,23 @@
-"""Layers that train in less memory: activated batch normalisation in every strategy of the in-place ABN paper's
-Figure 2, and reversible couplings (RevNet, MemCNN).
+"""Train in less memory: recompute cheap activations of any network, activated batch normalisation in every strategy of
+the in-place ABN paper's Figure 2, and reversible couplings (RevNet, MemCNN).
 
-Imports only torch, and triton if installed, so the folder can be copied into another project.
+Imports only torch, and triton if installed. `pip install` gives it the name `keepless`; in a checkout it is
+`models.layers`.
 """
 
+from .conversion.convert import to_inplace, to_standard
+from .drop_in import stand_in_for_inplace_abn
 from .health import Extreme, layer_health
 from .norms.abn import ABN
 from .norms.checkpointed_abn import CheckpointedABN
+from .norms.functional import inplace_abn, inplace_abn_sync
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
 from .recompute.network import recompute_activations
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
+from .version import __version__  # first: it refuses a PyTorch that is too old  # isort: split
 
 __all__ = [
     "ABN",
@@ -26,10 +31,16 @@ __all__ = [
     "InPlaceABNSync",
     "InvertibleModuleWrapper",
     "ReversibleSequence",
+    "__version__",
     "from_released",
+    "inplace_abn",
+    "inplace_abn_sync",
     "is_invertible_module",
     "layer_health",
     "recompute_activations",
     "renew_statistics",
     "run_reversibly",
+    "stand_in_for_inplace_abn",
+    "to_inplace",
+    "to_standard",
 ]

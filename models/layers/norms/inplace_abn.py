@@ -115,7 +115,7 @@ class InPlaceABNSync(InPlaceABN):
         """Synchronise every layer of ours in a network, or a single one; return it.
 
         Layers stay the same objects with the same parameters; already synchronised ones switch to `group`. Convert
-        PyTorch's batch normalisations with `models.convert.to_inplace` first.
+        PyTorch's batch normalisations with `to_inplace` first.
 
         Args:
             group: process group; None is the default group.
@@ -134,7 +134,7 @@ class InPlaceABNSync(InPlaceABN):
                 result.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
             elif "running_mean" in layer._buffers and not isinstance(layer, _InstanceNorm):
                 result.kept[name] = (
-                    f"{type(layer).__name__}: not a layer of models.layers; use models.convert.to_inplace before, or "
+                    f"{type(layer).__name__}: not a layer of this package; use to_inplace before, or "
                     f"nn.SyncBatchNorm.convert_sync_batchnorm"
                 )
         report(result)

@@ -51,7 +51,7 @@ def warn_if_released(
     warnings.warn(
         f"the state dict has no num_batches_tracked for {prefix[:-1] or '(the module itself)'}, like one of the "
         f"released package inplace_abn. The in-place layers there scale by |weight| + eps; here, the scale is weight. "
-        f"If the weights come from there, load models.layers.from_released(state_dict, eps=1e-5) instead. Standard "
+        f"If the weights come from there, load from_released(state_dict, eps=1e-5) instead. Standard "
         f"batch normalisation saved before PyTorch 0.4.1 needs no conversion",
         stacklevel=5 + prefix.count("."),  # the caller of load_state_dict, which calls itself for every level
     )
