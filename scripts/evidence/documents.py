@@ -184,7 +184,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "budgets": _budgets,
     "devices": _devices,
     "ranges": lambda _: strategy_table.range_table(),
-    "speed": lambda _: "\n".join(summary(record("abn_cpu")["rows"])),
+    "speed": lambda _: summary(record("abn_cpu")["rows"]),
     "switches": _switches,
     "loop": _loop,
     "or_inplace": _or_inplace,

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import time
@@ -17,16 +18,18 @@ from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
-from engine.configuration.command_line import configured
+from engine.configuration.command_line import CONFIGS, configured
 from engine.records.provenance import provenance
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 MIB = 2**20
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 
+TEMPLATES = CONFIGS.parent / "docs" / "results" / "templates"
 ROUNDS = """
 - A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
   ratios within a round, with quartiles.
-"""
+""".strip()
 
 A = TypeVar("A", bound="Arguments")
 Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
@@ -222,14 +225,15 @@ def judged(
     return Target(about, to_reach, measured, PASS if all(reached) else MISS, paper)
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a Markdown table; the columns after the first `left` hold numbers."""
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the columns after the first `left` hold numbers."""
     rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
-    return [_row(titles), rule, *map(_row, rows)]
+    header, *lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
+    return "\n".join([header, rule, *lines])
 
 
-def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> list[str]:
-    """Lines of a Markdown table of rows, from a list of columns."""
+def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
+    """A Markdown table of rows, from a list of columns."""
 
     def texts(row: Any) -> list[str]:
         return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
@@ -237,9 +241,8 @@ def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> list[str]:
     return table([title for title, _ in shown], map(texts, rows), left)
 
 
-def section(title: str, *lines: str) -> list[str]:
-    """Lines of a section."""
-    return ["", f"## {title}", "", *lines]
+def section(title: str, *paragraphs: str) -> str:
+    return "\n\n".join([f"## {title}", *paragraphs])
 
 
 def mib(count: float | None, digits: int = 1) -> str:
@@ -247,29 +250,33 @@ def mib(count: float | None, digits: int = 1) -> str:
     return "" if count is None else f"{count / MIB:.{digits}f}"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def target_table(targets: Sequence[Target]) -> list[str]:
-    """Lines of the section of targets, if there are any, with a column for the paper if a target has its figure."""
+def target_table(targets: Sequence[Target]) -> str:
+    """The section of targets, if there are any, with a column for the paper if a target has its figure."""
     if not targets:
-        return []
+        return ""
     titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
     if any(target.paper for target in targets):
         titles.insert(1, "paper")
         for row, target in zip(rows, targets, strict=True):
             row.insert(1, target.paper or "–")
-    return section("Targets", *table(titles, rows, left=len(titles)))
+    return section("Targets", table(titles, rows, left=len(titles)))
 
 
-def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
-    """The page: title, command, hardware and versions, `about` (what was measured, how often), sections, method."""
-    minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
-    opening = [f"# {title}", "", "```", result["command"], "```", ""]
-    opening.append(f"{conditions(result['environment'])}. {about}; {minutes}.")
-    method = (ROUNDS.strip() if "rounds" in result["arguments"] else "") + method.rstrip()
-    return "\n".join([*opening, *sections, "", "## How it was measured", "", method.strip()]) + "\n"
+def page_text(template: str, result: dict, **parts: object) -> str:
+    """The page of a record: a file of docs/results/templates with its placeholders filled.
+
+    They are `parts`, of which a list is paragraphs, and the record's command, arguments and conditions.
+    """
+    known = {
+        **result["arguments"],
+        "command": result["command"],
+        "conditions": conditions(result["environment"]),
+        "minutes": result["seconds"] / 60,
+        "of_rounds": ROUNDS,
+        **{name: "\n\n".join(part) if isinstance(part, list) else part for name, part in parts.items()},
+    }
+    text = (TEMPLATES / f"{template}.md").read_text().format_map(known)
+    return re.sub(r"\n{3,}", "\n\n", text)  # around a part that is empty
 
 
 def conditions(environment: dict) -> str:

@@ -34,15 +34,6 @@ BODIES: dict[str, Callable[..., RevNet]] = {
 }
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
 
-METHOD = """
-- Both networks take the same minibatches, with RevNet's crops, momentum 0.9, weight decay 2e-4 and its steps of the
-  rate (after one half and three quarters). Sums between units are in float32; in bfloat16 the residual functions run
-  under autocast.
-- *Angle*: between the gradient of the restoring network on one minibatch, from restored and from stored activations,
-  at the same weights. *To float32*: between stored gradients in bfloat16 and in float32, which rounding alone makes.
-- *Drift*: the largest error of a stage's restored input, relative to its largest value.
-"""
-
 
 @dataclass
 class ReconstructionArguments(frame.Arguments):
@@ -162,11 +153,14 @@ COLUMNS: Columns = [
 
 
 def page(result: dict, name: str) -> str:
-    arguments, errors = result["arguments"], frame.grouped(result["errors"], ["precision"], "network")
+    errors = frame.grouped(result["errors"], ["precision"], "network")
     rows = [{**found, **errors[precision], "precision": precision} for precision, found in _curves(result).items()]
-    sections = ["", *columns(rows, COLUMNS), "", f"![angle, loss and drift over steps]({name}.png)"]
-    about = f"{arguments['body']}, norm={arguments['norm']}, {arguments['steps']} steps of {arguments['images']} images"
-    return frame.page_text(result, "What restored activations do to training", about, sections, METHOD)
+    return frame.page_text(
+        "reconstruction_error",
+        result,
+        picture=f"![angle, loss and drift over steps]({name}.png)",
+        table=columns(rows, COLUMNS),
+    )
 
 
 def _curves(result: dict) -> dict[str, dict[str, list]]:

@@ -24,24 +24,6 @@ from scripts.evidence.reversible_costs import FORWARD, PUBLISHED, VARIANTS
 
 PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 
-METHOD = """
-- *Stored* keeps all activations. *Once* runs every residual function once more in the backward pass, to restore the
-  input and for its gradient: 4N operations. *Twice* restores first and then runs again, as a wrapper around any
-  invertible module must: 5N. All three are the same network with the same weights and images; a step is a forward and a
-  backward pass. On a CPU freed memory stays in the process, as in every training of this project.
-- *One more forward pass*: the time of stored and of its forward pass a second time, relative to stored. By operations
-  a forward pass is a third of a step, which gives 1.33; by time it may be more.
-- *Kept* is what the graph keeps for the backward pass, without parameters and images, under fake tensors. *Peak* is the
-  most that a step's tensors take at any moment beyond weights and images, measured by PyTorch's profiler.
-- Operations are counted by PyTorch's FlopCounterMode, relative to stored activations.
-- The *angle* is between the gradients of all parameters and those of stored activations in float32, in degrees, at
-  initial weights.
-- RevNet's Table 1: *blocks* checkpoints every unit, *sqrt* as many as keep memory and recomputation in balance,
-  *recursive* halves the chain again and again (Chen et al., 2016). All run the units of one RevNet.
-- Memory against time: ResNet-110 and RevNet-110 have equally many parameters and published errors of 5.74 and 5.76 %.
-  *blocks* and *sqrt* are `trainer.recompute`, and so was *selective*. Compiled steps are measured after compilation.
-"""
-
 
 @dataclass
 class ReversibleArguments(frame.Arguments):
@@ -80,27 +62,25 @@ def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
 
 
 def page(result: dict, name: str) -> str:
-    arguments = result["arguments"]
-    sections = frame.target_table(targets(result))
+    sections = [frame.target_table(targets(result))]
     if "steps" in result:
-        sections += section("Time of a step", *columns(_cases(result["steps"]).values(), STEPS))
+        sections.append(section("Time of a step", columns(_cases(result["steps"]).values(), STEPS)))
     if "activations" in result:
         title = "Activations kept of a step on 100 CIFAR images"
-        sections += section(title, *columns(result["activations"], ACTIVATIONS))
+        sections.append(section(title, columns(result["activations"], ACTIVATIONS)))
     if "depths" in result:
         picture = f"![memory and operations over depth]({name}.png)"
         rows = _relative_to_naive(result["depths"])
-        sections += section("RevNet's Table 1, measured", picture, "", *columns(rows, DEPTHS, left=2))
+        sections.append(section("RevNet's Table 1, measured", picture, columns(rows, DEPTHS, left=2)))
     if "segmentation" in result:
         rows = [{**row, "first": result["segmentation"][0]} for row in result["segmentation"]]
-        sections += section("Segmentation", *columns(rows, SEGMENTATION))
-        sections += ["", *columns(result["segmentation_steps"], SEGMENTATION_STEPS)]
+        steps = columns(result["segmentation_steps"], SEGMENTATION_STEPS)
+        sections.append(section("Segmentation", columns(rows, SEGMENTATION), steps))
     if "budget" in result:
         picture = f"![memory against time]({name}_budget.png)"
         rows = sorted(_relative_to_standard(result["budget"]), key=lambda row: row["peak_bytes"])
-        sections += section("Memory against time", picture, "", *columns(rows, BUDGET))
-    about = f"{arguments['rounds']} rounds; RevNet-38 on {arguments['images']} images of 32x32"
-    return frame.page_text(result, "Reversible networks: memory and time", about, sections, METHOD)
+        sections.append(section("Memory against time", picture, columns(rows, BUDGET)))
+    return frame.page_text("reversible", result, sections=sections)
 
 
 def targets(result: dict) -> list[frame.Target]:

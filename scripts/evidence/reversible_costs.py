@@ -183,7 +183,7 @@ class Unknown(nn.Module):
 
 
 def variants(network: RevNet) -> dict[str, nn.Module]:
-    """The same network three times: see METHOD in `reversible`."""
+    """The same network three times: see docs/results/templates/reversible.md."""
     stored, twice = copy.deepcopy(network), copy.deepcopy(network)
     stored.keep_activations = True
     for number in range(2, network.stages + 2):

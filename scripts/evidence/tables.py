@@ -185,7 +185,7 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out
     for name, rows in tables.items():
         lines += ["", f"### {papers.TABLES[name]}", ""]
         titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
-        lines += table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)
+        lines.append(table(titles, (cells for row in rows for cells in _cells(row, out)), left=2))
         if name in NOTES:
             lines += ["", NOTES[name]]
         if others := [other for row in rows for other in row.others]:

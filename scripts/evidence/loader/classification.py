@@ -28,15 +28,6 @@ PHOTOGRAPHS, CIFAR = "ImageNet-like JPEG", "CIFAR in memory"
 
 _REQUIRED = {"photograph_size": [375, 500], "photograph_crop_size": 224, "minibatch": 128}
 
-METHOD = """
-- *ImageNet-like JPEG*: drawn photographs of 0.8, 1 and 1.2 times the given size, half of them upright, with so much
-  grain that the files (quality 95, 4:2:0) are about as large as ImageNet's. A random part is resized (antialiased) and
-  mirrored, without colour changes; all pipelines take the same part of the same file, and their results differ by at
-  most two levels. torchvision's own training scripts use Pillow.
-- *CIFAR in memory*: pad by 4, crop, mirror, and collate a minibatch. Ours augments the whole minibatch; torchvision's
-  transforms take one image at a time, from an array as in its own CIFAR dataset. They draw their own random numbers.
-"""
-
 
 def measure(folder: Path, size: list[int], crop_size: int, photographs: int, minibatch: int, rounds: int) -> dict:
     """Times in ms of all pipelines, by source, and the mean size of a JPEG file.
@@ -157,7 +148,7 @@ def sections(result: dict) -> Iterator[str]:
         for name, times_ms in measured["times_ms"][source].items()
     ]
     for source, found in frame.grouped(rows, ["source"], "pipeline").items():
-        yield from frame.section(f"{source}: {about[source]}", *frame.columns(found.values(), COLUMNS))
+        yield frame.section(f"{source}: {about[source]}", frame.columns(found.values(), COLUMNS))
 
 
 COLUMNS: frame.Columns = [

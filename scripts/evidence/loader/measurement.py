@@ -45,7 +45,6 @@ from scripts.evidence.frame import Columns, columns, judged, section, time_ratio
 from scripts.evidence.loader import classification
 from scripts.evidence.loader.crops import (
     DECODES,
-    METHOD,
     OPENCV,
     OURS,
     RIVALS,
@@ -257,24 +256,23 @@ MEMORY: Columns = [
 
 
 def page(result: dict, _: str) -> str:
-    arguments = result["arguments"]
-    of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
-    about = f"Crops of {arguments['crop_size']} pixels ({SMALL}: {arguments['small_crop_size']}), {of_each}"
-    sections = frame.target_table([*targets(result), *classification.targets(result)])
-    for source, rows in by_source(result).items():
-        sections += section(_title(source, result), *columns(rows.values(), PIPELINES))
-    sections += classification.sections(result)
-    workers = [{"source": source, **mib} for source, mib in result["memory_mib"].items()]
-    medians = [{"source": source, "ms": statistics.median(ms)} for source, ms in result["index_ms"].items()]
+    sources = [
+        section(_title(name, result), columns(rows.values(), PIPELINES)) for name, rows in by_source(result).items()
+    ]
+    index = [{"source": source, "ms": statistics.median(ms)} for source, ms in result["index_ms"].items()]
     steps = [
         {"step": step, "first": first, "cached": statistics.median(start[step] for start in result["cached_starts_s"])}
         for step, first in result["first_start_s"].items()
     ]
-    sections += section("Class index", *columns(medians, INDEX))
-    sections += section("Memory of a worker", *columns(workers, MEMORY))
-    sections += section(f"Start with {arguments['files']} images", *columns(steps, START))
-    method = METHOD + classification.METHOD.lstrip()
-    return frame.page_text(result, "Speed of the training crops", about, sections, method)
+    return frame.page_text(
+        "loader",
+        result,
+        targets=frame.target_table([*targets(result), *classification.targets(result)]),
+        sources=[*sources, *classification.sections(result)],
+        index=columns(index, INDEX),
+        memory=columns(({"source": source, **mib} for source, mib in result["memory_mib"].items()), MEMORY),
+        start=columns(steps, START),
+    )
 
 
 def targets(result: dict) -> list[frame.Target]:
