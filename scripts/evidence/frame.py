@@ -19,12 +19,18 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import CONFIGS, configured
+from engine.distributed import device_of
 from engine.records.provenance import provenance
+from engine.schema.keys import key
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 MIB = 2**20
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 
+FILES = """
+FILE.md, beside FILE.json, has targets and tables, and shows FILE.png, if there is a chart. `measure=false` makes page
+and chart again from FILE.json.
+"""
 TEMPLATES = CONFIGS.parent / "docs" / "results" / "templates"
 ROUNDS = """
 - A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
@@ -41,6 +47,14 @@ class Arguments:
 
     out: str = MISSING  # FILE.json; the page and the chart are written beside it
     measure: bool = True  # false: make the page again from FILE.json
+
+
+@dataclass
+class DeviceArguments(Arguments):
+    device: str = key("cpu", one_of=tuple(DEVICES))
+
+    def check(self) -> None:
+        device_of(self.device)
 
 
 class Clock:
@@ -104,7 +118,9 @@ def benchmark(
         text.write_text(page(record, out.stem))
         return text
 
-    @configured(name.rpartition(".")[2], schema, about=sys.modules[measure.__module__].__doc__)
+    about = f"{sys.modules[measure.__module__].__doc__}{FILES}"
+
+    @configured(name.rpartition(".")[2], schema, about=about)
     def main(values: DictConfig) -> None:
         print(run(values))
 
@@ -119,10 +135,10 @@ def known_of(arguments: Arguments) -> dict[str, Any]:
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
     default, words = type(arguments)(), [f"python -m scripts.{name}"]
-    for key, value in vars(arguments).items():
-        if key not in ("out", "measure") and value != getattr(default, key):
-            text = "DIR" if key == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
-            words.append(f"{key}={text}")
+    for argument, value in vars(arguments).items():
+        if argument not in ("out", "measure") and value != getattr(default, argument):
+            text = "DIR" if argument == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
+            words.append(f"{argument}={text}")
     return " ".join([*words, "out=FILE.json"])
 
 

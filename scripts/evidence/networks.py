@@ -2,9 +2,8 @@
 
     python -m scripts.bench_networks [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
 
-Writes FILE.json, FILE.md (targets, tables) and FILE.png (bytes against time). FILE.json is written again after each
-network: the same command continues a run that was stopped, and another `only` adds networks to it. `measure=false`
-makes the page again from FILE.json.
+FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
+adds networks to it.
 """
 
 import math
@@ -15,7 +14,6 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from engine.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
@@ -162,8 +160,7 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 @dataclass
-class NetworksArguments(frame.Arguments):
-    device: str = key("cpu", one_of=("cpu", "cuda"))
+class NetworksArguments(frame.DeviceArguments):
     threads: int = key(1, above=0)
     rounds: int = key(5, above=0)
     images: int = key(8, least=2)  # per step; some norms have one value per image
@@ -172,7 +169,7 @@ class NetworksArguments(frame.Arguments):
     only: list[str] = field(default_factory=list)  # networks; empty: all
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         methods.chosen(self.only)
 
 

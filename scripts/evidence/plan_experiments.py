@@ -2,10 +2,9 @@
 
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json
 
-Writes FILE.json, FILE.md and FILE.png: what every experiment needs on each device; Table 3's columns fixed crop and
-fixed batch as the planner fills them, beside the paper's; the memory with which each minibatch of Tables 3 and 4 fits
-on one device; the crops that fit on devices of 8 to 141 GB; RevNet's claims. Traces are kept in the cache folder.
-`measure=false` makes the page again from FILE.json.
+Plans what every experiment needs on each device; Table 3's columns fixed crop and fixed batch, beside the paper's; the
+memory with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit on devices of 8 to 141 GB;
+RevNet's claims. Traces are kept in the cache folder.
 """
 
 import re

@@ -3,8 +3,7 @@
     python -m scripts.evidence.reconstruction_error root=DIR out=FILE.json
 
 One network stores its activations, the other restores them; both start from the same weights and see the same crops.
-Writes FILE.json, FILE.md and FILE.png: the angle between restored and stored gradients, the loss and the test error,
-in float32 and bfloat16. `measure=false` makes the page again from FILE.json.
+Records the angle between restored and stored gradients, the loss and the test error, in float32 and bfloat16.
 """
 
 import copy
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
 from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cifar10
-from engine.distributed import device_of
 from engine.schema.keys import key
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
 from models.layers.reversible.drift import drift
@@ -36,7 +34,7 @@ MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training 
 
 
 @dataclass
-class ReconstructionArguments(frame.Arguments):
+class ReconstructionArguments(frame.DeviceArguments):
     root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
     body: str = key("revnet38", one_of=tuple(BODIES))
     norm: str = key("std", one_of=tuple(NORMS))
@@ -45,11 +43,10 @@ class ReconstructionArguments(frame.Arguments):
     images: int = key(100, above=1)  # per step
     lr: float = key(0.1, above=0)
     test_images: int = key(10_000, above=0)
-    device: str = key("cpu", one_of=("cpu", "cuda"))
     precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         frame.check_choices("precisions", self.precisions, PRECISIONS)
 
 

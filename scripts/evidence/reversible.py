@@ -2,19 +2,18 @@
 
     python -m scripts.bench_reversible out=FILE.json
 
-Writes FILE.json, FILE.md (targets, tables), FILE.png (RevNet's Table 1, measured) and FILE_budget.png (memory against
-time of every method). `measure=false` makes the page again from FILE.json. Bytes and operations are counted, times are
-measured.
+Bytes and operations are counted, times are measured. FILE.png is RevNet's Table 1, measured; FILE_budget.png shows
+memory against time of every method.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from matplotlib.figure import Figure
 
-from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from scripts.evidence import charts, frame
@@ -26,8 +25,7 @@ PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 
 
 @dataclass
-class ReversibleArguments(frame.Arguments):
-    device: str = key("cpu", one_of=("cpu", "cuda"))
+class ReversibleArguments(frame.DeviceArguments):
     threads: int = key(1, above=0)
     rounds: int = key(15, above=0)
     images: int = key(100, above=0)  # per step on CIFAR
@@ -35,7 +33,7 @@ class ReversibleArguments(frame.Arguments):
     parts: list[str] = field(default_factory=lambda: list(PARTS))
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         frame.check_choices("parts", self.parts, PARTS)
 
 
@@ -43,21 +41,20 @@ def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
     """Measure the chosen parts."""
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
+    device, rounds = arguments.device, arguments.rounds
+    parts: dict[str, Callable[[], list[dict]]] = {
+        "activations": costs.activations,
+        "depths": costs.depths,
+        "segmentation": costs.segmentation,
+        "segmentation_steps": partial(costs.segmentation_steps, device, arguments.crop_size, rounds),
+        "steps": partial(costs.cifar_steps, device, arguments.images, rounds, clock),
+        "budget": partial(costs.budget, device, arguments.images, rounds),
+    }
     found: dict = {"environment": {"threads": arguments.threads}}
-    if "activations" in arguments.parts:
-        found["activations"] = costs.activations()
-        clock.report("activations")
-    if "depths" in arguments.parts:
-        found["depths"] = costs.depths()
-        clock.report("depths")
-    if "segmentation" in arguments.parts:
-        found["segmentation"] = costs.segmentation()
-        found["segmentation_steps"] = costs.segmentation_steps(arguments.device, arguments.crop_size, arguments.rounds)
-        clock.report("segmentation")
-    if "steps" in arguments.parts:
-        found["steps"] = costs.cifar_steps(arguments.device, arguments.images, arguments.rounds, clock)
-    if "budget" in arguments.parts:
-        found["budget"] = costs.budget(arguments.device, arguments.images, arguments.rounds)
+    for name, measured in parts.items():
+        if name.partition("_")[0] in arguments.parts:  # "segmentation" has two
+            found[name] = measured()
+            clock.report(name)
     return found
 
 

@@ -1,8 +1,6 @@
 """Speed and memory of training steps under every switch, and the training loop's overhead:
 
-    python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
-
-Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page again from FILE.json.
+python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
 """
 
 import statistics
@@ -12,7 +10,6 @@ from functools import partial
 from typing import Any
 
 from datasets import synthetic
-from engine.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.measuring import Elsewhere
@@ -24,8 +21,7 @@ STEP_MS = (100, 300)  # the overhead is judged only if a bare step takes this lo
 
 
 @dataclass
-class TrainingArguments(frame.Arguments):
-    device: str = key("cpu", one_of=("cpu", "cuda"))
+class TrainingArguments(frame.DeviceArguments):
     recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default one
     threads: int = key(2, above=0)
     crop_size: int = key(240, above=0)  # pixels, configs/data/camvid.yaml
@@ -39,7 +35,7 @@ class TrainingArguments(frame.Arguments):
     parts: list[str] = field(default_factory=lambda: list(PARTS))
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         frame.check_choices("parts", self.parts, PARTS)
 
     def overrides(self, crops: int) -> tuple[str, ...]:

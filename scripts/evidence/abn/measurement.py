@@ -1,9 +1,6 @@
 """Time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
 
-    python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
-
-Writes FILE.json, FILE.md (targets, tables) and FILE.png (a chart like Figure 4). `measure=false` makes page and
-chart again from FILE.json.
+python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
 """
 
 import gc
@@ -18,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from models.layers.norms.backends import check_backend
@@ -39,7 +35,7 @@ from scripts.evidence.abn.strategies import (
     computing_backend,
     strategies,
 )
-from scripts.evidence.frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
+from scripts.evidence.frame import Clock, DeviceArguments, benchmark, check_choices, interleaved, ratio_of, reason
 from scripts.evidence.measuring import LAYOUTS, Step, captured, compiled, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
@@ -66,10 +62,9 @@ DEFAULTS = {
 
 
 @dataclass
-class AbnArguments(Arguments):
+class AbnArguments(DeviceArguments):
     """Arguments of bench_abn; null takes the value in DEFAULTS."""
 
-    device: str = key("cpu", one_of=("cpu", "cuda"))
     groups: list[str] | None = None
     dtypes: list[str] | None = None
     layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))
@@ -105,7 +100,7 @@ class AbnArguments(Arguments):
                     yield Cell(group, "LARGE", LARGE[self.device], layout, dtype, self.device)
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         for name, given, known in (
             ("groups", self.settings().groups, GROUPS),
             ("dtypes", self.settings().dtypes, DTYPES),

@@ -1,8 +1,6 @@
 """Speed of the training crops, against decoding their files and against resizing whole images; memory and start-up:
 
-    python -m scripts.bench_loader [rounds=40] out=FILE.json
-
-Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page again from FILE.json.
+python -m scripts.bench_loader [rounds=40] out=FILE.json
 """
 
 import multiprocessing
