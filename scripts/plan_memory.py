@@ -99,25 +99,18 @@ def peak_table(trace: Trace) -> Table:
 
 def kept_table(trace: Trace, pixels: int) -> Table:
     """Bytes per pixel that autograd keeps for the backward pass, by part of the network and by its parts."""
+    parts: dict[str, Counter[str]] = {}
+    for name, size in trace.saved.items():
+        part, *rest = name.split(".")
+        parts.setdefault(part, Counter())[".".join(rest[:1])] += size
     table = table_of(["module", "bytes per pixel"])
-    for depth, name, size in _tree(trace.saved):
-        table.add_row("  " * depth + (name or "loss and outside of modules"), f"{size / pixels:,.0f}")
+    for part, sizes in parts.items():
+        table.add_row(part or "loss and outside of modules", f"{sizes.total() / pixels:,.0f}")
+        for name, size in sizes.items():
+            if name:
+                table.add_row(f"  {part}.{name}", f"{size / pixels:,.0f}")
     table.add_row("all", f"{sum(trace.saved.values()) / pixels:,.0f}")
     return table
-
-
-def _tree(saved: dict[str, int]) -> Iterator[tuple[int, str, int]]:
-    """(depth, name, bytes) of the network's parts and theirs."""
-    top: Counter[str] = Counter()
-    second: Counter[str] = Counter()
-    for name, size in saved.items():
-        parts = name.split(".")
-        top[parts[0]] += size
-        if len(parts) > 1:
-            second[".".join(parts[:2])] += size
-    for part, size in top.items():
-        yield 0, part, size
-        yield from ((1, name, of_part) for name, of_part in second.items() if name.startswith(f"{part}."))
 
 
 def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:

@@ -16,6 +16,7 @@ from scripts.evidence.measuring import Elsewhere
 from scripts.evidence.training_steps import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Overhead, Switch, Training
 
 PARTS = ("overhead", *GROUPS)
+OF_EACH_START = ("times_ms", "process_mib", "first_step_s")  # the rest of a row is of the first start
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
 STEP_MS = (100, 300)  # the overhead is judged only if a bare step takes this long
 
@@ -71,7 +72,15 @@ def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
         "environment": {"threads": arguments.threads},
         "overhead_ms": overhead_ms,
         "left_out": [{"switch": name, "reason": why} for name, why in left_out.items()],
-        "rows": [_row(name, [rows[name] for rows in starts]) for name in chosen if name not in left_out],
+        "rows": [
+            {
+                "switch": name,
+                **starts[0][name],
+                **{kind: [rows[name][kind] for rows in starts] for kind in OF_EACH_START},
+            }
+            for name in chosen
+            if name not in left_out
+        ],
     }
 
 
@@ -104,12 +113,6 @@ def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> tuple[
         facts = {name: ask(name, "facts") for name in chosen}
     kept = [name for name in chosen if name not in failed]
     return {name: {**rows[name], **facts[name], "times_ms": times_ms[name]} for name in kept}, failed
-
-
-def _row(name: str, starts: list[dict]) -> dict:
-    """One row from all starts: lists of what differs between processes, the rest of the first one."""
-    each = {key: [row[key] for row in starts] for key in ("times_ms", "process_mib", "first_step_s")}
-    return {"switch": name, **starts[0], **each}
 
 
 def page(result: dict, _: str) -> str:

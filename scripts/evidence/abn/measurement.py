@@ -86,12 +86,10 @@ class AbnArguments(DeviceArguments):
     def cells(self) -> Iterator[Cell]:
         """CONV1 … CONV4 are the inputs of bn1 in an identity block of each module of ResNeXt-101 at 224 pixels."""
         chosen = self.settings()
+        single = {"network": ("NETWORK", NETWORK_IMAGES), **dict.fromkeys(HOST, ("TINY", HOST_SIZE))}
         for group in chosen.groups:
-            if group == "network":
-                yield Cell(group, "NETWORK", NETWORK_IMAGES, "contiguous", "float32", self.device)
-                continue
-            if group in HOST:
-                yield Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", self.device)
+            if group in single:
+                yield Cell(group, *single[group], "contiguous", "float32", self.device)
                 continue
             for dtype, layout in itertools.product(chosen.dtypes, self.layouts):
                 for i, (channels, side) in enumerate(zip(self.channels, self.pixels, strict=True)):

@@ -147,7 +147,7 @@ Rows = dict[str, dict]  # of one source, by pipeline
 
 
 @dataclass
-class LoaderArguments(frame.Arguments):
+class LoaderArguments(classification.ImageArguments):
     small_size: list[int] = key([360, 480], least=64)  # CamVid's
     small_crop_size: int = key(240, above=0)  # configs/data/camvid.yaml
     png_size: list[int] = key([1024, 2048], least=64)  # height, width
@@ -155,14 +155,9 @@ class LoaderArguments(frame.Arguments):
     base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
     crop_size: int = key(872, above=0)
     pictures: int = key(4, above=0)  # different files of each kind
-    rounds: int = key(40, above=0)
     minibatches: int = key(8, above=0)  # of four crops, for a worker's memory
     files: int = key(18000, above=0)  # images, for the start
     starts: int = key(5, above=0)
-    photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
-    photograph_crop_size: int = key(224, above=0)
-    photographs: int = key(24, above=0)  # different files
-    minibatch: int = key(128, above=0)  # of CIFAR images
 
 
 def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
@@ -198,14 +193,7 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             index_ms |= timed_over({source: index}, keys[: arguments.rounds])
         minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
         memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
-        images = classification.measure(
-            Path(folder) / "photographs",
-            arguments.photograph_size,
-            arguments.photograph_crop_size,
-            arguments.photographs,
-            arguments.minibatch,
-            arguments.rounds,
-        )
+        images = classification.measure(Path(folder) / "photographs", arguments)
         clock.report("classification")
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
