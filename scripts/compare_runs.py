@@ -127,7 +127,6 @@ def _without_folders(command: str) -> str:
 
 
 def report(runs: list[Run], title: str, picture: str) -> str:
-    """The page in Markdown."""
     scores = runs[0].scores
     rows = [
         [f"**{scores.best_title}, last checkpoint**", *(f"**{_percent(run.results[scores.best])}**" for run in runs)],

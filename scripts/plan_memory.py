@@ -62,7 +62,8 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         console.print(f"{verdict}: {reserved}{lost}, {planner.gib(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
     console.print(f"{share} crops of {size}x{size} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
-    console.print(peak_table(trace))
+    at_peak = ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
+    console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"kept for the backward pass: {planner.gib(sum(trace.saved.values()))}")
     console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
     if config.memory.fit is not None:
@@ -88,13 +89,6 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
             f"memory.fit=crop finds what fits"
         )
     return found
-
-
-def peak_table(trace: Trace) -> Table:
-    """What a device holds when it holds most."""
-    return table_of(
-        ["at the peak", "memory"], ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
-    )
 
 
 def kept_table(trace: Trace, pixels: int) -> Table:
@@ -171,11 +165,12 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
 
 def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
-    table, crops, size = table_of(["combination", "memory"]), config.data.crops_per_minibatch, config.data.crop_size
-    for combination, changed in combinations(config).items():
-        peak = planner.step_memory(changed, crops, size).peak
-        table.add_row(combination, planner.gib(peak + config.memory.reserved()))
-    return table
+    crops, size, reserved = config.data.crops_per_minibatch, config.data.crop_size, config.memory.reserved()
+    rows = (
+        [combination, planner.gib(planner.step_memory(changed, crops, size).peak + reserved)]
+        for combination, changed in combinations(config).items()
+    )
+    return table_of(["combination", "memory"], rows)
 
 
 def entry_of(arguments: list[str]) -> str:

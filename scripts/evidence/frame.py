@@ -24,14 +24,15 @@ from engine.records.provenance import provenance
 from engine.schema.keys import key
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 
 FILES = """
 FILE.md, beside FILE.json, has targets and tables, and shows FILE.png, if there is a chart. `measure=false` makes page
 and chart again from FILE.json.
 """
-TEMPLATES = CONFIGS.parent / "docs" / "results" / "templates"
+RESULTS = CONFIGS.parent / "docs" / "results"
+TEMPLATES = RESULTS / "templates"
 ROUNDS = """
 - A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
   ratios within a round, with quartiles.

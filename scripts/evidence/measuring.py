@@ -106,7 +106,6 @@ def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module 
 
 
 def operations_of(step: Step) -> int:
-    """Floating-point operations of a step."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()

@@ -97,7 +97,6 @@ def _ratio(rows: Rows, method: str, kind: str) -> float:
 
 
 def _summary(networks: dict[str, Rows]) -> str:
-    """Medians over networks."""
     having = {method: [rows for rows in networks.values() if method in rows] for method in methods.METHODS[1:]}
 
     def bytes_(kind: str, method: str) -> str:

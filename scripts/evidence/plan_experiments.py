@@ -19,7 +19,7 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
 from scripts.evidence import charts, frame, papers
-from scripts.evidence.frame import Columns, columns
+from scripts.evidence.frame import GIB, Columns, columns
 from scripts.plan_memory import combinations
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
@@ -43,7 +43,6 @@ class PlanArguments(frame.Arguments):
 
 
 def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
-    """Make the record."""
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
     found: dict[str, Any] = {"reserved": Memory().reserved()}
     for part, rows in {
@@ -125,7 +124,6 @@ def _plan_claims(budget: str) -> Iterator[dict]:
         yield {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
 
 
-GIB = 2**30
 TITLES = {
     "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
     "coco_stuff_resnext101": "COCO-Stuff, ResNeXt-101",

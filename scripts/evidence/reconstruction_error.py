@@ -7,7 +7,7 @@ Records the angle between restored and stored gradients, the loss and the test e
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,11 +25,7 @@ from scripts.evidence.frame import Columns, columns
 from scripts.evidence.measuring import PRECISIONS, autocast
 from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
 
-BODIES: dict[str, Callable[..., RevNet]] = {
-    "revnet38": revnet38_cifar,
-    "revnet110": revnet110_cifar,
-    "revnet164": revnet164_cifar,
-}
+BODIES = {"revnet38": revnet38_cifar, "revnet110": revnet110_cifar, "revnet164": revnet164_cifar}
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
 
 
@@ -181,7 +177,6 @@ QUANTITIES = {  # {panel: {quantity: (label, style)}}; what has stored activatio
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    """Angles, losses and drifts over steps."""
     figure, panels = charts.panels(1, 3, (13, 4))
     for axes, (title, quantities) in zip(panels, QUANTITIES.items(), strict=True):
         shown = [

@@ -38,7 +38,6 @@ class ReversibleArguments(frame.DeviceArguments):
 
 
 def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
-    """Measure the chosen parts."""
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
     device, rounds = arguments.device, arguments.rounds
@@ -81,7 +80,6 @@ def page(result: dict, name: str) -> str:
 
 
 def targets(result: dict) -> list[frame.Target]:
-    """The targets of what was measured."""
     found = []
     if steps := result.get("steps"):
         flops = {row["variant"]: row["flops"] for row in steps}

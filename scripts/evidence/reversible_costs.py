@@ -178,7 +178,6 @@ class Unknown(nn.Module):
             self.inverse = unit.inverse
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the unit."""
         return self.unit(x)
 
 

@@ -152,7 +152,6 @@ def measure(norm: str) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The comparison in Markdown."""
     standard = rows[0].activation_bytes
     shown: frame.Columns = [
         ("Figure 2", lambda row: STRATEGIES[row.norm][0]),

@@ -26,9 +26,8 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from scripts.compare_runs import Run
 from scripts.evidence import charts, frame, papers
-from scripts.evidence.frame import MIB, table
+from scripts.evidence.frame import GIB, MIB, table
 
-GIB = 2**30
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
 NOTES = {

@@ -5,7 +5,6 @@ For a key, ours and the rivals make the same crop of ImageNet-like files. On CIF
 
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,11 +16,10 @@ from torchvision import io, transforms
 from torchvision.transforms import functional as pillow_functional
 from torchvision.transforms import v2
 
-from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated, imagenet
+from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated
 from datasets.file_list import listed
-from engine.schema.keys import key
 from scripts.evidence import frame
-from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels, write_imagenet
+from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels
 from scripts.evidence.measuring import timed_over
 
 PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
@@ -31,28 +29,16 @@ PHOTOGRAPHS, CIFAR = "ImageNet-like JPEG", "CIFAR in memory"
 _REQUIRED = {"photograph_size": [375, 500], "photograph_crop_size": 224, "minibatch": 128}
 
 
-@dataclass
-class ImageArguments(frame.Arguments):
-    rounds: int = key(40, above=0)
-    photograph_size: list[int] = key([375, 500], least=64)  # mean height and width of ImageNet-like JPEGs
-    photograph_crop_size: int = key(224, above=0)
-    photographs: int = key(24, above=0)  # different files
-    minibatch: int = key(128, above=0)  # of CIFAR images
-
-
-def measure(folder: Path, arguments: ImageArguments) -> dict:
-    """Times in ms of all pipelines, by source, and the mean size of a JPEG file. Writes into the folder."""
-    height, width = arguments.photograph_size
-    write_imagenet(folder, arguments.photographs, (height, width))
-    dataset = imagenet(folder, "train")
-    crops = ClassificationCrops(dataset, RandomResizedCrop(arguments.photograph_crop_size, colours=()), seed=0)
-    keys = [(epoch, epoch % len(dataset)) for epoch in range(arguments.rounds)]
+def measure(photographs: ClassificationDataset, crop_size: int, minibatch: int, rounds: int) -> dict:
+    """Times in ms of all pipelines, by source, and the mean size of a photograph's file."""
+    crops = ClassificationCrops(photographs, RandomResizedCrop(crop_size, colours=()), seed=0)
+    keys = [(epoch, epoch % len(photographs)) for epoch in range(rounds)]
     return {
         "times_ms": {
             PHOTOGRAPHS: timed_over(of_photographs(crops), keys),
-            CIFAR: timed_over(of_cifar(drawn_cifar(), arguments.minibatch), range(arguments.rounds)),
+            CIFAR: timed_over(of_cifar(drawn_cifar(), minibatch), range(rounds)),
         },
-        "bytes_per_file": int(dataset.files.sizes.mean()),
+        "bytes_per_file": int(photographs.files.sizes.mean()),
     }
 
 

@@ -6,7 +6,7 @@ label uint8 (h, w) of train ids.
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
 _CAMVID_LABELS, _VISTAS_LABELS = 12, 66
 
 
-def scene(height: int, width: int, seed: int, grain: dict[int, float] = _GRAIN) -> tuple[np.ndarray, np.ndarray]:
+def scene(height: int, width: int, *, seed: int, grain: dict[int, float] = _GRAIN) -> tuple[np.ndarray, np.ndarray]:
     """A drawn street, enlarged: image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids.
 
     `grain`: as `_GRAIN`.
@@ -46,7 +46,7 @@ def scene(height: int, width: int, seed: int, grain: dict[int, float] = _GRAIN) 
     return np.clip(image + noise[..., None], 0, 255).round().astype(np.uint8), label
 
 
-def write_camvid(root: Path, images: int, size: tuple[int, int]) -> None:
+def write_camvid(root: Path, images: int, size: Sequence[int]) -> None:
     """Write `images` pairs of PNGs of `size` (H, W)."""
     for index in range(images):
         image, label = scene(*size, seed=index)
@@ -54,7 +54,7 @@ def write_camvid(root: Path, images: int, size: tuple[int, int]) -> None:
         _write(root / "trainannot" / f"{index:06d}.png", label % _CAMVID_LABELS)
 
 
-def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
+def write_cityscapes(root: Path, images: int, size: Sequence[int]) -> None:
     """Write `images` pairs of PNGs of `size` (H, W)."""
     for index in range(images):
         image, label = scene(*size, seed=index)
@@ -63,7 +63,7 @@ def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
         _write(root / "gtFine/train/city" / f"{name}_gtFine_labelIds.png", label)
 
 
-def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | None = None) -> None:
+def write_vistas(root: Path, images: int, size: Sequence[int], files: int | None = None) -> None:
     """Write `images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG, `size` (H, W), copied to make `files`."""
     colours = [[index, 255 - index, 7] for index in range(_VISTAS_LABELS)]
     labels = [
@@ -87,7 +87,7 @@ def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | No
     (root / "config.json").write_text(json.dumps({"labels": labels, "version": 1.1}))
 
 
-def write_imagenet(root: Path, images: int, size: tuple[int, int]) -> None:
+def write_imagenet(root: Path, images: int, size: Sequence[int]) -> None:
     """Write `images` JPEGs (quality 95, 4:2:0) of 0.8, 1 and 1.2 times `size` (H, W), half of them upright."""
     for index in range(images):
         height, width = (round((0.8 + 0.2 * (index % 3)) * length) for length in size[:: -1 if index % 2 else 1])

@@ -31,6 +31,7 @@ from datasets import (
     TrainingTransform,
     camvid,
     cityscapes,
+    imagenet,
     index_classes,
     verify,
     vistas,
@@ -50,6 +51,7 @@ from scripts.evidence.loader.crops import (
     pipelines,
     write_camvid,
     write_cityscapes,
+    write_imagenet,
     write_vistas,
 )
 from scripts.evidence.measuring import timed_over
@@ -147,7 +149,7 @@ Rows = dict[str, dict]  # of one source, by pipeline
 
 
 @dataclass
-class LoaderArguments(classification.ImageArguments):
+class LoaderArguments(frame.Arguments):
     small_size: list[int] = key([360, 480], least=64)  # CamVid's
     small_crop_size: int = key(240, above=0)  # configs/data/camvid.yaml
     png_size: list[int] = key([1024, 2048], least=64)  # height, width
@@ -155,9 +157,14 @@ class LoaderArguments(classification.ImageArguments):
     base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
     crop_size: int = key(872, above=0)
     pictures: int = key(4, above=0)  # different files of each kind
+    rounds: int = key(40, above=0)
     minibatches: int = key(8, above=0)  # of four crops, for a worker's memory
     files: int = key(18000, above=0)  # images, for the start
     starts: int = key(5, above=0)
+    photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
+    photograph_crop_size: int = key(224, above=0)
+    photographs: int = key(24, above=0)  # different files
+    minibatch: int = key(128, above=0)  # of CIFAR images
 
 
 def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
@@ -167,9 +174,9 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
     keys = [(epoch, epoch % arguments.pictures) for epoch in range(max(arguments.rounds, 4 * arguments.minibatches))]
     with tempfile.TemporaryDirectory() as folder, like_a_worker():
         small, png, jpeg, many = (Path(folder) / name for name in ("small", "png", "jpeg", "many"))
-        write_camvid(small, arguments.pictures, _size(arguments.small_size))
-        write_cityscapes(png, arguments.pictures, _size(arguments.png_size))
-        write_vistas(jpeg, arguments.pictures, _size(arguments.jpeg_size))
+        write_camvid(small, arguments.pictures, arguments.small_size)
+        write_cityscapes(png, arguments.pictures, arguments.png_size)
+        write_vistas(jpeg, arguments.pictures, arguments.jpeg_size)
         write_vistas(many, images=1, size=(24, 32), files=arguments.files)
         photographs, large = vistas(jpeg, "train"), arguments.crop_size
         sources = {
@@ -193,7 +200,9 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             index_ms |= timed_over({source: index}, keys[: arguments.rounds])
         minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
         memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
-        images = classification.measure(Path(folder) / "photographs", arguments)
+        write_imagenet(Path(folder) / "photographs", arguments.photographs, arguments.photograph_size)
+        drawn = imagenet(Path(folder) / "photographs", "train")
+        images = classification.measure(drawn, arguments.photograph_crop_size, arguments.minibatch, arguments.rounds)
         clock.report("classification")
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
@@ -212,11 +221,6 @@ def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.nda
     """Read a label and return what the class index keeps of it."""
     label = dataset.read_label(key[1])
     return index_label(label, len(dataset.classes), POSITIONS, np.random.default_rng(key))
-
-
-def _size(numbers: list[int]) -> tuple[int, int]:
-    height, width = numbers
-    return height, width
 
 
 def _bytes_per_file(crops: TrainingCrops) -> dict[str, int]:
