@@ -3,7 +3,7 @@
     python -m scripts.bench_networks [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
-adds networks to it.
+adds networks to it. FILE.png shows bytes against time.
 """
 
 import math

@@ -1,6 +1,8 @@
 """Speed and memory of training steps under every switch, and the training loop's overhead:
 
-python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
+    python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
+
+`parts` chooses groups of switches, and the overhead.
 """
 
 import statistics

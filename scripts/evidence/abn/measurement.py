@@ -1,6 +1,8 @@
 """Time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
 
-python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
+    python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
+
+FILE.png is a chart like Figure 4.
 """
 
 import gc

@@ -1,6 +1,8 @@
 """Speed of the training crops, against decoding their files and against resizing whole images; memory and start-up:
 
-python -m scripts.bench_loader [rounds=40] out=FILE.json
+    python -m scripts.bench_loader [rounds=40] out=FILE.json
+
+The files are drawn. The targets hold for their default sizes.
 """
 
 import multiprocessing
