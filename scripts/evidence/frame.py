@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -313,17 +312,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
         return "[\n" + ",\n".join(json.dumps(entry) for entry in value) + "\n]"
     return json.dumps(value, indent=1)
-
-
-def environment_with(packages: Iterable[str]) -> dict:
-    """`provenance()` with the versions of more packages, if they are installed."""
-    found = provenance()
-    for package in packages:
-        try:
-            found["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def begun(arguments: Arguments, environment: dict) -> dict:

@@ -177,7 +177,7 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
 
     Networks in the record of an earlier call are not measured again, unless even the plain network failed.
     """
-    environment = frame.environment_with(methods.PACKAGES.values())
+    environment = frame.provenance(methods.PACKAGES.values())
     before = frame.begun(arguments, environment)
     rows = before.get("rows", [])
     done = {row["network"] for row in rows}
