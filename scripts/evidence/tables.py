@@ -192,7 +192,8 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out
     if left_out:
         lines += ["", "### Run directories that are in no table", ""]
         lines += [f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items()]
-    return (frame.TEMPLATES / "tables.md").read_text().format(tables="\n".join(lines).strip()).strip()
+    text = (frame.TEMPLATES / "tables.md").read_text()
+    return text.format(plan="[memory_plan](memory_plan.md)", tables="\n".join(lines).strip()).strip()
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
