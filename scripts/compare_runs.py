@@ -127,7 +127,6 @@ def _without_folders(command: str) -> str:
 
 
 def report(runs: list[Run], title: str, picture: str) -> str:
-    """The page in Markdown."""
     scores = runs[0].scores
     rows = [
         [f"**{scores.best_title}, last checkpoint**", *(f"**{_percent(run.results[scores.best])}**" for run in runs)],
@@ -146,7 +145,7 @@ def report(runs: list[Run], title: str, picture: str) -> str:
         ["training, minutes", *(f"{run.minutes():.1f}" for run in runs)],
     ]
     lines = [f"# {title}", "", "```", *(run.launched() for run in runs), "```", ""]
-    lines += table(["", *(run.name for run in runs)], rows)
+    lines.append(table(["", *(run.name for run in runs)], rows))
     lines += ["", f"![training loss and validation {scores.best_title.removesuffix(' %')} over steps]({picture})", ""]
     lines += [f"- {run.name}: {conditions(run.results['environment'])}" for run in runs]
     return "\n".join(lines) + "\n"

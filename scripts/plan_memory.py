@@ -62,7 +62,8 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         console.print(f"{verdict}: {reserved}{lost}, {planner.gib(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
     console.print(f"{share} crops of {size}x{size} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
-    console.print(peak_table(trace))
+    at_peak = ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
+    console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"kept for the backward pass: {planner.gib(sum(trace.saved.values()))}")
     console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
     if config.memory.fit is not None:
@@ -90,34 +91,20 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     return found
 
 
-def peak_table(trace: Trace) -> Table:
-    """What a device holds when it holds most."""
-    return table_of(
-        ["at the peak", "memory"], ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
-    )
-
-
 def kept_table(trace: Trace, pixels: int) -> Table:
     """Bytes per pixel that autograd keeps for the backward pass, by part of the network and by its parts."""
+    parts: dict[str, Counter[str]] = {}
+    for name, size in trace.saved.items():
+        part, *rest = name.split(".")
+        parts.setdefault(part, Counter())[".".join(rest[:1])] += size
     table = table_of(["module", "bytes per pixel"])
-    for depth, name, size in _tree(trace.saved):
-        table.add_row("  " * depth + (name or "loss and outside of modules"), f"{size / pixels:,.0f}")
+    for part, sizes in parts.items():
+        table.add_row(part or "loss and outside of modules", f"{sizes.total() / pixels:,.0f}")
+        for name, size in sizes.items():
+            if name:
+                table.add_row(f"  {part}.{name}", f"{size / pixels:,.0f}")
     table.add_row("all", f"{sum(trace.saved.values()) / pixels:,.0f}")
     return table
-
-
-def _tree(saved: dict[str, int]) -> Iterator[tuple[int, str, int]]:
-    """(depth, name, bytes) of the network's parts and theirs."""
-    top: Counter[str] = Counter()
-    second: Counter[str] = Counter()
-    for name, size in saved.items():
-        parts = name.split(".")
-        top[parts[0]] += size
-        if len(parts) > 1:
-            second[".".join(parts[:2])] += size
-    for part, size in top.items():
-        yield 0, part, size
-        yield from ((1, name, of_part) for name, of_part in second.items() if name.startswith(f"{part}."))
 
 
 def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
@@ -178,11 +165,12 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
 
 def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
-    table, crops, size = table_of(["combination", "memory"]), config.data.crops_per_minibatch, config.data.crop_size
-    for combination, changed in combinations(config).items():
-        peak = planner.step_memory(changed, crops, size).peak
-        table.add_row(combination, planner.gib(peak + config.memory.reserved()))
-    return table
+    crops, size, reserved = config.data.crops_per_minibatch, config.data.crop_size, config.memory.reserved()
+    rows = (
+        [combination, planner.gib(planner.step_memory(changed, crops, size).peak + reserved)]
+        for combination, changed in combinations(config).items()
+    )
+    return table_of(["combination", "memory"], rows)
 
 
 def entry_of(arguments: list[str]) -> str:

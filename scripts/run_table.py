@@ -189,7 +189,6 @@ def crop_flops(config: TrainingRun) -> int:
 
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:
-    """What there is to run."""
     columns = ["training", "devices", "steps", "10¹⁸ operations", f"hours at {arguments.tflops:g} TFLOP/s"]
     table = table_of(columns, title=papers.TABLES.get(arguments.table, arguments.table))
     table.columns[0].overflow = "fold"

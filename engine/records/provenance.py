@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -12,10 +13,10 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _PACKAGES = ("torch", "torchvision", "numpy", "opencv-python-headless", "hydra-core")
 
 
-def provenance() -> dict:
-    """{"hardware": str, "versions": {name: str}, "commit": str or None} of this process."""
+def provenance(packages: Iterable[str] = ()) -> dict:
+    """{"hardware": str, "versions": {name: str}, "commit": str or None} of this process, also of `packages`."""
     versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in (*_PACKAGES, *packages):
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -14,19 +14,18 @@ from functools import cache
 
 from omegaconf import DictConfig
 
-from engine.configuration.command_line import CONFIGS, configured
+from engine.configuration.command_line import configured
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
 from scripts.evidence.abn.page import SHOWN, summary, targets
-from scripts.evidence.frame import MIB, grouped, ratio_of, time_ratio
+from scripts.evidence.frame import GIB, MIB, RESULTS, grouped, ratio_of, time_ratio
 from scripts.evidence.methods import PLAIN, RECOMPUTED
 from scripts.evidence.networks import LIMITS
+from scripts.evidence.papers import REPOSITORY
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
 from scripts.evidence.training import code, median_ms, ratio
 from scripts.evidence.training_steps import DEFAULT
 
-REPOSITORY = CONFIGS.parent
-RESULTS = REPOSITORY / "docs" / "results"
 DOCUMENTS = tuple(REPOSITORY / name for name in ("README.md", "docs/memory.md", "docs/training.md"))
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")
 BUDGETS = (  # the methods in each row of the table
@@ -49,7 +48,6 @@ def written(text: str, only: Callable[[str], bool] = lambda name: True) -> str:
 
 
 def record(name: str) -> dict:
-    """A record in docs/results."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
@@ -84,7 +82,7 @@ def _costs(table: str) -> str:
         if (row["network"], row["crops"], row["crop_size"]) == minibatch
     }
     for kind in ("float32", "trainer.recompute=sqrt, bfloat16"):
-        numbers.append([f"{peaks[f'{norm} norms, {kind}'] / 2**30:.1f}" for norm in ("standard", "in-place")])
+        numbers.append([f"{peaks[f'{norm} norms, {kind}'] / GIB:.1f}" for norm in ("standard", "in-place")])
     steps = _by_switch("training_cpu_norms")
     chosen = [steps["norm=std"], steps[DEFAULT]]
     numbers += [[f"{row[kind] / MIB:.1f}" for row in chosen] for kind in ("saved_bytes", "peak_bytes")]
@@ -184,7 +182,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "budgets": _budgets,
     "devices": _devices,
     "ranges": lambda _: strategy_table.range_table(),
-    "speed": lambda _: "\n".join(summary(record("abn_cpu")["rows"])),
+    "speed": lambda _: summary(record("abn_cpu")["rows"]),
     "switches": _switches,
     "loop": _loop,
     "or_inplace": _or_inplace,

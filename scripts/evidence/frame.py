@@ -3,12 +3,12 @@
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,16 +17,25 @@ from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
-from engine.configuration.command_line import configured
+from engine.configuration.command_line import CONFIGS, configured
+from engine.distributed import device_of
 from engine.records.provenance import provenance
+from engine.schema.keys import key
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # in titles
 
+FILES = """
+FILE.md, beside FILE.json, has targets and tables, and shows FILE.png, if there is a chart. `measure=false` makes page
+and chart again from FILE.json.
+"""
+RESULTS = CONFIGS.parent / "docs" / "results"
+TEMPLATES = RESULTS / "templates"
 ROUNDS = """
 - A round measures every candidate once, in a new random order. Times are medians over rounds; ratios are medians of the
   ratios within a round, with quartiles.
-"""
+""".strip()
 
 A = TypeVar("A", bound="Arguments")
 Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
@@ -38,6 +47,14 @@ class Arguments:
 
     out: str = MISSING  # FILE.json; the page and the chart are written beside it
     measure: bool = True  # false: make the page again from FILE.json
+
+
+@dataclass
+class DeviceArguments(Arguments):
+    device: str = key("cpu", one_of=tuple(DEVICES))
+
+    def check(self) -> None:
+        device_of(self.device)
 
 
 class Clock:
@@ -101,7 +118,9 @@ def benchmark(
         text.write_text(page(record, out.stem))
         return text
 
-    @configured(name.rpartition(".")[2], schema, about=sys.modules[measure.__module__].__doc__)
+    about = f"{sys.modules[measure.__module__].__doc__}{FILES}"
+
+    @configured(name.rpartition(".")[2], schema, about=about)
     def main(values: DictConfig) -> None:
         print(run(values))
 
@@ -116,10 +135,10 @@ def known_of(arguments: Arguments) -> dict[str, Any]:
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
     default, words = type(arguments)(), [f"python -m scripts.{name}"]
-    for key, value in vars(arguments).items():
-        if key not in ("out", "measure") and value != getattr(default, key):
-            text = "DIR" if key == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
-            words.append(f"{key}={text}")
+    for argument, value in vars(arguments).items():
+        if argument not in ("out", "measure") and value != getattr(default, argument):
+            text = "DIR" if argument == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
+            words.append(f"{argument}={text}")
     return " ".join([*words, "out=FILE.json"])
 
 
@@ -222,14 +241,15 @@ def judged(
     return Target(about, to_reach, measured, PASS if all(reached) else MISS, paper)
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a Markdown table; the columns after the first `left` hold numbers."""
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table; the columns after the first `left` hold numbers."""
     rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
-    return [_row(titles), rule, *map(_row, rows)]
+    header, *lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
+    return "\n".join([header, rule, *lines])
 
 
-def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> list[str]:
-    """Lines of a Markdown table of rows, from a list of columns."""
+def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
+    """A Markdown table of rows, from a list of columns."""
 
     def texts(row: Any) -> list[str]:
         return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
@@ -237,9 +257,8 @@ def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> list[str]:
     return table([title for title, _ in shown], map(texts, rows), left)
 
 
-def section(title: str, *lines: str) -> list[str]:
-    """Lines of a section."""
-    return ["", f"## {title}", "", *lines]
+def section(title: str, *paragraphs: str) -> str:
+    return "\n\n".join([f"## {title}", *paragraphs])
 
 
 def mib(count: float | None, digits: int = 1) -> str:
@@ -247,29 +266,33 @@ def mib(count: float | None, digits: int = 1) -> str:
     return "" if count is None else f"{count / MIB:.{digits}f}"
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def target_table(targets: Sequence[Target]) -> list[str]:
-    """Lines of the section of targets, if there are any, with a column for the paper if a target has its figure."""
+def target_table(targets: Sequence[Target]) -> str:
+    """The section of targets, if there are any, with a column for the paper if a target has its figure."""
     if not targets:
-        return []
+        return ""
     titles, rows = ["", "to reach", "measured", ""], [list(target[:4]) for target in targets]
     if any(target.paper for target in targets):
         titles.insert(1, "paper")
         for row, target in zip(rows, targets, strict=True):
             row.insert(1, target.paper or "–")
-    return section("Targets", *table(titles, rows, left=len(titles)))
+    return section("Targets", table(titles, rows, left=len(titles)))
 
 
-def page_text(result: dict, title: str, about: str, sections: Iterable[str], method: str) -> str:
-    """The page: title, command, hardware and versions, `about` (what was measured, how often), sections, method."""
-    minutes = f"the run took {result['seconds'] / 60:.1f} minutes"
-    opening = [f"# {title}", "", "```", result["command"], "```", ""]
-    opening.append(f"{conditions(result['environment'])}. {about}; {minutes}.")
-    method = (ROUNDS.strip() if "rounds" in result["arguments"] else "") + method.rstrip()
-    return "\n".join([*opening, *sections, "", "## How it was measured", "", method.strip()]) + "\n"
+def page_text(template: str, result: dict, **parts: object) -> str:
+    """The page of a record: a file of docs/results/templates with its placeholders filled.
+
+    They are `parts`, of which a list is paragraphs, and the record's command, arguments and conditions.
+    """
+    known = {
+        **result["arguments"],
+        "command": result["command"],
+        "conditions": conditions(result["environment"]),
+        "minutes": result["seconds"] / 60,
+        "of_rounds": ROUNDS,
+        **{name: "\n\n".join(part) if isinstance(part, list) else part for name, part in parts.items()},
+    }
+    text = (TEMPLATES / f"{template}.md").read_text().format_map(known)
+    return re.sub(r"\n{3,}", "\n\n", text)  # around a part that is empty
 
 
 def conditions(environment: dict) -> str:
@@ -289,17 +312,6 @@ def _value(value: Any) -> str:
     if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
         return "[\n" + ",\n".join(json.dumps(entry) for entry in value) + "\n]"
     return json.dumps(value, indent=1)
-
-
-def environment_with(packages: Iterable[str]) -> dict:
-    """`provenance()` with the versions of more packages, if they are installed."""
-    found = provenance()
-    for package in packages:
-        try:
-            found["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def begun(arguments: Arguments, environment: dict) -> dict:

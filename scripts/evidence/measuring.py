@@ -71,15 +71,12 @@ def timed(steps: Mapping[str, Step], rounds: int, device: str) -> dict[str, list
 def timed_over(pipelines: Mapping[str, Callable[[K], object]], keys: Sequence[K]) -> dict[str, list[float]]:
     """Milliseconds of each pipeline in interleaved rounds: on keys[i] in round i, after one call of each."""
 
-    def milliseconds(pipeline: Callable[[K], object], number: int) -> float:
-        start_s = time.perf_counter()
-        pipeline(keys[number])
-        return 1e3 * (time.perf_counter() - start_s)
+    def timer(pipeline: Callable[[K], object]) -> Callable[[int], float]:
+        return lambda number: milliseconds(functools.partial(pipeline, keys[number]), 1, "cpu")
 
     for pipeline in pipelines.values():
         pipeline(keys[0])
-    timers = {name: functools.partial(milliseconds, pipeline) for name, pipeline in pipelines.items()}
-    return interleaved(timers, len(keys))
+    return interleaved({name: timer(pipeline) for name, pipeline in pipelines.items()}, len(keys))
 
 
 def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module | None = None) -> int:
@@ -109,7 +106,6 @@ def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module 
 
 
 def operations_of(step: Step) -> int:
-    """Floating-point operations of a step."""
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()

@@ -88,12 +88,10 @@ def chosen(only: Iterable[str]) -> list[str]:
 
 
 def package_of(name: str) -> str:
-    """The package that has a network."""
     return PACKAGES[name.rpartition("/")[0]]
 
 
 def installed(name: str) -> bool:
-    """Whether the package that has a network is installed."""
     return importlib.util.find_spec(package_of(name)) is not None
 
 
@@ -164,7 +162,6 @@ class Measurement:
         keep_freed_memory()
 
     def of(self, *arguments: Any) -> tuple[list[dict], list[dict]]:
-        """See `measured`."""
         return measured(*arguments)
 
 

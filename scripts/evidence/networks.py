@@ -2,9 +2,8 @@
 
     python -m scripts.bench_networks [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
 
-Writes FILE.json, FILE.md (targets, tables) and FILE.png (bytes against time). FILE.json is written again after each
-network: the same command continues a run that was stopped, and another `only` adds networks to it. `measure=false`
-makes the page again from FILE.json.
+FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
+adds networks to it. FILE.png shows bytes against time.
 """
 
 import math
@@ -15,7 +14,6 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from engine.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
@@ -47,45 +45,25 @@ STYLES = {
     PLAIN: (charts.BLACK, "P"),
 }
 
-LARGER = ", ".join(f"{name}: {size}" for name, size in methods.EXACT_SIZE.items())
-METHOD = f"""
-- A step is a forward pass, a loss (the mean squares of all outputs) and a backward pass, in training mode and float32,
-  with random images and weights (random as well where a network starts from zeros). Each network has a process to
-  itself, in which every method gets a copy of it. On a CPU freed memory stays in the process, as in every training of
-  this project.
-- *Kept* is what autograd keeps of the network's forward pass for the backward pass, without parameters and images, each
-  storage once; of a compiled network, what its graph keeps. *Peak* is the most that a step's tensors take at any
-  moment, gradients of the parameters included, beyond weights and images.
-- *Deviation* is the largest difference of a gradient from the plain network's, relative to the largest gradient, and
-  *outputs* says whether they are equal to the bit: in float64 on {EXACT_IMAGES} images, with the same random numbers.
-  The images have {methods.EXACT_DEFAULT} pixels ({LARGER}).
-- *{RECOMPUTED}* is `models.layers.recompute_activations(network)`.
-- *{BLOCKS}* is `torch.utils.checkpoint` (not reentrant) around each block. Blocks are what the network's
-  authors call so, such as residual blocks, dense layers, inception modules or encoder blocks: the outermost modules
-  whose class is in `BLOCK_NAMES` of `scripts/evidence/methods.py`. The rest of the network is kept. alexnet and
-  vgg16_bn have no blocks. Norms in blocks update their running statistics twice per step.
-- *{ON_CPU}* is `torch.autograd.graph.save_on_cpu(pin_memory=True)` around the forward pass. It is measured on CUDA
-  devices alone, and by its peak: on a CPU it only copies.
-- *{COMPILED}* is `torch.compile` of the whole network for static shapes, after compilation; *{BUDGET}* sets
-  `torch._functorch.config.activation_memory_budget = 0.5` as well.
-"""
-
 
 def page(result: dict, name: str) -> str:
-    arguments, networks = result["arguments"], _by_network(result)
-    size, images = arguments["image_size"], arguments["images"]
-    about = f"{len(networks)} networks; {arguments['rounds']} rounds; {images} images of {size}x{size} per step"
+    networks = _by_network(result)
     rows = [row for of_network in networks.values() for row in of_network.values()]
     left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
-    sections = [
-        *frame.target_table(targets(result)),
-        *_summary(networks),
-        *["", f"![memory against time of every network and method]({name}.png)"],
-        *section("Every network", *columns(rows, COLUMNS, left=2)),
-        *(section("Not measured", *left_out) if left_out else []),
-    ]
-    device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
-    return frame.page_text(result, f"Known networks in less memory, on {device}", about, sections, METHOD)
+    return frame.page_text(
+        "networks",
+        result,
+        picture=f"![memory against time of every network and method]({name}.png)",
+        device=frame.DEVICES[result["arguments"]["device"]],
+        networks=len(networks),
+        targets=frame.target_table(targets(result)),
+        summary=_summary(networks),
+        every_network=columns(rows, COLUMNS, left=2),
+        not_measured=section("Not measured", "\n".join(left_out)) if left_out else "",
+        exact_images=EXACT_IMAGES,
+        exact_pixels=methods.EXACT_DEFAULT,
+        larger=", ".join(f"{network}: {size}" for network, size in methods.EXACT_SIZE.items()),
+    )
 
 
 def targets(result: dict) -> list[Target]:
@@ -118,8 +96,7 @@ def _ratio(rows: Rows, method: str, kind: str) -> float:
     return math.nan if rows[method][kind] is None else rows[method][kind] / rows[PLAIN][kind]
 
 
-def _summary(networks: dict[str, Rows]) -> list[str]:
-    """Medians over networks."""
+def _summary(networks: dict[str, Rows]) -> str:
     having = {method: [rows for rows in networks.values() if method in rows] for method in methods.METHODS[1:]}
 
     def bytes_(kind: str, method: str) -> str:
@@ -132,8 +109,7 @@ def _summary(networks: dict[str, Rows]) -> list[str]:
         ("peak to plain", partial(bytes_, "peak_bytes")),
         ("time to plain", lambda method: _range(time_ratio(rows, method, PLAIN).median for rows in having[method])),
     ]
-    about = "Medians over networks, with the smallest and the largest:"
-    return section("Summary", about, "", *columns(filter(having.get, having), shown))
+    return columns(filter(having.get, having), shown)
 
 
 def _range(values: Iterable[float]) -> str:
@@ -183,8 +159,7 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 @dataclass
-class NetworksArguments(frame.Arguments):
-    device: str = key("cpu", one_of=("cpu", "cuda"))
+class NetworksArguments(frame.DeviceArguments):
     threads: int = key(1, above=0)
     rounds: int = key(5, above=0)
     images: int = key(8, least=2)  # per step; some norms have one value per image
@@ -193,7 +168,7 @@ class NetworksArguments(frame.Arguments):
     only: list[str] = field(default_factory=list)  # networks; empty: all
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         methods.chosen(self.only)
 
 
@@ -202,7 +177,7 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
 
     Networks in the record of an earlier call are not measured again, unless even the plain network failed.
     """
-    environment = frame.environment_with(methods.PACKAGES.values())
+    environment = frame.provenance(methods.PACKAGES.values())
     before = frame.begun(arguments, environment)
     rows = before.get("rows", [])
     done = {row["network"] for row in rows}

@@ -63,7 +63,6 @@ def all_experiments() -> dict[str, str]:
 
 
 def configured_as(experiment: str | None, *overrides: str) -> TrainingRun:
-    """The configuration of an experiment with overrides."""
     entry = all_experiments().get(experiment or "", "train_seg")
     importlib.import_module(entry)  # declares its command
     chosen = () if experiment is None else (f"experiment={experiment}",)

@@ -2,10 +2,9 @@
 
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json
 
-Writes FILE.json, FILE.md and FILE.png: what every experiment needs on each device; Table 3's columns fixed crop and
-fixed batch as the planner fills them, beside the paper's; the memory with which each minibatch of Tables 3 and 4 fits
-on one device; the crops that fit on devices of 8 to 141 GB; RevNet's claims. Traces are kept in the cache folder.
-`measure=false` makes the page again from FILE.json.
+Plans what every experiment needs on each device; Table 3's columns fixed crop and fixed batch, beside the paper's; the
+memory with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit on devices of 8 to 141 GB;
+RevNet's claims. Traces are kept in the cache folder.
 """
 
 import re
@@ -20,7 +19,7 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from engine.schema.memory import Memory, bytes_of
 from scripts.evidence import charts, frame, papers
-from scripts.evidence.frame import Columns, columns, section
+from scripts.evidence.frame import GIB, Columns, columns
 from scripts.plan_memory import combinations
 
 COLUMNS = ("cityscapes_resnext101", "coco_stuff_resnext101", "cityscapes_wrn38", "coco_stuff_wrn38")
@@ -44,7 +43,6 @@ class PlanArguments(frame.Arguments):
 
 
 def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
-    """Make the record."""
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
     found: dict[str, Any] = {"reserved": Memory().reserved()}
     for part, rows in {
@@ -126,7 +124,6 @@ def _plan_claims(budget: str) -> Iterator[dict]:
         yield {"network": network, "images": planner.fitting(config, devices=1).data.crops_per_minibatch}
 
 
-GIB = 2**30
 TITLES = {
     "cityscapes_resnext101": "Cityscapes, ResNeXt-101",
     "coco_stuff_resnext101": "COCO-Stuff, ResNeXt-101",
@@ -149,36 +146,25 @@ CATEGORIES = {
 COLOURS = (charts.BLACK, charts.BLUE, charts.GREY, charts.SKY, charts.VERMILION)  # of float32 and bfloat16 each
 PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)", "RevNet-602": "“trains”"}
 
-METHOD = """
-- Each number comes from a training step that is traced on fake tensors, which have shapes but no memory: see
-  `engine/planner/trace.py`. Tests compare traces with real steps to the byte.
-- *Memory* of an experiment is what PyTorch's tensors take on one device at the worst moment. CUDA's context and the
-  workspaces of convolutions come on top. Where a page speaks of devices of some size, both are taken off or added with
-  the defaults of `memory.context` and `memory.workspace`.
-- With several devices, DistributedDataParallel holds memory for all gradients throughout.
-- The operators are the CPU's and the layers' eager ones. Fused layers on CUDA need less temporary memory; autocast has
-  a list of its own for each kind of device; memory inside operators is not seen; `trainer.compile` is not planned.
-"""
-
 
 def page(result: dict, name: str) -> str:
-    budget, reserved = result["arguments"]["budget"], result["reserved"]
-    rows = sorted(result["experiments"], key=lambda row: row["experiment"])
-    what = "GiB on one device: *memory* is the peak, and *kept* is what autograd holds for the backward pass."
-    claims = (
-        f"The most ImageNet images of 224² on one device of {budget}, standard norms in float32; the paper (section 7) "
-        "had TensorFlow of 2017 on devices of the same size."
+    best, exact, choices = _closest_budget(result["fits"])
+    return frame.page_text(
+        "plan_experiments",
+        result,
+        picture=f"![memory of experiments by category, and crops that fit by memory]({name}.png)",
+        count=len(result["experiments"]),
+        table_3=_table_3(result["fits"]),
+        best=_gib(best),
+        exact=exact,
+        choices=choices,
+        reserved=_gib(result["reserved"]),
+        one_device=_one_device(result["one_device"], result["reserved"]),
+        largest_error=max(abs(row["error"]) for row in result["cards"]),
+        cards=list(_cards(result["cards"], result["reserved"])),
+        claims=columns(result["claims"], CLAIM),
+        experiments=columns(sorted(result["experiments"], key=lambda row: row["experiment"]), EXPERIMENT),
     )
-    sections = [
-        *_table_3(result["fits"], budget),
-        *_one_device(result["one_device"], reserved),
-        *_cards(result["cards"], reserved),
-        *section("RevNet's claims", claims, "", *columns(result["claims"], CLAIM)),
-        *["", f"![memory of experiments by category, and crops that fit by memory]({name}.png)"],
-        *section("Every experiment", what, "", *columns(rows, EXPERIMENT)),
-    ]
-    about = f"{len(rows)} experiments"
-    return frame.page_text(result, "Planned memory of the papers' experiments", about, sections, METHOD)
 
 
 def _gib(count: float) -> str:
@@ -217,56 +203,39 @@ def _more(row: dict, by: str) -> str:
     return "" if row["norm"] == "std" else f"{ours / standard - 1:+.0%}"
 
 
-def _table_3(fits: list[dict], budget: str) -> list[str]:
-    about = (
-        f"What fits on four devices of {budget}. *Fixed crop* keeps the crop size of the paper's first row and adds "
-        "crops. *Fixed batch* keeps the number of crops and enlarges them, in steps of 8 pixels. The percentage says "
-        "how many more pixels in-place norms allow in a minibatch. The last two columns check the assumed budget: the "
-        "planner chooses exactly what the paper chose if a device has between *from* and *to* GiB for tensors."
-    )
+def _table_3(fits: list[dict]) -> str:
     standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
-    rows = [{**row, "standard": standard[row["column"], row["fit"]]} for row in fits]
+    return columns(({**row, "standard": standard[row["column"], row["fit"]]} for row in fits), FIT, left=3)
+
+
+def _closest_budget(fits: list[dict]) -> tuple[int, int, int]:
+    """The budget with which the planner makes most of the paper's choices at a fixed crop, their number, and of all."""
     fixed_crop = [row for row in fits if row["fit"] == "batch"]
     exact = {
         budget: sum(row["paper_peak"] <= budget < row["larger_peak"] for row in fixed_crop)
         for budget in (row["paper_peak"] for row in fixed_crop)
     }
     best = max(exact, key=lambda budget: exact[budget])
-    end = (
-        f"No budget gives all of the paper's choices, but {_gib(best)} GiB for tensors give {exact[best]} of its "
-        f"{len(fixed_crop)} at a fixed crop. Workspaces and the framework of 2017 may have taken the rest."
-    )
-    return section("Table 3: what fits", about, "", *columns(rows, FIT, left=3), "", end)
+    return best, exact[best], len(fixed_crop)
 
 
-def _one_device(rows: list[dict], reserved: int) -> list[str]:
-    about = (
-        f"The least memory of a device, GiB, on which the whole minibatch fits, so that norms see all crops without "
-        f"synchronisation; {_gib(reserved)} of it are CUDA's own. In each cell: float32 / bfloat16."
-    )
+def _one_device(rows: list[dict], reserved: int) -> str:
     networks: dict[tuple, dict[str, list[str]]] = {}
     for row in rows:
         combination, _, precision = row["combination"].rpartition(", ")
         cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
         cells.setdefault(combination, []).append(f"{(row['peak'] + reserved) / GIB:.1f}")
     titles = ["", "crops", *next(iter(networks.values()))]
-    lines = [[*network, *map(" / ".join, cells.values())] for network, cells in networks.items()]
-    title = "A minibatch of Tables 3 and 4 on one device"
-    return section(title, about, "", *frame.table(titles, lines, left=2))
+    return frame.table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
 
 
-def _cards(rows: list[dict], reserved: int) -> list[str]:
-    worst = max(abs(row["error"]) for row in rows)
-    about = (
-        f"How many crops fit on one device. The memory of 4 and of 16 crops gives a straight line, from which the "
-        f"table is computed; at 64 crops the line is off by {worst:.1%} at most. 1 GB is 10⁹ bytes."
-    )
-    lines = section("Crops on devices of 8 to 141 GB", about)
+def _cards(rows: list[dict], reserved: int) -> Iterator[str]:
+    """For each network its name and the crops of each combination on each device."""
     crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb, reserved) or "–")) for gb in CARDS_GB]
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
-        lines += ["", f"{TITLES[network]}, {own[0]['crop_size']}²:", "", *columns(own, [("", "{combination}"), *crops])]
-    return lines
+        yield f"{TITLES[network]}, {own[0]['crop_size']}²:"
+        yield columns(own, [("", "{combination}"), *crops])
 
 
 def crops_on(row: dict, gigabytes: float, reserved: int) -> int:

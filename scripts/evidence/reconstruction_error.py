@@ -3,12 +3,11 @@
     python -m scripts.evidence.reconstruction_error root=DIR out=FILE.json
 
 One network stores its activations, the other restores them; both start from the same weights and see the same crops.
-Writes FILE.json, FILE.md and FILE.png: the angle between restored and stored gradients, the loss and the test error,
-in float32 and bfloat16. `measure=false` makes the page again from FILE.json.
+Records the angle between restored and stored gradients, the loss and the test error, in float32 and bfloat16.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +17,6 @@ from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
 from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cifar10
-from engine.distributed import device_of
 from engine.schema.keys import key
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
 from models.layers.reversible.drift import drift
@@ -27,25 +25,12 @@ from scripts.evidence.frame import Columns, columns
 from scripts.evidence.measuring import PRECISIONS, autocast
 from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
 
-BODIES: dict[str, Callable[..., RevNet]] = {
-    "revnet38": revnet38_cifar,
-    "revnet110": revnet110_cifar,
-    "revnet164": revnet164_cifar,
-}
+BODIES = {"revnet38": revnet38_cifar, "revnet110": revnet110_cifar, "revnet164": revnet164_cifar}
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
-
-METHOD = """
-- Both networks take the same minibatches, with RevNet's crops, momentum 0.9, weight decay 2e-4 and its steps of the
-  rate (after one half and three quarters). Sums between units are in float32; in bfloat16 the residual functions run
-  under autocast.
-- *Angle*: between the gradient of the restoring network on one minibatch, from restored and from stored activations,
-  at the same weights. *To float32*: between stored gradients in bfloat16 and in float32, which rounding alone makes.
-- *Drift*: the largest error of a stage's restored input, relative to its largest value.
-"""
 
 
 @dataclass
-class ReconstructionArguments(frame.Arguments):
+class ReconstructionArguments(frame.DeviceArguments):
     root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
     body: str = key("revnet38", one_of=tuple(BODIES))
     norm: str = key("std", one_of=tuple(NORMS))
@@ -54,11 +39,10 @@ class ReconstructionArguments(frame.Arguments):
     images: int = key(100, above=1)  # per step
     lr: float = key(0.1, above=0)
     test_images: int = key(10_000, above=0)
-    device: str = key("cpu", one_of=("cpu", "cuda"))
     precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         frame.check_choices("precisions", self.precisions, PRECISIONS)
 
 
@@ -162,11 +146,14 @@ COLUMNS: Columns = [
 
 
 def page(result: dict, name: str) -> str:
-    arguments, errors = result["arguments"], frame.grouped(result["errors"], ["precision"], "network")
+    errors = frame.grouped(result["errors"], ["precision"], "network")
     rows = [{**found, **errors[precision], "precision": precision} for precision, found in _curves(result).items()]
-    sections = ["", *columns(rows, COLUMNS), "", f"![angle, loss and drift over steps]({name}.png)"]
-    about = f"{arguments['body']}, norm={arguments['norm']}, {arguments['steps']} steps of {arguments['images']} images"
-    return frame.page_text(result, "What restored activations do to training", about, sections, METHOD)
+    return frame.page_text(
+        "reconstruction_error",
+        result,
+        picture=f"![angle, loss and drift over steps]({name}.png)",
+        table=columns(rows, COLUMNS),
+    )
 
 
 def _curves(result: dict) -> dict[str, dict[str, list]]:
@@ -190,7 +177,6 @@ QUANTITIES = {  # {panel: {quantity: (label, style)}}; what has stored activatio
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    """Angles, losses and drifts over steps."""
     figure, panels = charts.panels(1, 3, (13, 4))
     for axes, (title, quantities) in zip(panels, QUANTITIES.items(), strict=True):
         shown = [

@@ -2,19 +2,18 @@
 
     python -m scripts.bench_reversible out=FILE.json
 
-Writes FILE.json, FILE.md (targets, tables), FILE.png (RevNet's Table 1, measured) and FILE_budget.png (memory against
-time of every method). `measure=false` makes the page again from FILE.json. Bytes and operations are counted, times are
-measured.
+Bytes and operations are counted, times are measured. FILE.png is RevNet's Table 1, measured; FILE_budget.png shows
+memory against time of every method.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from matplotlib.figure import Figure
 
-from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from scripts.evidence import charts, frame
@@ -24,28 +23,9 @@ from scripts.evidence.reversible_costs import FORWARD, PUBLISHED, VARIANTS
 
 PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 
-METHOD = """
-- *Stored* keeps all activations. *Once* runs every residual function once more in the backward pass, to restore the
-  input and for its gradient: 4N operations. *Twice* restores first and then runs again, as a wrapper around any
-  invertible module must: 5N. All three are the same network with the same weights and images; a step is a forward and a
-  backward pass. On a CPU freed memory stays in the process, as in every training of this project.
-- *One more forward pass*: the time of stored and of its forward pass a second time, relative to stored. By operations
-  a forward pass is a third of a step, which gives 1.33; by time it may be more.
-- *Kept* is what the graph keeps for the backward pass, without parameters and images, under fake tensors. *Peak* is the
-  most that a step's tensors take at any moment beyond weights and images, measured by PyTorch's profiler.
-- Operations are counted by PyTorch's FlopCounterMode, relative to stored activations.
-- The *angle* is between the gradients of all parameters and those of stored activations in float32, in degrees, at
-  initial weights.
-- RevNet's Table 1: *blocks* checkpoints every unit, *sqrt* as many as keep memory and recomputation in balance,
-  *recursive* halves the chain again and again (Chen et al., 2016). All run the units of one RevNet.
-- Memory against time: ResNet-110 and RevNet-110 have equally many parameters and published errors of 5.74 and 5.76 %.
-  *blocks* and *sqrt* are `trainer.recompute`, and so was *selective*. Compiled steps are measured after compilation.
-"""
-
 
 @dataclass
-class ReversibleArguments(frame.Arguments):
-    device: str = key("cpu", one_of=("cpu", "cuda"))
+class ReversibleArguments(frame.DeviceArguments):
     threads: int = key(1, above=0)
     rounds: int = key(15, above=0)
     images: int = key(100, above=0)  # per step on CIFAR
@@ -53,58 +33,53 @@ class ReversibleArguments(frame.Arguments):
     parts: list[str] = field(default_factory=lambda: list(PARTS))
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         frame.check_choices("parts", self.parts, PARTS)
 
 
 def measure(arguments: ReversibleArguments, clock: frame.Clock) -> dict:
-    """Measure the chosen parts."""
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
+    device, rounds = arguments.device, arguments.rounds
+    parts: dict[str, Callable[[], list[dict]]] = {
+        "activations": costs.activations,
+        "depths": costs.depths,
+        "segmentation": costs.segmentation,
+        "segmentation_steps": partial(costs.segmentation_steps, device, arguments.crop_size, rounds),
+        "steps": partial(costs.cifar_steps, device, arguments.images, rounds, clock),
+        "budget": partial(costs.budget, device, arguments.images, rounds),
+    }
     found: dict = {"environment": {"threads": arguments.threads}}
-    if "activations" in arguments.parts:
-        found["activations"] = costs.activations()
-        clock.report("activations")
-    if "depths" in arguments.parts:
-        found["depths"] = costs.depths()
-        clock.report("depths")
-    if "segmentation" in arguments.parts:
-        found["segmentation"] = costs.segmentation()
-        found["segmentation_steps"] = costs.segmentation_steps(arguments.device, arguments.crop_size, arguments.rounds)
-        clock.report("segmentation")
-    if "steps" in arguments.parts:
-        found["steps"] = costs.cifar_steps(arguments.device, arguments.images, arguments.rounds, clock)
-    if "budget" in arguments.parts:
-        found["budget"] = costs.budget(arguments.device, arguments.images, arguments.rounds)
+    for name, measured in parts.items():
+        if name.partition("_")[0] in arguments.parts:  # "segmentation" has two
+            found[name] = measured()
+            clock.report(name)
     return found
 
 
 def page(result: dict, name: str) -> str:
-    arguments = result["arguments"]
-    sections = frame.target_table(targets(result))
+    sections = [frame.target_table(targets(result))]
     if "steps" in result:
-        sections += section("Time of a step", *columns(_cases(result["steps"]).values(), STEPS))
+        sections.append(section("Time of a step", columns(_cases(result["steps"]).values(), STEPS)))
     if "activations" in result:
         title = "Activations kept of a step on 100 CIFAR images"
-        sections += section(title, *columns(result["activations"], ACTIVATIONS))
+        sections.append(section(title, columns(result["activations"], ACTIVATIONS)))
     if "depths" in result:
         picture = f"![memory and operations over depth]({name}.png)"
         rows = _relative_to_naive(result["depths"])
-        sections += section("RevNet's Table 1, measured", picture, "", *columns(rows, DEPTHS, left=2))
+        sections.append(section("RevNet's Table 1, measured", picture, columns(rows, DEPTHS, left=2)))
     if "segmentation" in result:
         rows = [{**row, "first": result["segmentation"][0]} for row in result["segmentation"]]
-        sections += section("Segmentation", *columns(rows, SEGMENTATION))
-        sections += ["", *columns(result["segmentation_steps"], SEGMENTATION_STEPS)]
+        steps = columns(result["segmentation_steps"], SEGMENTATION_STEPS)
+        sections.append(section("Segmentation", columns(rows, SEGMENTATION), steps))
     if "budget" in result:
         picture = f"![memory against time]({name}_budget.png)"
         rows = sorted(_relative_to_standard(result["budget"]), key=lambda row: row["peak_bytes"])
-        sections += section("Memory against time", picture, "", *columns(rows, BUDGET))
-    about = f"{arguments['rounds']} rounds; RevNet-38 on {arguments['images']} images of 32x32"
-    return frame.page_text(result, "Reversible networks: memory and time", about, sections, METHOD)
+        sections.append(section("Memory against time", picture, columns(rows, BUDGET)))
+    return frame.page_text("reversible", result, sections=sections)
 
 
 def targets(result: dict) -> list[frame.Target]:
-    """The targets of what was measured."""
     found = []
     if steps := result.get("steps"):
         flops = {row["variant"]: row["flops"] for row in steps}

@@ -178,12 +178,11 @@ class Unknown(nn.Module):
             self.inverse = unit.inverse
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the unit."""
         return self.unit(x)
 
 
 def variants(network: RevNet) -> dict[str, nn.Module]:
-    """The same network three times: see METHOD in `reversible`."""
+    """The same network three times: see docs/results/templates/reversible.md."""
     stored, twice = copy.deepcopy(network), copy.deepcopy(network)
     stored.keep_activations = True
     for number in range(2, network.stages + 2):

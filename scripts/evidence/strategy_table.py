@@ -87,7 +87,7 @@ def recomputation_table(build: Callable[..., Body], norms: Mapping[str, Callable
             memory = _relative(kept, stored.kept), _relative(peak, stored.peak)
             lines.append([norm, recompute, *memory, f"{operations / stored.operations:.2f}"])
     titles = ["`norm=`", "`trainer.recompute=`", "kept", "peak", "operations"]
-    return "\n".join(frame.table(titles, lines, left=2))
+    return frame.table(titles, lines, left=2)
 
 
 def _relative(value: int, stored: int) -> str:
@@ -152,7 +152,6 @@ def measure(norm: str) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    """The comparison in Markdown."""
     standard = rows[0].activation_bytes
     shown: frame.Columns = [
         ("Figure 2", lambda row: STRATEGIES[row.norm][0]),
@@ -165,7 +164,7 @@ def table(rows: list[Row]) -> str:
         ),
         ("recomputes in the backward pass", lambda row: ", ".join(row.recomputed) or "–"),
     ]
-    return "\n".join(frame.columns(rows, shown, left=len(shown)))
+    return frame.columns(rows, shown, left=len(shown))
 
 
 def kept_by_segmentation(
@@ -196,7 +195,7 @@ def network_table(kept: dict[str, dict[str, int]]) -> str:
         [title, norm, *(_relative(of_body[norm], of_body["std"]) for of_body in kept.values())]
         for norm, (_, title, _) in STRATEGIES.items()
     ]
-    return "\n".join(frame.table(["strategy", "`norm=`", *kept], lines, left=2 + len(kept)))
+    return frame.table(["strategy", "`norm=`", *kept], lines, left=2 + len(kept))
 
 
 def range_table() -> str:
@@ -208,7 +207,7 @@ def range_table() -> str:
         lines.append([name, *map(_interval, [EXACT_RANGES[name], *clamped])])
     exact = "float64 gradients exact to 1e-10"
     titles = ["activation", exact, "y after the clamp: float32", "bfloat16", "float16"]
-    return "\n".join(frame.table(titles, lines, left=len(titles)))
+    return frame.table(titles, lines, left=len(titles))
 
 
 def _interval(bounds: tuple[float, float]) -> str:

@@ -25,10 +25,9 @@ from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from scripts.compare_runs import Run
-from scripts.evidence import charts, papers
-from scripts.evidence.frame import MIB, table
+from scripts.evidence import charts, frame, papers
+from scripts.evidence.frame import GIB, MIB, table
 
-GIB = 2**30
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
 NOTES = {
@@ -38,10 +37,6 @@ NOTES = {
     "when it also starts from Cityscapes.",
     "memcnn": "Times in the papers are in the experiments' headers.",
 }
-ABOUT = """Each row has the published score and ours. Ours is the last checkpoint's: the mean over seeds, and the
-standard deviation. A run counts only if its configuration is the experiment's. Memory is per device. *Planned* is the
-peak of its tensors ([memory_plan](memory_plan.md)). *Measured* is the same on a GPU; on a CPU it is the peak of the
-whole process."""
 START, END = "<!-- tables start -->", "<!-- tables end -->"
 
 
@@ -181,11 +176,11 @@ def runs_of(rows: list[Row]) -> list[Finished]:
 
 def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out: dict[Path, str], out: Path) -> str:
     """All tables. `left_out`: run directories that are in none, and why. Links are relative to the folder `out`."""
-    lines = [ABOUT]
+    lines: list[str] = []
     for name, rows in tables.items():
         lines += ["", f"### {papers.TABLES[name]}", ""]
         titles = ["experiment", "score", "published", "ours", "difference", "planned, GiB", "measured, GiB", "run"]
-        lines += table(titles, (cells for row in rows for cells in _cells(row, out)), left=2)
+        lines.append(table(titles, (cells for row in rows for cells in _cells(row, out)), left=2))
         if name in NOTES:
             lines += ["", NOTES[name]]
         if others := [other for row in rows for other in row.others]:
@@ -197,7 +192,8 @@ def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out
     if left_out:
         lines += ["", "### Run directories that are in no table", ""]
         lines += [f"- {_relative(path, out)}: {reason}" for path, reason in left_out.items()]
-    return "\n".join(lines)
+    text = (frame.TEMPLATES / "tables.md").read_text()
+    return text.format(plan="[memory_plan](memory_plan.md)", tables="\n".join(lines).strip()).strip()
 
 
 def _cells(row: Row, out: Path) -> Iterator[list[str]]:
@@ -206,7 +202,7 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
     evaluations = dict.fromkeys((entry.file, entry.source) for entry in published) or {("results", ""): None}
     for number, (file, source) in enumerate(evaluations):
         entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
-        found = [entry.score for entry in entries] or [_own_score(row)]
+        found = [entry.score for entry in entries] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
         about = " / ".join(SCORE_TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
         ours = [_values(row.runs, file, score) for score in found]
         difference = [
@@ -219,13 +215,9 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             " / ".join(_mean(own) for own in ours if own) or ("not run" if not row.runs else "not evaluated"),
             " / ".join(difference) or "–",
             "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
-            _measured(row.runs) if not number else "",
+            "" if number else ", ".join(f"{run.peak_memory() * MIB / GIB:.2f}" for run in row.runs) or "–",
             _runs(row, out) if not number else "",
         ]
-
-
-def _own_score(row: Row) -> str:
-    return papers.SCHEMAS[papers.all_experiments()[row.experiment]].score
 
 
 def _view(file: str) -> str:
@@ -247,10 +239,6 @@ def _values(runs: list[Finished], file: str, score: str) -> list[float]:
 def _mean(values: list[float]) -> str:
     deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2f}{deviation}"
-
-
-def _measured(runs: list[Finished]) -> str:
-    return ", ".join(f"{run.peak_memory() * MIB / GIB:.2f}" for run in runs) or "–"
 
 
 def _runs(row: Row, out: Path) -> str:

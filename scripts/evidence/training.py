@@ -2,7 +2,7 @@
 
     python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
 
-Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page again from FILE.json.
+`parts` chooses groups of switches, and the overhead.
 """
 
 import statistics
@@ -12,39 +12,19 @@ from functools import partial
 from typing import Any
 
 from datasets import synthetic
-from engine.distributed import device_of
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.measuring import Elsewhere
 from scripts.evidence.training_steps import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Overhead, Switch, Training
 
 PARTS = ("overhead", *GROUPS)
+OF_EACH_START = ("times_ms", "process_mib", "first_step_s")  # the rest of a row is of the first start
 SLOW_MS = 5000  # a training with slower steps takes part in the first two rounds only
 STEP_MS = (100, 300)  # the overhead is judged only if a bare step takes this long
 
-METHOD = """
-- A step is `engine.loop.train_step` as `train_seg.py` calls it, on 4 minibatches of crops of drawn street scenes that
-  are kept in memory and repeated. Every switch is trained in a separate process; a round takes one step in each. All
-  processes are restarted several times, because buffers lie elsewhere in the memory of each new process.
-  Ratios are to the default, with each start's own in brackets. A training whose steps take more than five seconds takes
-  part in the first two rounds only.
-- *One minibatch, kept on the device*: what remains of a step when data costs nothing. *data.workers=2*: minibatches are
-  read from files and augmented by two processes, which on a CPU compete with the step for its cores.
-- *Saved* is what autograd keeps of one micro-batch for its backward pass, without parameters. *Peak* is the most that a
-  step's tensors take at any moment beyond what was there before: weights, the last step's gradients and momentum.
-  *Process* is the largest resident size of the whole process, with Python and PyTorch, in the first start.
-- The *first step* of each start includes compilation, except for kernels in the compiler's cache on disk.
-- The *loss* is the mean over the 4 minibatches in steps 2 to 5. Initial weights and minibatches are the same for all.
-  float16 skips its first steps until its loss scale fits, so its loss has had fewer updates.
-- The *overhead* compares `engine.loop.train`, including its reports (progress bar, metrics.jsonl, TensorBoard), with a
-  bare loop: forward pass, loss, backward pass and optimiser step on images that are already normalised. Both train the
-  same network in one process and take turns of a few steps. Every turn writes a record; a run does so every 20 steps.
-"""
-
 
 @dataclass
-class TrainingArguments(frame.Arguments):
-    device: str = key("cpu", one_of=("cpu", "cuda"))
+class TrainingArguments(frame.DeviceArguments):
     recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default one
     threads: int = key(2, above=0)
     crop_size: int = key(240, above=0)  # pixels, configs/data/camvid.yaml
@@ -58,7 +38,7 @@ class TrainingArguments(frame.Arguments):
     parts: list[str] = field(default_factory=lambda: list(PARTS))
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         frame.check_choices("parts", self.parts, PARTS)
 
     def overrides(self, crops: int) -> tuple[str, ...]:
@@ -94,7 +74,15 @@ def measure(arguments: TrainingArguments, clock: frame.Clock) -> dict:
         "environment": {"threads": arguments.threads},
         "overhead_ms": overhead_ms,
         "left_out": [{"switch": name, "reason": why} for name, why in left_out.items()],
-        "rows": [_row(name, [rows[name] for rows in starts]) for name in chosen if name not in left_out],
+        "rows": [
+            {
+                "switch": name,
+                **starts[0][name],
+                **{kind: [rows[name][kind] for rows in starts] for kind in OF_EACH_START},
+            }
+            for name in chosen
+            if name not in left_out
+        ],
     }
 
 
@@ -129,21 +117,17 @@ def one_start(arguments: TrainingArguments, chosen: dict[str, Switch]) -> tuple[
     return {name: {**rows[name], **facts[name], "times_ms": times_ms[name]} for name in kept}, failed
 
 
-def _row(name: str, starts: list[dict]) -> dict:
-    """One row from all starts: lists of what differs between processes, the rest of the first one."""
-    each = {key: [row[key] for row in starts] for key in ("times_ms", "process_mib", "first_step_s")}
-    return {"switch": name, **starts[0], **each}
-
-
 def page(result: dict, _: str) -> str:
     arguments = result["arguments"]
-    about = (
-        f"{arguments['recipe'] or 'the default network'}, minibatches of {arguments['crops']} crops of "
-        f"{arguments['crop_size']} pixels in float32, {_plural(arguments['starts'], 'start')} of "
-        f"{_plural(arguments['rounds'], 'round')}"
+    return frame.page_text(
+        "training",
+        result,
+        network=arguments["recipe"] or "the default network",
+        of_starts=_plural(arguments["starts"], "start"),
+        of_each=_plural(arguments["rounds"], "round"),
+        targets=frame.target_table(targets(result)),
+        switches=_switches(result),
     )
-    sections = [*frame.target_table(targets(result)), *_switches(result)]
-    return frame.page_text(result, "Speed of training steps", about, sections, METHOD)
 
 
 def targets(result: dict) -> list[frame.Target]:
@@ -192,8 +176,7 @@ def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}" + "s" * (count != 1)
 
 
-def _switches(result: dict) -> list[str]:
-    """The table of switches."""
+def _switches(result: dict) -> str:
     default = {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
     shown: frame.Columns = [
         ("switch", lambda row: code(row["switch"])),
@@ -204,10 +187,10 @@ def _switches(result: dict) -> list[str]:
         ("process, MiB", lambda row: f"{row['process_mib'][0]:.0f}"),
         ("loss", "{loss:.4f}"),
     ]
-    lines = frame.columns(result["rows"], shown)
+    lines = [frame.columns(result["rows"], shown)]
     for entry in result["left_out"]:
         lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} |" + "  |" * 5)
-    return frame.section("Switches", *lines) if len(lines) > 2 else []
+    return frame.section("Switches", "\n".join(lines)) if result["rows"] or result["left_out"] else ""
 
 
 def median_ms(row: dict) -> str:

@@ -2,8 +2,7 @@
 
     python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
 
-Writes FILE.json, FILE.md (targets, tables) and FILE.png (a chart like Figure 4). `measure=false` makes page and
-chart again from FILE.json.
+FILE.png is a chart like Figure 4.
 """
 
 import gc
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine.distributed import device_of
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from models.layers.norms.backends import check_backend
@@ -39,7 +37,7 @@ from scripts.evidence.abn.strategies import (
     computing_backend,
     strategies,
 )
-from scripts.evidence.frame import Arguments, Clock, benchmark, check_choices, interleaved, ratio_of, reason
+from scripts.evidence.frame import Clock, DeviceArguments, benchmark, check_choices, interleaved, ratio_of, reason
 from scripts.evidence.measuring import LAYOUTS, Step, captured, compiled, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
@@ -66,10 +64,9 @@ DEFAULTS = {
 
 
 @dataclass
-class AbnArguments(Arguments):
+class AbnArguments(DeviceArguments):
     """Arguments of bench_abn; null takes the value in DEFAULTS."""
 
-    device: str = key("cpu", one_of=("cpu", "cuda"))
     groups: list[str] | None = None
     dtypes: list[str] | None = None
     layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))
@@ -91,12 +88,10 @@ class AbnArguments(Arguments):
     def cells(self) -> Iterator[Cell]:
         """CONV1 … CONV4 are the inputs of bn1 in an identity block of each module of ResNeXt-101 at 224 pixels."""
         chosen = self.settings()
+        single = {"network": ("NETWORK", NETWORK_IMAGES), **dict.fromkeys(HOST, ("TINY", HOST_SIZE))}
         for group in chosen.groups:
-            if group == "network":
-                yield Cell(group, "NETWORK", NETWORK_IMAGES, "contiguous", "float32", self.device)
-                continue
-            if group in HOST:
-                yield Cell(group, "TINY", HOST_SIZE, "contiguous", "float32", self.device)
+            if group in single:
+                yield Cell(group, *single[group], "contiguous", "float32", self.device)
                 continue
             for dtype, layout in itertools.product(chosen.dtypes, self.layouts):
                 for i, (channels, side) in enumerate(zip(self.channels, self.pixels, strict=True)):
@@ -105,7 +100,7 @@ class AbnArguments(Arguments):
                     yield Cell(group, "LARGE", LARGE[self.device], layout, dtype, self.device)
 
     def check(self) -> None:
-        device_of(self.device)
+        super().check()
         for name, given, known in (
             ("groups", self.settings().groups, GROUPS),
             ("dtypes", self.settings().dtypes, DTYPES),

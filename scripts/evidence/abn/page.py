@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from matplotlib.figure import Figure
 
@@ -202,56 +202,30 @@ COLOURS = {
     PACKAGE: charts.PURPLE,
 }
 
-METHOD = f"""
-- CONV1 to CONV4 are the inputs of the first norm of an identity block in the four modules of ResNeXt-101: the module's
-  own channels (256 to 2048) on feature maps of 56x56 to 7x7. CONV is the 1x1 convolution after it, to half the
-  channels. The paper does not say which of a module's convolutions it timed. LARGE is one more tensor, for BN + ACT.
-- A step is a forward pass and the gradients of input, scale, shift and convolution weight. One time is the mean over
-  repeats back to back, with warm caches. Compilation and warm-up are not timed. Ratios are to *standard*.
-- *Standard* is `F.batch_norm` and an in-place leaky ReLU (slope 0.01). cuDNN may benchmark its algorithms and use tf32
-  for all convolutions. *Compiled* is `torch.compile(fullgraph=True)` with static shapes around the whole block; its
-  activation is not in place, because an in-place one compiles to far slower code. *Budget 0.5* compiles with
-  `activation_memory_budget=0.5`. *Sync, alone* is `sync=True` in a process group of one, which exchanges nothing. The
-  column *backend* says what computes our layers; by default `backend=auto` chooses.
-- *Host time* is that of a layer on 2x64x4x4 values, where Python and the dispatch of operators take nearly all of it;
-  *standard* is `nn.BatchNorm2d` and `nn.LeakyReLU` there, and *one layer* our `ABN`. *Inference* is a forward pass in
-  eval mode under `no_grad`.
-- On the CPU, freed memory is kept for the next allocation, as CUDA's caching allocator does (`engine.memory`). With
-  glibc's defaults, a large buffer may or may not be taken from the system page by page, at several times the cost of
-  computing its values.
-- *Saved* counts the bytes that autograd keeps for the backward pass, each storage once, without parameters (and without
-  a network's images); the input counts if a strategy keeps it. *Buffers* is the same in sizes of the input, without
-  vectors of one value per channel. *Peak* is the most bytes allocated during a step whose input nothing else holds, so
-  a strategy that does not need the input frees it.
-- *Released package* overwrites its input, so here it is given a copy, and its time includes the copy. After a
-  convolution it would need none, so the target against it subtracts the time of *copy* in the same round.
-- Copy bandwidth counts {PASSES_OF_A_COPY} passes over the tensor, BN + ACT {PASSES_OVER_MEMORY}: forward reads x twice
-  and writes z; backward reads z and dz twice and writes dx.
-"""
-
 
 def page(result: dict, name: str) -> str:
-    arguments, rows = result["arguments"], result["rows"]
-    device = {"cpu": "CPU", "cuda": "CUDA"}[arguments["device"]]
-    overview = [
-        *section(
-            "Summary", "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
-        ),
-        *["", *summary(rows), ""],
-        f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({name}.png)",
-    ]
-    graphs = ["", "Times are of replayed CUDA graphs, without the time to launch kernels."]
+    rows = result["rows"]
     sections = [
-        *(graphs if arguments["graphs"] else []),
-        *frame.target_table(targets(rows, result["left_out"])),
-        *["", "A target counts as reached if every shape, layout and dtype that it covers reaches it."],
-        *(overview if _shapes(rows) else []),
+        frame.target_table(targets(rows, result["left_out"])),
+        "A target counts as reached if every shape, layout and dtype that it covers reaches it.",
     ]
+    if result["arguments"]["graphs"]:
+        sections.insert(0, "Times are of replayed CUDA graphs, without the time to launch kernels.")
+    if _shapes(rows):
+        about = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
+        picture = f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({name}.png)"
+        sections.append(section("Summary", about, summary(rows), picture))
     for title, cells in by_kind(by_cell(rows)).items():
-        sections += section(title, *columns((row for cell in cells for row in cell.values()), COLUMNS, left=3))
+        sections.append(section(title, columns((row for cell in cells for row in cell.values()), COLUMNS, left=3)))
     sections += _left_out(result["left_out"])
-    title = f"BN + ACT (+ CONV) on {device}: time and memory of every strategy"
-    return frame.page_text(result, title, f"Batch {arguments['batch']}, {arguments['rounds']} rounds", sections, METHOD)
+    return frame.page_text(
+        "abn",
+        result,
+        device=frame.DEVICES[result["arguments"]["device"]],
+        sections=sections,
+        passes_of_a_copy=PASSES_OF_A_COPY,
+        passes_over_memory=PASSES_OVER_MEMORY,
+    )
 
 
 def _shapes(rows: list[dict]) -> list[Rows]:
@@ -259,7 +233,7 @@ def _shapes(rows: list[dict]) -> list[Rows]:
     return [cell for cell in by_cell(rows) if cell[STANDARD]["shape"].startswith("CONV")]
 
 
-def summary(rows: list[dict]) -> list[str]:
+def summary(rows: list[dict]) -> str:
     """Every strategy's time to standard, median over CONV1 … CONV4, and the buffers it keeps."""
     kinds = by_kind(_shapes(rows))
 
@@ -304,15 +278,15 @@ COLUMNS: Columns = [
 ]
 
 
-def _left_out(entries: list[dict]) -> Iterator[str]:
+def _left_out(entries: list[dict]) -> list[str]:
     cells: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         cells.setdefault((entry["strategy"], entry["reason"]), []).append(entry["cell"])
-    if cells:
-        yield from section("Not measured")
+    lines = []
     for (strategy, reason), names in cells.items():
         where = names[0] if len(names) == 1 else f"{len(names)} cells, {names[0]} to {names[-1]}"
-        yield f"- {strategy} ({where}): {reason}"
+        lines.append(f"- {strategy} ({where}): {reason}")
+    return [section("Not measured", "\n".join(lines))] if lines else []
 
 
 def pictures(result: dict) -> dict[str, Figure]:

@@ -134,48 +134,42 @@ def strategies(cell: Cell, uncompiled: str | None, backend: str = "auto") -> tup
 
     `uncompiled` is the reason to leave out compiled strategies, or None to keep them. `backend` is for our layers.
     """
-    chosen = [
-        Strategy(STANDARD, ABN, "eager"),
+    ours = [
         Strategy(CHECKPOINTING_B, functools.partial(CheckpointedABN, store="x", backend=backend), backend),
         Strategy(CHECKPOINTING_C, functools.partial(CheckpointedABN, store="x_hat", backend=backend), backend),
         Strategy(INPLACE_1, functools.partial(InPlaceABN, variant="I", backend=backend), backend),
         Strategy(INPLACE_2, functools.partial(InPlaceABN, backend=backend), backend),
     ]
-    left_out: dict[str, str] = {}
     if cell.group in HOST:
-        chosen[:1] = [Strategy(STANDARD, batch_norm_leaky_relu, "modules"), Strategy(ONE_LAYER, ABN, backend)]
-        return chosen, left_out
-    rivals = [Strategy(COMPILED, batch_norm_leaky_relu, compiled=True)]
+        return [Strategy(STANDARD, batch_norm_leaky_relu, "modules"), Strategy(ONE_LAYER, ABN, backend), *ours], {}
+    known: list[tuple[Strategy, str | None]] = [(each, None) for each in (Strategy(STANDARD, ABN, "eager"), *ours)]
+    known.append((Strategy(COMPILED, batch_norm_leaky_relu, compiled=True), uncompiled))
     if cell.group != "bn_act":  # alone, BN + ACT has nothing behind it that would keep z
-        rivals.append(Strategy(BUDGET, batch_norm_leaky_relu, compiled=True, budget=0.5))
+        known.append((Strategy(BUDGET, batch_norm_leaky_relu, compiled=True, budget=0.5), uncompiled))
     if cell.group == "network":
-        rivals.append(Strategy(INPLACE_COMPILED, InPlaceABN, compiled=True))
-    if uncompiled is None:
-        chosen += rivals
+        known.append((Strategy(INPLACE_COMPILED, InPlaceABN, compiled=True), uncompiled))
     else:
-        left_out |= {rival.name: uncompiled for rival in rivals}
-    if cell.group == "network":
-        return chosen, left_out
-
-    chosen.append(Strategy(SYNC, functools.partial(InPlaceABN, sync=True, backend=backend), backend))
+        known.append((Strategy(SYNC, functools.partial(InPlaceABN, sync=True, backend=backend), backend), None))
     if cell.group == "bn_act":
         for each in BACKENDS[1:]:
-            name = f"in-place II, {each} backend"
-            reason = uncompiled if each == "compiled" and uncompiled else _missing(each, cell)
-            if reason is None:
-                chosen.append(Strategy(name, functools.partial(InPlaceABN, backend=each), each))
-            else:
-                left_out[name] = reason
+            reason = (uncompiled if each == "compiled" else None) or _missing(each, cell)
+            known.append(
+                (Strategy(f"in-place II, {each} backend", functools.partial(InPlaceABN, backend=each), each), reason)
+            )
+    if cell.group != "network":
+        known.append(_released(cell))
+    left_out = {strategy.name: reason for strategy, reason in known if reason is not None}
+    return [strategy for strategy, reason in known if reason is None], left_out
+
+
+def _released(cell: Cell) -> tuple[Strategy, str | None]:
+    """The released package, and why it cannot run here, or None."""
+    reason = None if cell.dtype == "float32" else f"does not compute in {cell.dtype}"
     try:
-        from inplace_abn import InPlaceABN as ReleasedABN
+        from inplace_abn import InPlaceABN as layer
     except ImportError as error:
-        left_out[PACKAGE] = f"not importable ({error})"
-    else:
-        if cell.dtype == "float32":
-            chosen.append(Strategy(PACKAGE, ReleasedABN, "released", overwrites=True))
-        else:
-            left_out[PACKAGE] = f"does not compute in {cell.dtype}"
-    return chosen, left_out
+        layer, reason = None, f"not importable ({error})"
+    return Strategy(PACKAGE, layer, "released", overwrites=True), reason
 
 
 def computing_backend(name: str, cell: Cell) -> str:

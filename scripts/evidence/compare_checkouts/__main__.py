@@ -58,7 +58,7 @@ def compare_scenario(scenario: str, old: Side, new: Side) -> Compared:
 def page(compared: dict[str, Compared], old: str, new: str) -> str:
     """The report in Markdown; its last line is the total."""
     rows = ([scenario, *(_cell(columns[column]) for column in COLUMNS)] for scenario, columns in compared.items())
-    lines = [f"# {old} and {new}", "", *table(["", *COLUMNS], rows, left=1 + len(COLUMNS))]
+    lines = [f"# {old} and {new}", "", table(["", *COLUMNS], rows, left=1 + len(COLUMNS))]
     for scenario, columns in compared.items():
         for column, (_, different) in columns.items():
             if different:

@@ -16,10 +16,10 @@ from torchvision import io, transforms
 from torchvision.transforms import functional as pillow_functional
 from torchvision.transforms import v2
 
-from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated, imagenet
+from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, RandomResizedCrop, collated
 from datasets.file_list import listed
 from scripts.evidence import frame
-from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels, write_imagenet
+from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels
 from scripts.evidence.measuring import timed_over
 
 PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
@@ -28,32 +28,17 @@ PHOTOGRAPHS, CIFAR = "ImageNet-like JPEG", "CIFAR in memory"
 
 _REQUIRED = {"photograph_size": [375, 500], "photograph_crop_size": 224, "minibatch": 128}
 
-METHOD = """
-- *ImageNet-like JPEG*: drawn photographs of 0.8, 1 and 1.2 times the given size, half of them upright, with so much
-  grain that the files (quality 95, 4:2:0) are about as large as ImageNet's. A random part is resized (antialiased) and
-  mirrored, without colour changes; all pipelines take the same part of the same file, and their results differ by at
-  most two levels. torchvision's own training scripts use Pillow.
-- *CIFAR in memory*: pad by 4, crop, mirror, and collate a minibatch. Ours augments the whole minibatch; torchvision's
-  transforms take one image at a time, from an array as in its own CIFAR dataset. They draw their own random numbers.
-"""
 
-
-def measure(folder: Path, size: list[int], crop_size: int, photographs: int, minibatch: int, rounds: int) -> dict:
-    """Times in ms of all pipelines, by source, and the mean size of a JPEG file.
-
-    Crops are of `photographs` drawn JPEGs of about `size` (H, W), written into the folder.
-    """
-    height, width = size
-    write_imagenet(folder, photographs, (height, width))
-    dataset = imagenet(folder, "train")
-    crops = ClassificationCrops(dataset, RandomResizedCrop(crop_size, colours=()), seed=0)
-    keys = [(epoch, epoch % len(dataset)) for epoch in range(rounds)]
+def measure(photographs: ClassificationDataset, crop_size: int, minibatch: int, rounds: int) -> dict:
+    """Times in ms of all pipelines, by source, and the mean size of a photograph's file."""
+    crops = ClassificationCrops(photographs, RandomResizedCrop(crop_size, colours=()), seed=0)
+    keys = [(epoch, epoch % len(photographs)) for epoch in range(rounds)]
     return {
         "times_ms": {
             PHOTOGRAPHS: timed_over(of_photographs(crops), keys),
             CIFAR: timed_over(of_cifar(drawn_cifar(), minibatch), range(rounds)),
         },
-        "bytes_per_file": int(dataset.files.sizes.mean()),
+        "bytes_per_file": int(photographs.files.sizes.mean()),
     }
 
 
@@ -157,7 +142,7 @@ def sections(result: dict) -> Iterator[str]:
         for name, times_ms in measured["times_ms"][source].items()
     ]
     for source, found in frame.grouped(rows, ["source"], "pipeline").items():
-        yield from frame.section(f"{source}: {about[source]}", *frame.columns(found.values(), COLUMNS))
+        yield frame.section(f"{source}: {about[source]}", frame.columns(found.values(), COLUMNS))
 
 
 COLUMNS: frame.Columns = [

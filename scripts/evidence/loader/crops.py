@@ -6,7 +6,7 @@ label uint8 (h, w) of train ids.
 
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ _WOBBLE = 0.5  # of a drawn pixel: makes edges as uneven as real objects have
 _CAMVID_LABELS, _VISTAS_LABELS = 12, 66
 
 
-def scene(height: int, width: int, seed: int, grain: dict[int, float] = _GRAIN) -> tuple[np.ndarray, np.ndarray]:
+def scene(height: int, width: int, *, seed: int, grain: dict[int, float] = _GRAIN) -> tuple[np.ndarray, np.ndarray]:
     """A drawn street, enlarged: image uint8 (H, W, 3) RGB and label uint8 (H, W) of Cityscapes label ids.
 
     `grain`: as `_GRAIN`.
@@ -46,7 +46,7 @@ def scene(height: int, width: int, seed: int, grain: dict[int, float] = _GRAIN) 
     return np.clip(image + noise[..., None], 0, 255).round().astype(np.uint8), label
 
 
-def write_camvid(root: Path, images: int, size: tuple[int, int]) -> None:
+def write_camvid(root: Path, images: int, size: Sequence[int]) -> None:
     """Write `images` pairs of PNGs of `size` (H, W)."""
     for index in range(images):
         image, label = scene(*size, seed=index)
@@ -54,7 +54,7 @@ def write_camvid(root: Path, images: int, size: tuple[int, int]) -> None:
         _write(root / "trainannot" / f"{index:06d}.png", label % _CAMVID_LABELS)
 
 
-def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
+def write_cityscapes(root: Path, images: int, size: Sequence[int]) -> None:
     """Write `images` pairs of PNGs of `size` (H, W)."""
     for index in range(images):
         image, label = scene(*size, seed=index)
@@ -63,7 +63,7 @@ def write_cityscapes(root: Path, images: int, size: tuple[int, int]) -> None:
         _write(root / "gtFine/train/city" / f"{name}_gtFine_labelIds.png", label)
 
 
-def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | None = None) -> None:
+def write_vistas(root: Path, images: int, size: Sequence[int], files: int | None = None) -> None:
     """Write `images` pairs of a JPEG (quality 90, 4:2:0) and a palette PNG, `size` (H, W), copied to make `files`."""
     colours = [[index, 255 - index, 7] for index in range(_VISTAS_LABELS)]
     labels = [
@@ -87,7 +87,7 @@ def write_vistas(root: Path, images: int, size: tuple[int, int], files: int | No
     (root / "config.json").write_text(json.dumps({"labels": labels, "version": 1.1}))
 
 
-def write_imagenet(root: Path, images: int, size: tuple[int, int]) -> None:
+def write_imagenet(root: Path, images: int, size: Sequence[int]) -> None:
     """Write `images` JPEGs (quality 95, 4:2:0) of 0.8, 1 and 1.2 times `size` (H, W), half of them upright."""
     for index in range(images):
         height, width = (round((0.8 + 0.2 * (index % 3)) * length) for length in size[:: -1 if index % 2 else 1])
@@ -113,33 +113,6 @@ V2 = "transforms.v2: resize, then crop"
 V2_ANTIALIASED = "transforms.v2, antialias=True: resize, then crop"
 DECODE_OPENCV, DECODE_TORCHVISION, DECODE_PILLOW = (f"bare decode, {by}" for by in ("OpenCV", "torchvision", "Pillow"))
 DECODES, RIVALS = (DECODE_OPENCV, DECODE_TORCHVISION, DECODE_PILLOW), (OPENCV, V2, V2_ANTIALIASED)
-
-METHOD = """
-- A sample is one pair of files, in the page cache, made into a crop of uint8 tensors by one thread: image (3, h, w) and
-  label (h, w) of train ids. In a round all pipelines make the crop of the same key (scale 0.7 to 2.0, place, flip).
-  Ratios therefore compare equal crops; quotients of two medians in the table do not. Samples per second are computed
-  from the median time. Targets compare with the fastest decoder and the fastest rival.
-- The files are drawn streets, enlarged, with grain like a photograph's: PNGs as in Cityscapes; small PNGs of CamVid's
-  size, with the crops of `configs/data/camvid.yaml`; JPEGs (quality 90, 4:2:0) with palette PNGs as labels, as in
-  Vistas. JPEGs are measured at their own size, for which the targets hold, and with the `base_size` of
-  `configs/data/vistas.yaml`, where a rival resizes to fewer pixels.
-- Ours smooths images that shrink to about half or less (`data.antialias`), which happens with `base_size` alone. The
-  rival to compare with there is `transforms.v2` with `antialias=True`; the other two skip that work, and alias.
-- *Ours* is `datasets.TrainingCrops`. It knows its crop before it decodes, and decodes files only down to the crop's
-  last row, unless that is one of a PNG's last: PNG and JPEG are stored from the top. So it can take less time than the
-  bare decode.
-- *Bare decode* returns the pixels of both whole files. Only Pillow returns the indices of a palette PNG, so all use it
-  for those labels.
-- The rivals resize whole images (bilinear) and labels (nearest), then crop, pad and flip; they map train ids in the
-  crop alone. `transforms.v2` decodes with torchvision; antialiasing, its default, smooths images that shrink. Its
-  labels are plain tensors: a `Mask` is resized without the half-pixel offset, which shifts it against its image.
-- The class index reads a whole label, counts its classes and samples pixels of each; it is made once.
-- Memory counts the pages that only the DataLoader's worker has (`Private_*` in `/proc/PID/smaps_rollup`), sampled every
-  2 ms while it makes minibatches of four crops.
-- A start is a new process after its imports: list and pair the files of a Vistas tree, check that they were verified,
-  load the class index, draw the first keys. The first start verifies the files and makes the index, on pictures of
-  32x24 pixels; on real ones it takes as long as decoding all labels twice.
-"""
 
 Key = tuple[int, int]  # epoch, index
 Crop = tuple[torch.Tensor, torch.Tensor]

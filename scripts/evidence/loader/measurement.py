@@ -2,7 +2,7 @@
 
     python -m scripts.bench_loader [rounds=40] out=FILE.json
 
-Writes FILE.json and FILE.md (targets, tables). `measure=false` makes the page again from FILE.json.
+The files are drawn. The targets hold for their default sizes.
 """
 
 import multiprocessing
@@ -33,6 +33,7 @@ from datasets import (
     TrainingTransform,
     camvid,
     cityscapes,
+    imagenet,
     index_classes,
     verify,
     vistas,
@@ -45,7 +46,6 @@ from scripts.evidence.frame import Columns, columns, judged, section, time_ratio
 from scripts.evidence.loader import classification
 from scripts.evidence.loader.crops import (
     DECODES,
-    METHOD,
     OPENCV,
     OURS,
     RIVALS,
@@ -53,6 +53,7 @@ from scripts.evidence.loader.crops import (
     pipelines,
     write_camvid,
     write_cityscapes,
+    write_imagenet,
     write_vistas,
 )
 from scripts.evidence.measuring import timed_over
@@ -175,9 +176,9 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
     keys = [(epoch, epoch % arguments.pictures) for epoch in range(max(arguments.rounds, 4 * arguments.minibatches))]
     with tempfile.TemporaryDirectory() as folder, like_a_worker():
         small, png, jpeg, many = (Path(folder) / name for name in ("small", "png", "jpeg", "many"))
-        write_camvid(small, arguments.pictures, _size(arguments.small_size))
-        write_cityscapes(png, arguments.pictures, _size(arguments.png_size))
-        write_vistas(jpeg, arguments.pictures, _size(arguments.jpeg_size))
+        write_camvid(small, arguments.pictures, arguments.small_size)
+        write_cityscapes(png, arguments.pictures, arguments.png_size)
+        write_vistas(jpeg, arguments.pictures, arguments.jpeg_size)
         write_vistas(many, images=1, size=(24, 32), files=arguments.files)
         photographs, large = vistas(jpeg, "train"), arguments.crop_size
         sources = {
@@ -201,14 +202,9 @@ def measure(arguments: LoaderArguments, clock: frame.Clock) -> dict:
             index_ms |= timed_over({source: index}, keys[: arguments.rounds])
         minibatches = [keys[4 * i : 4 * i + 4] for i in range(arguments.minibatches)]
         memory = {name: worker_mib(sources[name], minibatches) for name in (JPEG, JPEG_BASE)}
-        images = classification.measure(
-            Path(folder) / "photographs",
-            arguments.photograph_size,
-            arguments.photograph_crop_size,
-            arguments.photographs,
-            arguments.minibatch,
-            arguments.rounds,
-        )
+        write_imagenet(Path(folder) / "photographs", arguments.photographs, arguments.photograph_size)
+        drawn = imagenet(Path(folder) / "photographs", "train")
+        images = classification.measure(drawn, arguments.photograph_crop_size, arguments.minibatch, arguments.rounds)
         clock.report("classification")
         first_start, *cached_starts = (start_s(many, Path(folder) / "cache") for _ in range(1 + arguments.starts))
         return {
@@ -227,11 +223,6 @@ def index_of(dataset: SegmentationDataset, key: Key) -> tuple[np.ndarray, np.nda
     """Read a label and return what the class index keeps of it."""
     label = dataset.read_label(key[1])
     return index_label(label, len(dataset.classes), POSITIONS, np.random.default_rng(key))
-
-
-def _size(numbers: list[int]) -> tuple[int, int]:
-    height, width = numbers
-    return height, width
 
 
 def _bytes_per_file(crops: TrainingCrops) -> dict[str, int]:
@@ -257,24 +248,23 @@ MEMORY: Columns = [
 
 
 def page(result: dict, _: str) -> str:
-    arguments = result["arguments"]
-    of_each = f"{arguments['rounds']} rounds over {arguments['pictures']} pictures of each kind"
-    about = f"Crops of {arguments['crop_size']} pixels ({SMALL}: {arguments['small_crop_size']}), {of_each}"
-    sections = frame.target_table([*targets(result), *classification.targets(result)])
-    for source, rows in by_source(result).items():
-        sections += section(_title(source, result), *columns(rows.values(), PIPELINES))
-    sections += classification.sections(result)
-    workers = [{"source": source, **mib} for source, mib in result["memory_mib"].items()]
-    medians = [{"source": source, "ms": statistics.median(ms)} for source, ms in result["index_ms"].items()]
+    sources = [
+        section(_title(name, result), columns(rows.values(), PIPELINES)) for name, rows in by_source(result).items()
+    ]
+    index = [{"source": source, "ms": statistics.median(ms)} for source, ms in result["index_ms"].items()]
     steps = [
         {"step": step, "first": first, "cached": statistics.median(start[step] for start in result["cached_starts_s"])}
         for step, first in result["first_start_s"].items()
     ]
-    sections += section("Class index", *columns(medians, INDEX))
-    sections += section("Memory of a worker", *columns(workers, MEMORY))
-    sections += section(f"Start with {arguments['files']} images", *columns(steps, START))
-    method = METHOD + classification.METHOD.lstrip()
-    return frame.page_text(result, "Speed of the training crops", about, sections, method)
+    return frame.page_text(
+        "loader",
+        result,
+        targets=frame.target_table([*targets(result), *classification.targets(result)]),
+        sources=[*sources, *classification.sections(result)],
+        index=columns(index, INDEX),
+        memory=columns(({"source": source, **mib} for source, mib in result["memory_mib"].items()), MEMORY),
+        start=columns(steps, START),
+    )
 
 
 def targets(result: dict) -> list[frame.Target]:

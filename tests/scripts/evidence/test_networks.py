@@ -157,16 +157,16 @@ def test_a_record_of_another_call_is_not_overwritten(monkeypatch, tmp_path):
     before = (tmp_path / "record.json").read_text()
     with pytest.raises(ValueError, match=r"a call that differs \(images=8\)"):
         networks.run(composed("bench_networks", out, "images=4"))
-    now = frame.provenance()
+    now = frame.provenance(methods.PACKAGES.values())
     for changed, message in (
         ({"hardware": "another"}, r"\(hardware\)"),
         ({"versions": {**now["versions"], "torch": "3.0"}}, rf"\(torch {re.escape(torch.__version__.split('+')[0])}"),
     ):
-        monkeypatch.setattr(frame, "provenance", lambda changed=changed: now | changed)
+        monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
         with pytest.raises(ValueError, match=f"a call that differs {message}"):
             networks.run(composed("bench_networks", out, "only=[alexnet]"))
     assert (tmp_path / "record.json").read_text() == before
-    monkeypatch.setattr(frame, "provenance", lambda: now | {"commit": "another"})
+    monkeypatch.setattr(frame, "provenance", lambda *_: now | {"commit": "another"})
     networks.run(composed("bench_networks", out, "only=[alexnet]"))
     commits = json.loads((tmp_path / "record.json").read_text())["environment"]["commit"]
     assert commits.split(", ") == [json.loads(before)["environment"]["commit"], "another"]
