@@ -2,10 +2,13 @@
 
     python -m scripts.run_table table=table3 dry_run=true
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
+    python -m scripts.run_table table=released files=DIR "roots={imagenet: DIR, vistas: DIR}"
 
 Lists each training with its command, its arithmetic and the hours that it takes at `tflops`. Without dry_run it then
 runs them into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not keep
 the others from running. Rows that are the same training run once. For the page: `python -m scripts.tables runs=[RUNS]`.
+`weights` are checkpoints of this project or files that the authors released. table=released trains nothing: it
+evaluates every released file in `files`, and prints the published scores beside ours.
 """
 
 import shlex
@@ -28,10 +31,13 @@ from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from engine.stopping import Preempted
+from models.checkpoints.published import published
 from scripts.evidence import papers
 from scripts.evidence.measuring import operations_of
 from scripts.evidence.tables import Finished
+from scripts.released_table import released_table
 
+RELEASED = "released"
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
 DATA = sorted({*SEGMENTATION_DATASETS, *CLASSIFICATION_DATASETS} - {*DRAWN})
 
@@ -42,6 +48,7 @@ class RunTable:
     dry_run: bool = False
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
+    files: str | None = None  # table=released: the folder of the released files
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -61,6 +68,8 @@ class RunTable:
                 raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
             if not Path(path).expanduser().is_file():
                 raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
+        if (self.table == RELEASED) != (self.files is not None):
+            raise ValueError(f"table={self.table} with files={self.files}: give table=released files=DIR, or neither")
 
 
 class Job(NamedTuple):
@@ -88,6 +97,9 @@ def run(values: DictConfig) -> int:
         Preempted: SIGTERM stopped a training.
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
+    if arguments.files is not None:
+        released_table(Path(arguments.files).expanduser(), arguments.roots or {}, Path(arguments.runs), console)
+        return 0
     jobs = list(jobs_of(arguments))
     console.print(job_table(jobs, arguments))
     for job in jobs:
@@ -159,7 +171,9 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     if papers.WEIGHTS in papers.command_of(experiment):
         fitting = sorted((name for name in weights if name in experiment), key=len)
         if fitting:
-            options.append(override("init.weights", weights[fitting[-1]]))
+            file = Path(weights[fitting[-1]]).expanduser()
+            options.append(override("init.weights", file))
+            options += ["init.format=released"] if published(file) else []
         else:
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")

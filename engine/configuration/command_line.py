@@ -180,9 +180,9 @@ def errors_for_users() -> Iterator[None]:
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
     except Exception as error:
-        out_of_memory = is_out_of_memory(error) and not (isinstance(error, MemoryError) and str(error))
-        for_users = (ValueError, FloatingPointError, MemoryError, OSError)
-        if not out_of_memory and (not isinstance(error, for_users) or os.environ.get("HYDRA_FULL_ERROR") == "1"):
+        for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
+        out_of_memory = not for_users and is_out_of_memory(error)
+        if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):
             raise
         logger.debug("", exc_info=True)  # the traceback goes to log.txt
         if out_of_memory:

@@ -6,26 +6,28 @@ from typing import NamedTuple
 
 
 class Published(NamedTuple):
-    """One file. Scores are in percent, as its README gives them."""
+    """One file."""
 
     network: str
     md5: str
     norm: str  # "std": plain scales; "inplace": |weight| + eps
-    scores: str
+    data: str  # "imagenet" or "vistas"
+    scores: dict[str, tuple[float, ...]]  # by view, in percent: top-1 and top-5, or mIoU
 
     @property
     def scale(self) -> str:
         return "raw" if self.norm == "std" else "released"
 
     def __str__(self) -> str:
-        return f"the published {self.network}, norm {self.norm}: {self.scores}"
+        kind = {"imagenet": "ImageNet top-1/top-5", "vistas": "Mapillary Vistas (test) mIoU"}[self.data]
+        scores = ", ".join(f"{view} {'/'.join(f'{score:.2f}' for score in each)}" for view, each in self.scores.items())
+        return f"the published {self.network}, norm {self.norm}: {kind} {scores}"
 
 
 def _imagenet(network: str, md5: str, *top1_top5: float, norm: str = "inplace") -> Published:
-    """Top-1 and top-5 accuracy of the centre crop of 224 pixels, of ten such crops, and of a centre crop of 320."""
-    pairs = zip(("224", "ten crops", "320"), top1_top5[::2], top1_top5[1::2], strict=True)
-    scores = ", ".join(f"{view} {top1:.2f}/{top5:.2f}" for view, top1, top5 in pairs)
-    return Published(network, md5, norm, f"ImageNet top-1/top-5 {scores}")
+    """Scores of the centre crop of 224 pixels, of ten such crops, and of a centre crop of 320."""
+    pairs = zip(top1_top5[::2], top1_top5[1::2], strict=True)
+    return Published(network, md5, norm, "imagenet", dict(zip(("224", "ten crops", "320"), pairs, strict=True)))
 
 
 PUBLISHED = (
@@ -44,7 +46,8 @@ PUBLISHED = (
         "WideResNet-38 (A2) + DeepLabV3",
         "913f78486a34aa1577a7cd295e8a33bb",
         "inplace",
-        "Mapillary Vistas mIoU 53.42 with flipped views",
+        "vistas",
+        {"flipped": (53.42,)},
     ),
 )
 

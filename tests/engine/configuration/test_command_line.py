@@ -23,6 +23,9 @@ def test_memory_that_runs_out_anywhere_is_a_message():
     for error, what in ((MemoryError(), "the system gives no more"), (opencv, "Failed to allocate 9 bytes")):
         with pytest.raises(SystemExit, match=f"error: out of memory .*: .*{what}.*ulimit -v"), errors_for_users():
             raise error
+    with pytest.raises(SystemExit, match="^error: a process died. If the machine ran out of memory, wait$"):
+        with errors_for_users():  # has its words already
+            raise ChildProcessError("a process died. If the machine ran out of memory, wait")
     for kind in (KeyError, RuntimeError):  # our own mistakes keep their traceback
         with pytest.raises(kind, match="our own"), errors_for_users():
             raise kind("our own mistake")

@@ -137,10 +137,12 @@ def file(tmp_path) -> Path:
 def test_the_md5_of_a_published_file_decides_the_scale(file, monkeypatch, norm, scale, other):
     told, recognising = small_resnext(classes=3), small_resnext(classes=3)
     assert f"({scale}): as scale says" in str(load_released(told, file, scale))
-    entry = published.Published("a net", hashlib.md5(file.read_bytes()).hexdigest(), norm, "scores")
+    entry = published.Published(
+        "a net", hashlib.md5(file.read_bytes()).hexdigest(), norm, "imagenet", {"224": (77.0, 93.5)}
+    )
     monkeypatch.setattr(published, "PUBLISHED", (*published.PUBLISHED, entry))
     report = load_released(recognising, file)
-    assert f"({scale}): it is the published a net, norm {norm}: scores" in str(report)
+    assert f"({scale}): it is the published a net, norm {norm}: ImageNet top-1/top-5 224 77.00/93.50" in str(report)
     assert same(told.state_dict(), recognising.state_dict())
     with pytest.raises(ValueError, match=f"scale={other} is wrong for .*published.*or give scale={scale}"):
         load_released(recognising, file, other)

@@ -1,5 +1,6 @@
 """The papers' tables: what was published, which runs count, and the commands for the rest."""
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -8,10 +9,13 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from models.checkpoints import published
 from scripts import run_table
 from scripts.evidence import papers, tables
 from scripts.evidence.tables import END, START, Tables
 from scripts.run_table import RunTable
+from tests import released_files
+from tests.datasets import classification_trees
 from tests.runs import REPOSITORY, composed
 
 RESULTS = REPOSITORY / "docs" / "results"
@@ -216,3 +220,29 @@ def test_operations_of_a_crop_are_counted():
         run_table.crop_flops(papers.configured_as("cifar10/resnet14", "norm=std", "trainer.ema_decay=0.9")) / 3
     )
     assert 5e7 < forward < 2e9
+
+
+def test_released_files_are_evaluated_beside_the_published_scores(tmp_path, monkeypatch, capsys):
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "README").write_text("")
+    file, _ = released_files.small_resnext(tmp_path / "files" / "net.pth.tar")
+    root = classification_trees.imagenet(tmp_path / "imagenet")
+    arguments = RunTable(table="released", files=str(file.parent), runs=str(tmp_path / "runs"))
+    with pytest.raises(
+        ValueError, match="none of its 2 files is published, by their md5; expected some of ResNeXt-101"
+    ):
+        run_table.run(OmegaConf.structured(arguments))
+    scores = {"224": (50.0, 100.0), "ten crops": (50.0, 100.0)}
+    entry = published.Published("a net", hashlib.md5(file.read_bytes()).hexdigest(), "inplace", "imagenet", scores)
+    monkeypatch.setattr(published, "PUBLISHED", (entry,))
+    assert run_table.run(OmegaConf.structured(arguments)) == 0
+    assert "needs roots={imagenet: DIR}" in capsys.readouterr().out
+    arguments.roots = {"imagenet": str(root)}
+    assert run_table.run(OmegaConf.structured(arguments)) == 0
+    top1 = 100 * json.loads(next(tmp_path.rglob("ten_crops.json")).read_text())["top1"]
+    assert f"{top1:.2f} / 100.00 | {top1 - 50:+.2f} / +0.00" in capsys.readouterr().out.replace("│", "|")
+    assert run_table.run(OmegaConf.structured(arguments)) == 0  # from what the first call has written
+    assert "predicted" not in capsys.readouterr().out
+    arguments.files = None
+    with pytest.raises(ValueError, match="table=released with files=None: give table=released files=DIR"):
+        run_table.run(OmegaConf.structured(arguments))
