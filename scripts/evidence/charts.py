@@ -1,12 +1,15 @@
 """The charts of all pages: bars, lines and points."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation
+from matplotlib.transforms import BboxBase
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
@@ -69,6 +72,22 @@ def points(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
                 axes.plot(x, y, series.style, color=series.colour, markeredgecolor=BLACK)
                 axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
     _finish(axes, "both", labels)
+
+
+def save(figure: Figure, file: Path, dpi: int = 110) -> None:
+    """Write a figure. Names beside points are put where they neither overlap nor leave their panel, if possible."""
+    figure.draw_without_rendering()
+    taken: list[BboxBase] = []
+    for axes in figure.axes:
+        for name in (text for text in axes.texts if isinstance(text, Annotation)):
+            for right, up in ((5, 4), (5, -11), (-5, 4), (-5, -11)):
+                name.xyann = right, up
+                name.set_horizontalalignment("left" if right > 0 else "right")
+                box = name.get_window_extent()
+                if axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and not box.count_overlaps(taken):
+                    break
+            taken.append(box)
+    figure.savefig(file, dpi=dpi)
 
 
 def _finish(axes: Axes, grid: Literal["x", "y", "both"], labels: Mapping[str, Any]) -> None:

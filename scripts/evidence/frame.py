@@ -21,6 +21,7 @@ from engine.configuration.command_line import CONFIGS, configured
 from engine.distributed import device_of
 from engine.records.provenance import provenance
 from engine.schema.keys import key
+from scripts.evidence import charts
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 MIB, GIB = 2**20, 2**30
@@ -113,7 +114,7 @@ def benchmark(
             raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
         record = json.loads(out.read_text())
         for suffix, figure in pictures(record).items():
-            figure.savefig(out.with_name(f"{out.stem}{suffix}.png"), dpi=110)
+            charts.save(figure, out.with_name(f"{out.stem}{suffix}.png"))
         text = out.with_suffix(".md")
         text.write_text(page(record, out.stem))
         return text

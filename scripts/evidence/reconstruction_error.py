@@ -166,6 +166,7 @@ def _curves(result: dict) -> dict[str, dict[str, list]]:
     return curves
 
 
+SMALLEST = 1e-5  # degrees
 QUANTITIES = {  # {panel: {quantity: (label, style)}}; what has stored activations alone is dotted
     "angle of the gradient, degrees": {
         "angle": ("restored to stored, {}", "-"),
@@ -186,6 +187,9 @@ def pictures(result: dict) -> dict[str, Figure]:
             if name in found
         ]
         charts.lines(axes, shown, title=title, xlabel="step", yscale="linear" if title == "training loss" else "log")
+        if title.startswith("angle"):
+            axes.set_yscale("symlog", linthresh=SMALLEST)  # below it linear, because some angles are 0
+            axes.set_ylim(0, 2e3)  # room for the legend
         axes.legend(frameon=False)
     return {"": figure}
 

@@ -92,7 +92,7 @@ def write(values: DictConfig) -> Path:
     for name, rows in tables.items():
         if counted := runs_of(rows):
             pictures[name] = f"table_{name}.png"
-            chart(counted).savefig(out / pictures[name], dpi=110)
+            charts.save(chart(counted), out / pictures[name])
     text = as_markdown(tables, pictures, left_out, out)
     page.write_text(f"{before}{START}\n{text}\n{END}{after}")
     return page
@@ -270,17 +270,18 @@ def _provenance(run: Finished, out: Path) -> str:
 
 
 def chart(runs: list[Finished]) -> Figure:
-    """Validation scores over steps beside the last checkpoint's scores of each class; runs of other classes below."""
-    groups: dict[tuple[str, ...], list[Finished]] = {}
+    """Validation scores over steps beside the last checkpoint's scores of each class; below, runs of other folders."""
+    groups: dict[tuple[str, tuple[str, ...]], list[Finished]] = {}
     for run in runs:
-        groups.setdefault(tuple(run.classes()), []).append(run)
+        groups.setdefault((run.folder.parent.name, tuple(run.classes())), []).append(run)
     figure, panels = charts.panels(len(groups), 2, (12, 4.2 * len(groups)), width_ratios=(1, 2))
-    for left, right, (classes, own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):
+    for left, right, ((_, classes), own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):
         scores, curves, bars = own[0].scores, [], []
         for run in own:
             label, (steps, values) = f"{run.folder.parent.name}/{run.name}", run.curve("val", scores.best)
             of_classes = run.results[scores.of_classes]
-            curves.append(charts.Series(label, [100 * value for value in values], steps))
+            style = "o-" if len(steps) > 2 else "o"  # two evaluations are no curve
+            curves.append(charts.Series(label, [100 * value for value in values], steps, style=style))
             bars.append(charts.Series(label, [100 * (of_classes[name] or 0) for name in classes]))
         charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title}")
         left.legend(fontsize=7)
