@@ -149,7 +149,7 @@ def jobs_of(arguments: RunTable) -> list[Job]:
     """The trainings of a table; rows that are the same training, of this table or another, give one."""
     jobs, seen = [], set()
     for experiment in papers.experiments_of(arguments.table):
-        first = min([experiment, *papers.sharing(experiment)])
+        first = papers.first_of(experiment)
         if first not in seen:
             seen.add(first)
             jobs += [job_of(first, seed, arguments) for seed in arguments.seeds]
@@ -173,7 +173,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
         if fitting:
             file = Path(weights[fitting[-1]]).expanduser()
             options.append(override("init.weights", file))
-            options += ["init.format=released"] if published(file) else []
+            options += ["init.format=released"] if file.is_file() and published(file) else []
         else:
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")

@@ -58,6 +58,11 @@ class SegmentationData(Data):
     flip: float = key(0.5, least=0, most=1)
     colour_jitter: ColourJitter = field(default_factory=ColourJitter)
 
+    @property
+    def never_shrinks(self) -> bool:
+        """Whether no image shrinks so far that `antialias` has an effect (`datasets.transforms.scale_and_crop`)."""
+        return self.base_size is None and self.scale[0] > 1 / 1.875
+
     def check(self) -> None:
         if self.scale[0] > self.scale[1]:
             raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")

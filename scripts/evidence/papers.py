@@ -109,8 +109,9 @@ def published(experiment: str) -> list[Published]:
 
 
 def training_of(config: TrainingRun) -> dict[str, object]:
-    """The keys, with their values, that distinguish one training from another."""
-    return {name: value for name, value in configuration.fixed(config).items() if name not in FREE}
+    """The keys, with their values, that distinguish one training from another and have an effect on it."""
+    without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
+    return {name: value for name, value in configuration.fixed(config).items() if name not in {*FREE, *without_effect}}
 
 
 def changed_keys(config: TrainingRun, experiment: str, processes: int | None = None) -> list[str]:
@@ -146,6 +147,12 @@ def _configuration(experiment: str) -> TrainingRun:
 @cache
 def _training(experiment: str) -> dict[str, object]:
     return training_of(_configuration(experiment))
+
+
+def first_of(experiment: str) -> str:
+    """Of the experiments that are the same training, the first in the order of `TABLES`."""
+    order = list(TABLES)
+    return min([experiment, *sharing(experiment)], key=lambda name: (order.index(name.split("/")[0]), name))
 
 
 def sharing(experiment: str) -> list[str]:

@@ -246,3 +246,19 @@ def test_released_files_are_evaluated_beside_the_published_scores(tmp_path, monk
     arguments.files = None
     with pytest.raises(ValueError, match="table=released with files=None: give table=released files=DIR"):
         run_table.run(OmegaConf.structured(arguments))
+
+
+def test_a_key_without_an_effect_makes_no_other_run():
+    """CamVid's images never shrink so far that smoothing them would change a pixel."""
+    name, smoothed = "camvid/resnext_small", ("data.antialias=false",)
+    assert papers.changed_keys(papers.configured_as(name, *smoothed), name) == []
+    shrunk = papers.changed_keys(papers.configured_as(name, *smoothed, "data.base_size=100"), name)
+    assert shrunk == ["data.base_size=100", "data.antialias=False"]
+
+
+def test_a_training_of_two_tables_has_the_name_of_the_first():
+    assert (
+        papers.first_of("memcnn/cifar10_resnet32")
+        == papers.first_of("revnet/cifar10_resnet32")
+        == "revnet/cifar10_resnet32"
+    )
