@@ -186,9 +186,10 @@ class Learner:
             stepped &= scaler["scale"] > own["scaler"]["scale"] * scaler["backoff_factor"] ** step
         optimizer = self._momentum(state["optimizer"], step, stepped)
         moved("scheduler", state["scheduler"], own["scheduler"])
-        updates = moved("ema_updates", state.get("ema_updates"), own.get("ema_updates"), ("updates",), "updates")
-        if updates is not None and updates > step:
-            raise ValueError(f"its weights were averaged {updates} times in {step} steps")
+        if self.average is not None:
+            updates = moved("ema_updates", state["ema_updates"], own["ema_updates"], ("updates",), "updates")
+            if updates > step:
+                raise ValueError(f"its weights were averaged {updates} times in {step} steps")
 
         self.network.load_state_dict(state["network"])
         self.optimizer.load_state_dict(optimizer)

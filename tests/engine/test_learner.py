@@ -139,18 +139,19 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_loaded(path, value,
     assert torch.equal(momentum, good["optimizer"]["state"][0]["momentum_buffer"])
 
 
-def trained(optimizer: str) -> Learner:
-    """After two steps with a norm, warm-up, momentum, averaged weights and a scaled loss."""
+def trained(kind: str) -> Learner:
+    """After two steps with a norm; "full" and "adamw" with warm-up, averaged weights and a scaled loss."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    if optimizer == "sgd":
-        made: torch.optim.Optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9)
-    else:
+    made: torch.optim.Optimizer = torch.optim.SGD(network.named_parameters(), lr=0.1, momentum=0.9 * (kind == "full"))
+    if kind == "adamw":
         made = torch.optim.AdamW(network.named_parameters(), lr=0.1)
+    learner = learner_of(network, average=None if kind == "plain" else WeightAverage(network, decay=0.9))
     parts = [torch.optim.lr_scheduler.LinearLR(made), torch.optim.lr_scheduler.PolynomialLR(made, total_iters=10)]
-    learner = learner_of(network, average=WeightAverage(network, decay=0.9))
-    learner.optimizer, learner.scheduler = made, torch.optim.lr_scheduler.SequentialLR(made, parts, milestones=[5])
-    learner.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    learner.optimizer, learner.scheduler = made, parts[1]
+    if kind != "plain":
+        learner.scheduler = torch.optim.lr_scheduler.SequentialLR(made, parts, milestones=[5])
+        learner.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for _ in range(2):
         learner.backward(network(torch.randn(3, 2)).square().mean())
         learner.gradient_norm()
@@ -160,8 +161,8 @@ def trained(optimizer: str) -> Learner:
 
 
 @functools.cache
-def saved(optimizer: str) -> dict:
-    return trained(optimizer).state_dict(2)
+def saved(kind: str) -> dict:
+    return trained(kind).state_dict(2)
 
 
 def assert_same(given: object, wanted: object) -> None:
@@ -178,11 +179,18 @@ def assert_same(given: object, wanted: object) -> None:
         assert given == wanted
 
 
+@pytest.mark.parametrize("kind", ["plain", "full", "adamw"])
+def test_every_state_continues(kind):
+    learner = trained(kind)
+    learner.load_state_dict(saved(kind))
+    assert_same(learner.state_dict(2), saved(kind))
+
+
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_a_damaged_state_is_refused_or_continues_to_the_bit(data):
-    optimizer = data.draw(st.sampled_from(["sgd", "adamw"]))
-    good, learner = saved(optimizer), trained(optimizer)
+    kind = data.draw(st.sampled_from(["plain", "full", "adamw"]))
+    good, learner = saved(kind), trained(kind)
     place = data.draw(st.sampled_from([place for place in places(good) if place[0] != "step"]))
     value = data.draw(st.sampled_from(damages(at(good, place))))
     assume(place[0] != "scaler" or not isinstance(value, (int, float)))  # another scale may be right
