@@ -5,6 +5,9 @@ Imports only torch, and triton if installed. `pip install` gives it the name `ke
 `models.layers`.
 """
 
+from .version import __version__  # refuses a PyTorch that is too old, before anything else is imported
+
+# isort: split
 from .conversion.convert import to_inplace, to_standard
 from .drop_in import stand_in_for_inplace_abn
 from .health import Extreme, layer_health
@@ -17,7 +20,6 @@ from .norms.statistics import renew_statistics
 from .recompute.network import recompute_activations
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
-from .version import __version__  # first: it refuses a PyTorch that is too old  # isort: split
 
 __all__ = [
     "ABN",
