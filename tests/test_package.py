@@ -87,8 +87,16 @@ def test_a_project_with_folders_of_the_same_names_trains_a_step(wheel, installed
     assert wheel.name.startswith(f"keepless-{run(PROGRAM, tmp_path, installed).strip()}-")
 
 
+OLD = """
+import torch
+torch.__version__ = "2.5.1"
+try:
+    import keepless
+except ImportError as error:
+    print(error)
+"""
+
+
 def test_a_pytorch_that_is_too_old_is_refused_first(installed, tmp_path):
-    program = 'import torch\ntorch.__version__ = "2.5.1"\ntry:\n    import keepless\nexcept ImportError as error:\n    print(error)'
-    assert run(program, tmp_path, installed) == (
-        "keepless needs torch 2.11 or later, and found 2.5.1: pip install -U torch\n"
-    )
+    printed = run(OLD, tmp_path, installed)
+    assert printed == "keepless needs torch 2.11 or later, and found 2.5.1: pip install -U torch\n"
