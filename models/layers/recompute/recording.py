@@ -18,8 +18,10 @@ The rules, which this folder keeps together:
    computed again in the next backward pass over the graph. No call gets a recipe behind a chain of `LONGEST`; views and
    casts may lengthen one a little.
 6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
-   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Reading something
-   marked, a parameter, or a kept tensor that was modified later, raises PyTorch's error about an in-place operation.
+   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Operators declare
+   what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept
+   tensor that was modified later or unseen, raises PyTorch's error about an in-place operation. The hooks around the
+   recording may return the memory itself, or (a checkpoint) values that were modified unseen in the same way.
 7. Lifetimes. The recording ends with the forward pass. What autograd holds leads to values, never to the recording, and
    never to a tensor with a graph (`Kept` detaches it), because such a cycle through C++ is never freed. The recording
    holds tensors by weak references, and storages too, so that no other storage gets the same address meanwhile.
@@ -34,20 +36,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ..norms.bn_act import is_node, recompute_output
-from ..saved import Hooks, Kept, current_hooks
+from ..saved import Hooks, Kept, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .rules import FOLLOWED, NotFollowed, Rule, normalised, result_serves, saved_value
 from .values import KnownValues, Recipe, Saved, Value, laid_out
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
 _SYNCHRONISED = SyncBatchNorm._backward_cls
 
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
@@ -101,7 +101,7 @@ class Recording(TorchFunctionMode):
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         overwrites = may_overwrite(function, args, kwargs)
-        for tensor in overwritten(args, kwargs) if overwrites else ():
+        for tensor in overwritten(function, args, kwargs) if overwrites else ():
             if is_ordinary(tensor):
                 self.known.before_overwriting(tensor, self.outer)
         if not torch.is_grad_enabled() or not self._is_innermost():
@@ -247,11 +247,6 @@ class Recording(TorchFunctionMode):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
-    return type(tensor) in _PLAIN and torch._C._has_storage(tensor) and not tensor.is_inference()
 
 
 def value_by_node(recording: Recording, tensor: Tensor, node: Any) -> Value | None:

@@ -209,6 +209,13 @@ class KnownValues:
         self.dependents: dict[int, _Dependents] = {}  # by address of the storage
 
     def clear(self) -> None:
+        """The forward pass has ended. What was modified in it unseen, e.g. by another thread, is refused later.
+
+        Hooks around the recording, such as a checkpoint's, might give it back without a difference in versions.
+        """
+        for thing in (reference() for dependents in self.dependents.values() for reference in dependents.things):
+            if isinstance(thing, Value) and isinstance(thing.source, Kept) and thing.source.is_modified():
+                thing.source.spoil()
         self.entries.clear()
         self.dependents.clear()
 
@@ -246,6 +253,6 @@ class KnownValues:
         for thing in filter(None, (reference() for reference in dependents.things)):
             if isinstance(thing, Saved):
                 thing.overwritten = True
-            elif thing.lent and isinstance(thing.source, Kept):
+            elif thing.lent and isinstance(thing.source, Kept) and not thing.source.is_modified():
                 thing.source = Kept(thing.source.get().clone(), outer)
                 thing.storage = 0
