@@ -37,8 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..norms.bn_act import is_node, recompute_output
 from ..saved import Hooks, Kept, current_hooks, is_ordinary
@@ -72,9 +74,11 @@ class Recording(TorchFunctionMode):
         self.copy_parameters = copy_parameters
         self.outer: Hooks | None = None
         self.known = KnownValues()
+        self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
         self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
+        self.vectors: list[Tensor] = []  # that it has saved, and which are known to nobody else
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept by it, but not yet given to the outer hooks (rule 3)
 
     def __enter__(self) -> "Recording":
@@ -91,6 +95,7 @@ class Recording(TorchFunctionMode):
             super().__exit__(*error)
         self.hooks.__exit__(*error)
         self.known.clear()
+        self.made.clear()
         self.outer = None
         del self.hooks  # which refer to this recording
 
@@ -105,7 +110,9 @@ class Recording(TorchFunctionMode):
             if is_ordinary(tensor):
                 self.known.before_overwriting(tensor, self.outer)
         if not torch.is_grad_enabled() or not self._is_innermost():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._note_memory(function, args, kwargs, result)
+            return result
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
             target, version, before = args[0], args[0]._version, self.value_of(args[0])
@@ -120,6 +127,8 @@ class Recording(TorchFunctionMode):
                         self._follow(rule, args, kwargs, result, before)
                 elif not any(result is argument for argument in (*args, *kwargs.values())):
                     self._follow(rule, args, kwargs, result, None)
+            else:
+                self._note_memory(function, args, kwargs, result)
             for value, tensor in self.unsettled:
                 if isinstance(value.source, Kept):
                     value.source = Kept(tensor, self.outer)
@@ -128,6 +137,7 @@ class Recording(TorchFunctionMode):
             self.result_serves = False
             self.unsettled.clear()
             self.replaceable.clear()
+            self.vectors.clear()
         return result
 
     def _is_innermost(self) -> bool:
@@ -154,6 +164,7 @@ class Recording(TorchFunctionMode):
     def _pack(self, tensor: Tensor) -> Saved | Kept:
         """What autograd saves in place of a tensor."""
         if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
+            self.vectors.append(tensor)
             return Kept(tensor, None)  # the quick way, for the many vectors and parameters
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
@@ -206,7 +217,8 @@ class Recording(TorchFunctionMode):
             again = rule(find, args, kwargs, result)
         except NotFollowed:
             return
-        if sum(_bytes(tensor) for tensor in unkept if not tensor.is_leaf) > result.nbytes:
+        lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
+        if sum(min(_bytes(t), t.nbytes) if self._is_copied(t, result) else _bytes(t) for t in lent) > result.nbytes:
             return
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
@@ -229,9 +241,34 @@ class Recording(TorchFunctionMode):
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
-        if tensor.grad_fn is None and not tensor.requires_grad and _MUCH * _bytes(tensor) <= result.nbytes:
-            return Value(Kept(tensor.clone(), None))  # running statistics, say, change before the backward pass
-        return self.lend(tensor)
+        return Value(Kept(_copy(tensor), self.outer)) if self._is_copied(tensor, result) else self.lend(tensor)
+
+    def _is_copied(self, tensor: Tensor, result: Tensor) -> bool:
+        """Whether a recipe gets a copy of an argument (rule 4)."""
+        small = _MUCH * _bytes(tensor) <= result.nbytes
+        if tensor.requires_grad:
+            return small and tensor.is_leaf and not any(tensor is vector for vector in self.vectors)
+        return small or not self._is_own_memory(tensor)
+
+    def _note_memory(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    ) -> None:
+        """Note the memory of results without gradient, such as masks, if a call of this recording has made it."""
+        if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
+            return
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, Tensor) or tensor.requires_grad or not is_ordinary(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.made:
+                given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
+                if all(self._made(a) for a in given if a.untyped_storage()._cdata == storage._cdata):
+                    self.made[storage._cdata] = StorageWeakRef(storage)
+
+    def _is_own_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor without gradient is in memory that was made here. NumPy and others do not see it."""
+        storage = tensor.untyped_storage()
+        return storage._cdata in self.made and storage.resizable()
 
     def lend(self, tensor: Tensor) -> Value:
         """Keep a tensor for a recipe, if it has no value yet."""
@@ -247,6 +284,15 @@ class Recording(TorchFunctionMode):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy, which is expanded where the tensor is."""
+    tensor = tensor.detach()
+    if _bytes(tensor) >= tensor.nbytes:
+        return tensor.clone()
+    whole = tensor.as_strided((_bytes(tensor) // tensor.itemsize,), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def value_by_node(recording: Recording, tensor: Tensor, node: Any) -> Value | None:

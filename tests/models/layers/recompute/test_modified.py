@@ -11,11 +11,13 @@ from functools import cache, partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
+from models.layers.saved import kept_bytes
 
 ERROR = "modified by an inplace operation"
 
@@ -119,3 +121,68 @@ def test_writes_by_operators_are_seen_and_others_refused(write, around):
             return network(IMAGES)[1].square().sum()
 
     assert_right_or_refused(Joined((SEEN | UNSEEN)[write]), run, right=write in SEEN)
+
+
+def outside(fill: str) -> tuple[Tensor, Callable[[], object]]:
+    """Two images in memory that others may fill again, without a new version; and how they do it."""
+    if fill == "storage":
+        images = IMAGES[:, :2].clone()
+        return images, lambda: images.untyped_storage().fill_(63)
+    array = IMAGES[:, :2].numpy().copy()
+    return (torch.from_dlpack if fill == "dlpack" else torch.from_numpy)(array), lambda: array.fill(5.0)
+
+
+class Reads(nn.Module):
+    """Reads images and a list of numbers for each pixel, which autograd does not keep; `how` makes them meet."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.first, self.last, self.how = nn.Conv2d(3, 4, 1), nn.Conv2d(6, 2, 1), how
+
+    def forward(self, x: Tensor, images: Tensor) -> Tensor:
+        f = F.silu(self.first(x))
+        if self.how == "joined":
+            y = torch.cat([f, images], 1)
+        elif self.how == "slice joined":
+            y = torch.cat([f, images[:, :1].expand(-1, 2, -1, -1)], 1)
+        elif self.how == "joined with what was made of it":
+            with torch.no_grad():
+                cosines = images.cos()
+            y = torch.cat([f, cosines], 1)
+        elif self.how == "upsampled":
+            y = torch.cat([f, F.interpolate(images, scale_factor=2.0)[..., ::2, ::2]], 1)
+        else:  # a sum with few values
+            y = F.silu(torch.cat([f, f[:, :2]], 1) + images[:1, :1, :1, :1])
+        return self.last(y)
+
+
+@pytest.mark.parametrize("fill", ["numpy", "dlpack", "storage"])
+@pytest.mark.parametrize("how", ["joined", "slice joined", "joined with what was made of it", "upsampled", "sum"])
+def test_memory_of_others_may_be_filled_again_before_the_backward_pass(how, fill):
+    def run(network: nn.Module) -> Tensor:
+        images, fill_again = outside(fill)
+        output = network(IMAGES, images)
+        fill_again()
+        return output.square().sum()
+
+    assert_right_or_refused(Reads(how), run, right=True)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
+def test_an_optimiser_may_change_what_the_backward_pass_of_a_plain_norm_does_not_read(norm):
+    """As with two losses and a step in between. The bias is copied; and a weight that autograd repeats first."""
+    plain = nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+    def run(network: nn.Module) -> Tensor:
+        loss = network(images).square().sum()
+        with torch.no_grad():
+            network[1].bias.add_(1)
+        return loss
+
+    images = IMAGES.repeat(1, 1, 4, 4)
+    assert_right_or_refused(plain, run, right=True)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    kept = [kept_bytes(network, lambda n=network: run(n), [images]) for network in (plain, prepared)]
+    assert (
+        kept[0] - kept[1] == 2 * 4 * 16 * 16 * 4 - (2 if isinstance(norm, nn.InstanceNorm2d) else 1) * norm.bias.nbytes
+    )

@@ -155,12 +155,11 @@ def test_the_images_and_the_input_of_the_norm_are_kept_and_nothing_else():
         assert values_kept(*block(norm, activation)()) == [392, *more, 486], (norm, activation)
 
 
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_a_parameter_that_changes_before_the_backward_pass_raises(name):
+def test_a_weight_that_changes_before_the_backward_pass_raises():
     network = recompute_activations(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 3, 1)))
     loss = network(torch.randn(2, 3, 4, 4, requires_grad=True)).sum()
     with torch.no_grad():
-        getattr(network[0], name).add_(1)
+        network[0].weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
