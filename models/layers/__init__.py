@@ -10,7 +10,7 @@ from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
-from .recompute.network import recompute_activations
+from .recompute.network import recompute_activations, recomputing, undo
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
@@ -30,6 +30,8 @@ __all__ = [
     "is_invertible_module",
     "layer_health",
     "recompute_activations",
+    "recomputing",
     "renew_statistics",
     "run_reversibly",
+    "undo",
 ]

@@ -22,9 +22,11 @@ The rules, which this folder keeps together:
    what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept
    tensor that was modified later or unseen, raises PyTorch's error about an in-place operation. The hooks around the
    recording may return the memory itself, or (a checkpoint) values that were modified unseen in the same way.
-7. Lifetimes. The recording ends with the forward pass. What autograd holds leads to values, never to the recording, and
-   never to a tensor with a graph (`Kept` detaches it), because such a cycle through C++ is never freed. The recording
-   holds tensors by weak references, and storages too, so that no other storage gets the same address meanwhile.
+7. Lifetimes. The recording ends with the forward pass. If Ctrl-C has ended that, the next call of a function frees what
+   it holds and ends its hooks; the mode then does nothing until the next forward pass takes it off. What autograd holds
+   leads to values, never to what the recording holds, and never to a tensor with a graph (`Kept` detaches it), as a
+   cycle through C++ is never freed. The recording holds tensors by weak references, and storages too, so that no other
+   storage gets the same address meanwhile.
 8. What may never happen: a gradient that differs from autograd's. A function that draws random numbers is not called
    again (dropout keeps its mask), running statistics do not move twice, and tensors without versions are kept as they
    are. Inside other saved-tensor hooks, such as a checkpoint's, no call is followed. In doubt a tensor is kept.
@@ -32,25 +34,23 @@ The rules, which this folder keeps together:
 
 from collections.abc import Callable, Sequence
 from operator import methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules._functions import SyncBatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
-from ..norms.bn_act import is_node, recompute_output
 from ..saved import Hooks, Kept, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
-from .rules import FOLLOWED, NotFollowed, Rule, normalised, result_serves, saved_value
-from .values import KnownValues, Recipe, Saved, Value, laid_out
+from .nodes import value_by_node
+from .rules import FOLLOWED, NotFollowed, Rule, result_serves
+from .values import KnownValues, Recipe, Saved, Value
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
-
-_SYNCHRONISED = SyncBatchNorm._backward_cls
 
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
@@ -63,15 +63,24 @@ class Recording(TorchFunctionMode):
         copy_parameters: copy the parameters that recipes read, because FSDP frees the gathered ones after each use.
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
             may be other tensors.
+        frame: of the call that leaves this context, unless Ctrl-C ends it.
     """
 
     def __init__(
-        self, *, checkpointed_only: bool = False, copy_parameters: bool = False, inputs: Sequence[Tensor] = ()
+        self,
+        *,
+        checkpointed_only: bool = False,
+        copy_parameters: bool = False,
+        inputs: Sequence[Tensor] = (),
+        frame: FrameType | None = None,
     ):
         super().__init__()
         self.outside = {tensor.untyped_storage()._cdata for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
+        self.frame = frame
+        self.abandoned = False
+        self.hooks: saved_tensors_hooks | None = None
         self.outer: Hooks | None = None
         self.known = KnownValues()
         self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
@@ -93,17 +102,42 @@ class Recording(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         if not self.checkpointed_only:
             super().__exit__(*error)
-        self.hooks.__exit__(*error)
+        self._end_hooks()
+        self._forget()
+
+    def _end_hooks(self) -> None:
+        assert self.hooks is not None
+        self.hooks.__exit__()
+        self.hooks = None  # which refer to this recording
+
+    def _forget(self) -> None:
         self.known.clear()
         self.made.clear()
-        self.outer = None
-        del self.hooks  # which refer to this recording
+        self.outer = self.frame = None
+
+    def is_abandoned(self) -> bool:
+        """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
+        if self.frame is not None and not is_running(self.frame):
+            self.abandoned = True
+            self._forget()
+        if self.abandoned and self._is_innermost():
+            self._end_hooks()
+        return self.abandoned
+
+    def leave_abandoned(self) -> bool:
+        """Take the rest of an abandoned recording off; False if another context has been entered on top of it."""
+        covered = not self.checkpointed_only and _get_current_function_mode() is not self
+        if not self.is_abandoned() or self.hooks is not None or covered:
+            return False
+        if not self.checkpointed_only:
+            super().__exit__(None, None, None)
+        return True
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
         overwrites = may_overwrite(function, args, kwargs)
         for tensor in overwritten(function, args, kwargs) if overwrites else ():
@@ -143,7 +177,7 @@ class Recording(TorchFunctionMode):
     def _is_innermost(self) -> bool:
         """Whether our saved-tensor hooks are the innermost: no others, such as a checkpoint's, were set inside."""
         hooks = current_hooks()
-        return hooks is not None and hooks[0] is self.hooks.pack_hook
+        return hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
@@ -163,6 +197,8 @@ class Recording(TorchFunctionMode):
 
     def _pack(self, tensor: Tensor) -> Saved | Kept:
         """What autograd saves in place of a tensor."""
+        if self.checkpointed_only and self.is_abandoned():
+            return Kept(tensor, None)
         if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
             self.vectors.append(tensor)
             return Kept(tensor, None)  # the quick way, for the many vectors and parameters
@@ -282,6 +318,15 @@ class Recording(TorchFunctionMode):
         return value
 
 
+def is_running(frame: FrameType) -> bool:
+    """Whether a call has not ended yet. If it has, the variables that an exception's traceback holds are freed."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
@@ -293,80 +338,3 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.clone()
     whole = tensor.as_strided((_bytes(tensor) // tensor.itemsize,), (1,), 0)
     return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def value_by_node(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """Recover a tensor's value from its autograd node (views, casts, SyncBatchNorm)."""
-    if tensor._is_view():
-        return _of_view(recording, tensor)
-    if is_node(node):
-        if node.strategy.recompute_output and tensor._version == node.output_version:
-            return Value(Recipe(recompute_output, (node,), tensor))  # the node also holds the result while it is read
-    elif tensor._version:
-        return None
-    elif type(node) is _SYNCHRONISED:
-        return _of_synchronised_norm(recording, tensor, node)
-    elif recording.arguments:
-        name = type(node).__name__
-        if name in ("ToCopyBackward0", "CloneBackward0"):
-            return _of_copied_argument(recording, tensor, node)
-        if name == "UnsafeViewBackward0":
-            return _of_reshaped_argument(recording, tensor, node)
-    return None
-
-
-def _of_view(recording: Recording, tensor: Tensor) -> Value | None:
-    base = tensor._base
-    if base is None or not is_ordinary(base) or tensor.dtype != base.dtype:
-        return None
-    if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
-        return None
-    if (value := recording.value_of(base)) is None:
-        return None
-    offset = tensor.storage_offset() - base.storage_offset()
-    return Value(Recipe(_view, (value, base.stride(), tensor.shape, tensor.stride(), offset), tensor))
-
-
-def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The same view of a tensor that was computed again, perhaps with other strides."""
-    base = laid_out(base, strides)
-    return base.as_strided(shape, stride, base.storage_offset() + offset)
-
-
-def _of_synchronised_norm(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
-    x, weight, mean, invstd, *_ = (saved_value(saved) for saved in node._raw_saved_tensors)
-    bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
-    if bias is None:
-        return None
-    return Value(Recipe(normalised, (x, mean, invstd, weight, recording.lend(bias)), tensor, fresh=True))
-
-
-def _of_copied_argument(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
-    argument = _argument_copied_by(recording, node)
-    if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
-        return None
-    value = recording.value_of(argument)
-    if argument.dtype == tensor.dtype:
-        return value or recording.known.remember(argument, recording.keep(tensor))
-    return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
-
-
-def _of_reshaped_argument(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
-    copy = node.next_functions[0][0]
-    argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
-    if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
-        return None
-    value = recording.value_of(argument)
-    return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
-
-
-def _argument_copied_by(recording: Recording, node: Any) -> Tensor | None:
-    """The argument of the running call that is a node's input."""
-    source, number = node.next_functions[0]
-    for argument in recording.arguments:
-        if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
-            return argument
-    return None
