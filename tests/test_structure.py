@@ -30,6 +30,7 @@ LAYERS_IMPORT |= {
     "operator",
     "random",
     "sys",
+    "types",
     "threading",
     "typing",
     "warnings",

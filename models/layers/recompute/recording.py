@@ -267,6 +267,22 @@ class Recording(TorchFunctionMode):
             own.become(recipe)
         for saved in self.replaceable:
             saved.read_instead(own)
+        self._follow_base(result, own)
+
+    def _follow_base(self, result: Tensor, own: Value) -> None:
+        """Some functions, such as `F.instance_norm`, return a view of all that they make: other views follow from it."""
+        base = result._base
+        if base is None or base.numel() != result.numel() or base.dtype != result.dtype or not self._made(base):
+            return
+        if not (base.is_contiguous() and result.is_contiguous()):
+            return
+        if own.reads_storage(base.untyped_storage()._cdata):  # a view of an argument
+            return
+        recipe, value = Recipe(Tensor.view, (own, base.shape), base), self.known.find(base)
+        if value is None:
+            self.known.remember(base, Value(recipe))
+        elif isinstance(value.source, Kept):
+            value.become(recipe)
 
     def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""

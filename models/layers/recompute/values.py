@@ -48,11 +48,13 @@ class Value:
                 value.remove_reader()
 
     def become(self, recipe: "Recipe") -> None:
-        """Forget the tensor: from now on a recipe computes it."""
-        self.source = recipe
+        """Forget the tensor, or another recipe: from now on this recipe computes it."""
+        before, self.source = self.source, recipe
         if self.readers:
             for value in recipe.inputs():
                 value.add_reader()
+            for value in before.inputs() if isinstance(before, Recipe) else ():
+                value.remove_reader()
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in a storage (given by its address), or computed from a value that is."""
