@@ -11,6 +11,9 @@ The rules, which this folder keeps together:
 3. Who keeps. A saved tensor without a value is kept (`keep`). If its call then turns out to have a rule (`FOLLOWED` in
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
+   Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
+   shape and strides are kept (`Form`). Of a result of ReLU that nobody else reads, when its tensor is gone or the
+   recording ends, one bit per value (`Signs`); until then it is not given to outer hooks either.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
    `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
@@ -32,6 +35,7 @@ The rules, which this folder keeps together:
    are. Inside other saved-tensor hooks, such as a checkpoint's, no call is followed. In doubt a tensor is kept.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import methodcaller
 from types import FrameType
@@ -47,8 +51,8 @@ from torch.utils._pytree import tree_leaves
 from ..saved import Hooks, Kept, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
-from .rules import FOLLOWED, NotFollowed, Rule, result_serves
-from .values import KnownValues, Recipe, Saved, Value
+from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
+from .values import Form, KnownValues, Recipe, Saved, Value
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -85,6 +89,8 @@ class Recording(TorchFunctionMode):
         self.known = KnownValues()
         self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
+        self.reads_signs = False  # its gradient reads only which values of its result are positive
+        self.reads_form = False  # its gradient reads no values of its input
         self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
         self.vectors: list[Tensor] = []  # that it has saved, and which are known to nobody else
@@ -111,6 +117,7 @@ class Recording(TorchFunctionMode):
         self.hooks = None  # which refer to this recording
 
     def _forget(self) -> None:
+        self.known.settle([reference() for reference in self.known.signs], self.outer)
         self.known.clear()
         self.made.clear()
         self.outer = self.frame = None
@@ -152,6 +159,9 @@ class Recording(TorchFunctionMode):
             target, version, before = args[0], args[0]._version, self.value_of(args[0])
         self.arguments = (*args, *kwargs.values())
         self.result_serves = result_serves(function, args, kwargs)
+        self.reads_signs = function in RELUS
+        self.reads_form = reads_only_form(function, args, kwargs)
+        self.known.settle(self.known.gone, self.outer)
         try:
             result = function(*args, **kwargs)
             rule = FOLLOWED.get(function)
@@ -164,11 +174,11 @@ class Recording(TorchFunctionMode):
             else:
                 self._note_memory(function, args, kwargs, result)
             for value, tensor in self.unsettled:
-                if isinstance(value.source, Kept):
+                if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
         finally:
             self.arguments = ()
-            self.result_serves = False
+            self.result_serves = self.reads_signs = self.reads_form = False
             self.unsettled.clear()
             self.replaceable.clear()
             self.vectors.clear()
@@ -195,7 +205,7 @@ class Recording(TorchFunctionMode):
             return False
         return not self.outside or tensor.untyped_storage()._cdata not in self.outside
 
-    def _pack(self, tensor: Tensor) -> Saved | Kept:
+    def _pack(self, tensor: Tensor) -> Saved | Kept | Form:
         """What autograd saves in place of a tensor."""
         if self.checkpointed_only and self.is_abandoned():
             return Kept(tensor, None)
@@ -204,6 +214,8 @@ class Recording(TorchFunctionMode):
             return Kept(tensor, None)  # the quick way, for the many vectors and parameters
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
+        if self.reads_form and tensor.requires_grad:
+            return Form(tensor)
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
@@ -213,6 +225,9 @@ class Recording(TorchFunctionMode):
         self.known.depends_on_memory(saved, tensor)
         if self.result_serves and isinstance(saved.value.source, Recipe):
             self.replaceable.append(saved)
+        if self.reads_signs:
+            saved.value.sign_readers += 1
+            self.known.signs.append(weakref.ref(saved.value))
         return saved
 
     def keep(self, tensor: Tensor) -> Value:
@@ -270,7 +285,7 @@ class Recording(TorchFunctionMode):
         self._follow_base(result, own)
 
     def _follow_base(self, result: Tensor, own: Value) -> None:
-        """Some functions, such as `F.instance_norm`, return a view of all that they make: other views follow from it."""
+        """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
         base = result._base
         if base is None or base.numel() != result.numel() or base.dtype != result.dtype or not self._made(base):
             return

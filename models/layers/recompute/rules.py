@@ -45,6 +45,10 @@ Vector = Tensor | None
 FOLLOWED: dict[Function, Rule] = {}
 
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
+_CONVOLUTIONS = frozenset(
+    getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
+)
+RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])  # read their result for its signs
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
@@ -59,6 +63,17 @@ def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, A
         bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
         return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)  # exact in every dtype
     return False
+
+
+def reads_only_form(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
+    if function in _CONVOLUTIONS:
+        return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
+    if function is not F.batch_norm:
+        return False
+    given = _named(function, args, kwargs)
+    trained = any(vector is not None and vector.requires_grad for vector in map(given.get, ("weight", "bias")))
+    return not (given.get("training", False) or trained)
 
 
 def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
@@ -213,7 +228,7 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
 def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
     """x * mask * a + b, where b is of two values: one where x was dropped, and one elsewhere."""
     node: Any = result.grad_fn
-    product = node.next_functions[0][0] if type(node).__name__ == "AddBackward0" else None
+    product: Any = node.next_functions[0][0] if type(node).__name__ == "AddBackward0" else None
     if type(product).__name__ != "MulBackward0":
         raise NotFollowed
     given = dict(zip(("input", "p"), args, strict=False)) | kwargs
@@ -243,7 +258,7 @@ _made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
 _register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
 _register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
 _register(_activation, F.threshold)
-_register(_activation, F.relu_, torch.relu, Tensor.relu, Tensor.relu_, like=F.relu)
+_register(_activation, *RELUS, like=F.relu)
 for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
     _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
 _register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)

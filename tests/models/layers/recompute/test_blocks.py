@@ -1,14 +1,20 @@
 """Blocks that people train, written by hand: what they keep, in values, and gradients equal to the bit."""
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from models.layers import recompute_activations
-from models.layers.saved import saved_for_backward
+from models.layers.saved import kept_bytes, saved_for_backward
 
 C, TOKENS = 4, (2, 16, 8)  # channels; (N, sequence, values)
 VOLUMES = (2, C, 4, 4, 4)
@@ -94,3 +100,77 @@ def test_blocks(name):
         results.append([loss, *torch.autograd.grad(loss_of(network), list(network.parameters()))])
     assert all(map(torch.equal, *results))
     assert kept == [ours, theirs]
+
+
+def chain(norm: bool, inplace: bool = False) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), nn.ReLU(inplace)]
+    return nn.Sequential(*layers)
+
+
+def held_bytes(forward: Callable[[], object]) -> int:
+    """Bytes of the memory that a forward pass makes and that is held while its result is."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+            return result
+
+    made: dict[int, tuple[StorageWeakRef, int]] = {}
+    with Made():
+        result = forward()
+    total = sum(size for storage, size in made.values() if not storage.expired())
+    del result
+    return total
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu])
+@pytest.mark.parametrize("norm, inplace", [(False, False), (False, True), (True, False), (True, True)])
+def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
+    """A convolution's gradient of its input needs none of its values; ReLU needs signs. The first layer learns."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace).eval().requires_grad_(False)).to(
+        memory_format=layout
+    )
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 15, 15).contiguous(memory_format=layout)
+
+    def loss_of(network: nn.Module) -> Tensor:
+        return network(x).sum()
+
+    results = []
+    for network in (prepared, plain):
+        with hooks():
+            loss = loss_of(network)
+        results.append(torch.autograd.grad(loss, list(network[0].parameters())))
+    assert all(map(torch.equal, *results))
+    values = 2 * C * 15 * 15
+    kept = [kept_bytes(n, lambda n=n: loss_of(n), [x]) for n in (prepared, plain)]
+    statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
+    assert kept == [6 * values // 8 + statistics, (13 if norm else 7) * values * 4 + statistics]
+    assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
+
+
+def test_signs_are_kept_only_where_nobody_reads_values():
+    """NaN passes gradients; a trained layer, a hook or a sum of results reads values."""
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU(), nn.Conv2d(C, C, 1), nn.ReLU(), nn.Flatten(), nn.Softmax(1))
+    plain[2].weight.requires_grad_(False)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 8, 8)
+    x[0, :, 0, 0] = torch.nan
+    for other in (
+        lambda network: network(x).sum(),
+        lambda network: network[3](network[2](network[0](x))).square().sum(),
+    ):
+        results = []
+        for network in (prepared, plain):
+            trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+            results.append(torch.autograd.grad(other(network), trained))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
