@@ -10,7 +10,7 @@ from .norms.checkpointed_abn import CheckpointedABN
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
-from .recompute.network import recompute_activations, recomputing, undo
+from .recompute.network import recompute_activations, recomputing, report, undo
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
@@ -32,6 +32,7 @@ __all__ = [
     "recompute_activations",
     "recomputing",
     "renew_statistics",
+    "report",
     "run_reversibly",
     "undo",
 ]

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from ..reversible.couplings import Coupling
 from ..saved import current_hooks, hooks_are_allowed
 from .recording import Recording, is_running
+from .report import KeptTensor, Report, summary
 
 
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
@@ -57,6 +58,19 @@ def undo(network: nn.Module) -> nn.Module:
     return network
 
 
+def report(network: nn.Module) -> Report:
+    """What the last forward pass of a prepared network kept: call it after a training step, and print the result.
+
+    ValueError if the network is not prepared, or has not run with gradients yet.
+    """
+    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
+    if not hooks or hooks[0].kept is None:
+        raise ValueError(
+            "there is nothing to report: call recompute_activations(network), then the network itself with gradients"
+        )
+    return summary(hooks[0].kept, network)
+
+
 @contextmanager
 def recomputing() -> Iterator[None]:
     """Context in which cheap activations are not kept, for code that is no `nn.Module`. See `recompute_activations`.
@@ -76,11 +90,15 @@ def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
 def _take_off(module: nn.Module) -> None:
     """Remove our hooks from a module."""
     for registered in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in registered.items() if isinstance(getattr(hook, "__self__", None), _Hooks)]:
+        for key in [key for key, hook in registered.items() if _is_ours(hook)]:
             del registered[key]
             for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
                 options.pop(key, None)
     module.__dict__.pop(_PREPARES_SCRIPT, None)
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
@@ -109,6 +127,10 @@ class _Hooks:
 
     def __init__(self, checkpointed_only: bool):
         self.checkpointed_only = checkpointed_only
+        self.kept: list[KeptTensor] | None = None  # by the last forward pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"checkpointed_only": self.checkpointed_only, "kept": None}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -133,6 +155,7 @@ class _Hooks:
             recording = _open.passes.pop().recording
             if recording is not None:
                 recording.__exit__(None, None, None)
+                self.kept = recording.kept
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

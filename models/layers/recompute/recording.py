@@ -51,6 +51,7 @@ from torch.utils._pytree import tree_leaves
 from ..saved import Hooks, Kept, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
+from .report import KeptTensor, Log
 from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
 from .values import Form, KnownValues, Recipe, Saved, Value
 
@@ -87,6 +88,9 @@ class Recording(TorchFunctionMode):
         self.hooks: saved_tensors_hooks | None = None
         self.outer: Hooks | None = None
         self.known = KnownValues()
+        self.log = Log()
+        self.kept: list[KeptTensor] = []  # at the end
+        self.function: Callable[..., Any] | None = None  # that is running
         self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
         self.reads_signs = False  # its gradient reads only which values of its result are positive
@@ -119,6 +123,8 @@ class Recording(TorchFunctionMode):
     def _forget(self) -> None:
         self.known.settle([reference() for reference in self.known.signs], self.outer)
         self.known.clear()
+        self.kept = self.log.kept()
+        self.log = Log()
         self.made.clear()
         self.outer = self.frame = None
 
@@ -158,6 +164,8 @@ class Recording(TorchFunctionMode):
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
             target, version, before = args[0], args[0]._version, self.value_of(args[0])
         self.arguments = (*args, *kwargs.values())
+        self.function = function
+        self.log.call(self.arguments)
         self.result_serves = result_serves(function, args, kwargs)
         self.reads_signs = function in RELUS
         self.reads_form = reads_only_form(function, args, kwargs)
@@ -177,7 +185,7 @@ class Recording(TorchFunctionMode):
                 if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
         finally:
-            self.arguments = ()
+            self.arguments, self.function = (), None
             self.result_serves = self.reads_signs = self.reads_form = False
             self.unsettled.clear()
             self.replaceable.clear()
@@ -239,6 +247,7 @@ class Recording(TorchFunctionMode):
             else:
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
+        self.log.keep(value, tensor, self.function)
         return self.known.remember(tensor, value)
 
     def _follow(

@@ -123,6 +123,10 @@ class Signs:
             positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
             self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
 
+    @property
+    def bytes(self) -> int:
+        return -(-self.form.shape.numel() // 8)
+
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
         with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from models.blocks import IdentityResidualBlock
-from models.layers import CheckpointedABN, InPlaceABN, recompute_activations, recomputing, undo
+from models.layers import CheckpointedABN, InPlaceABN, recompute_activations, recomputing, report, undo
 from models.layers.recompute.recording import Recording
 from models.layers.saved import current_hooks, kept_bytes
 from tests.norms import CHECKPOINTED, STRATEGIES
@@ -302,6 +302,28 @@ def test_undone_traced_scripted_and_compiled_before():
     assert kept_bytes(prepared, lambda: loss_of(undo(prepared), x), [x]) == kept[0] > kept[1]
     assert prepared.__dict__.keys() == plain.__dict__.keys()
     assert_same(gradients(prepared, x), gradients(plain, x))
+
+
+def test_a_report_says_what_is_kept_and_where(networks):
+    """By the operations whose results are not computed again; the bytes are all that autograd holds but vectors."""
+    prepared, _ = networks
+    with pytest.raises(ValueError, match="nothing to report"):
+        report(prepared)
+    loss_of(prepared, IMAGES).backward()
+    found = report(prepared)
+    values = 2 * 4 * 8 * 8 * 8  # bytes of each of the others
+    assert found.lines[0] == (IMAGES.nbytes, 1, "input", "conv2d", "0")
+    assert set(found.lines[1:6]) == {
+        (values, 1, "Convolution", "batch_norm", "1.norm1"),
+        (values, 1, "Convolution", "group_norm", "1.norm2"),
+        (values, 1, "Add", "batch_norm", "2.norm1"),
+        (values, 1, "Convolution", "group_norm", "2.norm2"),
+        (values, 1, "Add", "conv2d", "3"),
+    }
+    assert str(found).splitlines()[-1].startswith(f"{found.bytes:,}")
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(prepared, IMAGES).backward()
+    assert report(prepared) == found
 
 
 def test_code_that_is_no_module(networks):
