@@ -32,6 +32,7 @@ LAYERS_IMPORT |= {
     "operator",
     "random",
     "sys",
+    "types",
     "threading",
     "typing",
     "warnings",

@@ -17,7 +17,7 @@ from .norms.functional import inplace_abn, inplace_abn_sync
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
-from .recompute.network import recompute_activations
+from .recompute.network import recompute_activations, recomputing, report, undo
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
@@ -40,9 +40,12 @@ __all__ = [
     "is_invertible_module",
     "layer_health",
     "recompute_activations",
+    "recomputing",
     "renew_statistics",
+    "report",
     "run_reversibly",
     "stand_in_for_inplace_abn",
     "to_inplace",
     "to_standard",
+    "undo",
 ]

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -23,37 +25,76 @@ def hooks_are_allowed() -> bool:
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
 
 
-class Kept:
-    """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place."""
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
 
-    __slots__ = ("hooks", "name", "packed", "version")
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
+    return type(tensor) in _PLAIN and torch._C._has_storage(tensor) and not tensor.is_inference()
+
+
+class Kept:
+    """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
+
+    Autograd checks no versions under hooks. Here a tensor that they give back is checked if it shares the memory of the
+    original, as with `save_on_cpu` on a CPU.
+    """
+
+    __slots__ = ("counter", "hooks", "name", "packed", "shape", "spoilt", "storage", "version")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
+        self.version = tensor._version
+        if tensor.grad_fn is not None:  # with its graph, an operation's own output would keep itself alive
+            tensor = tensor.detach()
         self.hooks = hooks
         self.name = name
+        self.shape = tensor.shape
+        self.packed: Any = tensor
+        self.counter: Tensor | None = tensor  # has the memory's version
+        self.storage: StorageWeakRef | None = None
+        self.spoilt = False  # packed too late or again, from modified memory
         if hooks is not None:
-            self.packed: Any = hooks[0](tensor)
-        elif tensor.grad_fn is None:
-            self.packed = tensor
-        else:  # with its graph, an operation's own output would keep itself alive
-            self.packed = tensor.detach()
-        self.version = tensor._version
+            with torch.no_grad():
+                self.packed = hooks[0](tensor)
+            self.counter = None
+            if is_ordinary(tensor):
+                self.counter = tensor.detach()
+                self.counter.data = tensor.new_empty(0)  # keeps the version, but not the memory
+                self.storage = StorageWeakRef(tensor.untyped_storage())
+
+    def is_modified(self) -> bool:
+        """Whether the memory was modified since."""
+        return self.counter is not None and self.counter._version != self.version
+
+    def spoil(self) -> None:
+        """Refuse the tensor from now on."""
+        self.spoilt = True
 
     def get(self) -> Tensor:
-        """The tensor. RuntimeError if it was modified in place, which autograd does not check under hooks."""
-        if self.hooks:
-            return self.hooks[1](self.packed)
-        check_version(self.packed, self.version, self.name)
-        return self.packed
+        """The tensor. RuntimeError if it was modified in place."""
+        tensor = self.packed if self.hooks is None else self.hooks[1](self.packed)
+        if self.spoilt or (self.is_modified() and (self.hooks is None or self._is_same_memory(tensor))):
+            assert self.counter is not None
+            raise _modified(self.name, self.shape, self.counter._version, self.version)
+        return tensor
+
+    def _is_same_memory(self, tensor: Tensor) -> bool:
+        if self.storage is None or not is_ordinary(tensor):
+            return False
+        return tensor.untyped_storage()._cdata == self.storage.cdata
 
 
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
     """Raise RuntimeError if a tensor was modified in place since it had this version. `name` begins the message."""
     if tensor._version != version:
-        raise RuntimeError(
-            f"{name} of shape {tuple(tensor.shape)} needed for the gradient was modified by an inplace operation: it "
-            f"is at version {tensor._version}, expected version {version}"
-        )
+        raise _modified(name, tensor.shape, tensor._version, version)
+
+
+def _modified(name: str, shape: torch.Size, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        f"{name} of shape {tuple(shape)} needed for the gradient was modified by an inplace operation: it is at "
+        f"version {found}, expected version {expected}"
+    )
 
 
 class _Packed:

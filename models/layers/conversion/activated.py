@@ -41,6 +41,18 @@ class Activated:
         raise RuntimeError(f"{_ELSEWHERE} to a comparison: {_FIX}")
 
 
+def _refuses(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: Activated, *others: object) -> NoReturn:
+        raise RuntimeError(f"{_ELSEWHERE} to code that applies {operation} to it: {_FIX}")
+
+    return refuse
+
+
+_OPERATIONS = "getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
+for _name in _OPERATIONS.split():
+    setattr(Activated, f"__{_name}__", _refuses(f"__{_name}__"))
+
+
 # FSDP2 looks for the tensors in a module's output: in dataclasses, or else in such nodes.
 pytree.register_pytree_node(
     Activated,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves
 
 _OPERATORS = frozenset(
@@ -22,9 +23,14 @@ INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
 
 
 def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell."""
+    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell.
+
+    Operators (`torch.ops`) declare all that they write over.
+    """
     if (position := INPLACE.get(function)) is not None:
         return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return bool(_written(function))
     return kwargs.get("out") is not None or _writes(getattr(function, "__name__", ""))
 
 
@@ -35,10 +41,26 @@ def _writes(name: str) -> bool:
     return name.endswith("_") and name not in _OF_METADATA
 
 
-def overwritten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+@cache
+def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes over, in any of its overloads."""
+    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+    return frozenset(
+        (position, argument.name)
+        for overload in overloads
+        for position, argument in enumerate(overload._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that such a call may write over."""
-    first = args[0] if args else kwargs.get("input")
-    out = kwargs.get("out")
-    if isinstance(first, Tensor) and out is None:
-        return [first]
-    return [tensor for tensor in tree_leaves((first, out)) if isinstance(tensor, Tensor)]
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        written = _written(function)
+        found: Any = [args[position] for position, _ in written if position < len(args)]
+        found += [kwargs[name] for _, name in written if name in kwargs]
+    else:
+        first = args[0] if args else kwargs.get("input")
+        out = kwargs.get("out")
+        found = first if isinstance(first, Tensor) and out is None else (first, out)
+    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, Tensor)]

@@ -3,7 +3,10 @@
 import sys
 import threading
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..reversible.couplings import Coupling
 from ..saved import current_hooks, hooks_are_allowed
-from .recording import Recording
+from .recording import Recording, is_running
+from .report import KeptTensor, Report, summary
 
 
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
@@ -35,22 +39,84 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
             well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
     """
-    couplings = [module for module in network.modules() if isinstance(module, Coupling)]
-    for module in [network, *(branch for coupling in couplings for branch in coupling.children())]:
-        for registered in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in registered.items() if _is_ours(hook)]:
-                del registered[key]
+    if isinstance(network, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())):
+        _say_that_the_compiler_decides(None)
+        return network
+    for module in _recorded_by_themselves(network):
+        _take_off(module)
         hooks = _Hooks(checkpointed_only)
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
+        module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
     return network
 
 
+def undo(network: nn.Module) -> nn.Module:
+    """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
+    for module in network.modules():
+        _take_off(module)
+    return network
+
+
+def report(network: nn.Module) -> Report:
+    """What the last forward pass of a prepared network kept: call it after a training step, and print the result.
+
+    ValueError if the network is not prepared, or has not run with gradients yet.
+    """
+    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
+    if not hooks or hooks[0].kept is None:
+        raise ValueError(
+            "there is nothing to report: call recompute_activations(network), then the network itself with gradients"
+        )
+    return summary(hooks[0].kept, network)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Context in which cheap activations are not kept, for code that is no `nn.Module`. See `recompute_activations`.
+
+    It does nothing where gradients are not recorded, or inside a prepared network's forward pass.
+    """
+    _drop_abandoned()
+    with Recording() if _can_record() else nullcontext():
+        yield
+
+
+def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
+    couplings = [module for module in network.modules() if isinstance(module, Coupling)]
+    return [network, *(branch for coupling in couplings for branch in coupling.children())]
+
+
+def _take_off(module: nn.Module) -> None:
+    """Remove our hooks from a module."""
+    for registered in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in registered.items() if _is_ours(hook)]:
+            del registered[key]
+            for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                options.pop(key, None)
+    module.__dict__.pop(_PREPARES_SCRIPT, None)
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _Hooks)
+
+
+_PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a prepared module. `frame`: of the call that runs it."""
+
+    module: nn.Module
+    recording: Recording | None  # None: it needs none
+    frame: FrameType
+
+
 class _Open(threading.local):
-    """The forward passes that run in a thread, innermost last; None for a pass that needs no recording."""
+    """The forward passes that run in a thread, innermost last."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[nn.Module, Recording | None]] = []
+        self.passes: list[_Pass] = []
 
 
 _open = _Open()
@@ -61,6 +127,10 @@ class _Hooks:
 
     def __init__(self, checkpointed_only: bool):
         self.checkpointed_only = checkpointed_only
+        self.kept: list[KeptTensor] | None = None  # by the last forward pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"checkpointed_only": self.checkpointed_only, "kept": None}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -69,22 +139,44 @@ class _Hooks:
 
                 comptime(_say_that_the_compiler_decides)
             return
-        recording = None
-        if torch.is_grad_enabled() and hooks_are_allowed() and not _is_recorded():
+        _drop_abandoned()
+        recording, frame = None, sys._getframe(1)
+        if _can_record():
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            recording = Recording(
-                checkpointed_only=self.checkpointed_only, copy_parameters=_is_sharded(module), inputs=inputs
-            )
+            only, copied = self.checkpointed_only, _is_sharded(module)
+            recording = Recording(checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame)
             recording.__enter__()
-        _open.passes.append((module, recording))
+        _open.passes.append(_Pass(module, recording, frame))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if torch.compiler.is_compiling():
             return
-        if _open.passes and _open.passes[-1][0] is module:  # not if an earlier hook raised
-            _, recording = _open.passes.pop()
+        if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
+            recording = _open.passes.pop().recording
             if recording is not None:
                 recording.__exit__(None, None, None)
+                self.kept = recording.kept
+
+    def refuse_script(self) -> NoReturn:
+        raise RuntimeError(
+            "torch.jit.script cannot read the hooks of recompute_activations: call models.layers.undo(network) before, "
+            "or use torch.jit.trace"
+        )
+
+
+def _can_record() -> bool:
+    """Whether gradients are recorded, hooks are allowed, and no recording sees the calls already."""
+    allowed = torch.is_grad_enabled() and hooks_are_allowed() and not torch.jit.is_tracing()
+    return allowed and not torch.compiler.is_compiling() and not _is_recorded()
+
+
+def _drop_abandoned() -> None:
+    """Drop the passes that Ctrl-C has ended, as far as no other context was entered on top of them."""
+    while _open.passes and not is_running(_open.passes[-1].frame):
+        recording = _open.passes[-1].recording
+        if recording is not None and not recording.leave_abandoned():
+            return
+        _open.passes.pop()
 
 
 def _say_that_the_compiler_decides(_: object) -> None:
@@ -94,10 +186,6 @@ def _say_that_the_compiler_decides(_: object) -> None:
         "torch._functorch.config.activation_memory_budget, e.g. to 0.5, or train without torch.compile",
         stacklevel=1,
     )
-
-
-def _is_ours(hook: object) -> bool:
-    return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
 def _is_sharded(network: nn.Module) -> bool:

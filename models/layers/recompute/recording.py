@@ -11,6 +11,9 @@ The rules, which this folder keeps together:
 3. Who keeps. A saved tensor without a value is kept (`keep`). If its call then turns out to have a rule (`FOLLOWED` in
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
+   Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
+   shape and strides are kept (`Form`). Of a result of ReLU that nobody else reads, when its tensor is gone or the
+   recording ends, one bit per value (`Signs`); until then it is not given to outer hooks either.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
    `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
@@ -18,37 +21,41 @@ The rules, which this folder keeps together:
    computed again in the next backward pass over the graph. No call gets a recipe behind a chain of `LONGEST`; views and
    casts may lengthen one a little.
 6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
-   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Reading something
-   marked, a parameter, or a kept tensor that was modified later, raises PyTorch's error about an in-place operation.
-7. Lifetimes. The recording ends with the forward pass. What autograd holds leads to values, never to the recording, and
-   never to a tensor with a graph (`Kept` detaches it), because such a cycle through C++ is never freed. The recording
-   holds tensors by weak references, and storages too, so that no other storage gets the same address meanwhile.
+   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Operators declare
+   what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept
+   tensor that was modified later or unseen, raises PyTorch's error about an in-place operation. The hooks around the
+   recording may return the memory itself, or (a checkpoint) values that were modified unseen in the same way.
+7. Lifetimes. The recording ends with the forward pass. If Ctrl-C has ended that, the next call of a function frees what
+   it holds and ends its hooks; the mode then does nothing until the next forward pass takes it off. What autograd holds
+   leads to values, never to what the recording holds, and never to a tensor with a graph (`Kept` detaches it), as a
+   cycle through C++ is never freed. The recording holds tensors by weak references, and storages too, so that no other
+   storage gets the same address meanwhile.
 8. What may never happen: a gradient that differs from autograd's. A function that draws random numbers is not called
    again (dropout keeps its mask), running statistics do not move twice, and tensors without versions are kept as they
    are. Inside other saved-tensor hooks, such as a checkpoint's, no call is followed. In doubt a tensor is kept.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from operator import methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules._functions import SyncBatchNorm
-from torch.overrides import TorchFunctionMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_leaves
 
-from ..norms.bn_act import is_node, recompute_output
-from ..saved import Hooks, Kept, current_hooks
+from ..saved import Hooks, Kept, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
-from .rules import FOLLOWED, NotFollowed, Rule, normalised, result_serves, saved_value
-from .values import KnownValues, Recipe, Saved, Value, laid_out
+from .nodes import value_by_node
+from .report import KeptTensor, Log
+from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
+from .values import Form, KnownValues, Recipe, Saved, Value
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
-
-_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
-_SYNCHRONISED = SyncBatchNorm._backward_cls
 
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
@@ -61,20 +68,36 @@ class Recording(TorchFunctionMode):
         copy_parameters: copy the parameters that recipes read, because FSDP frees the gathered ones after each use.
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
             may be other tensors.
+        frame: of the call that leaves this context, unless Ctrl-C ends it.
     """
 
     def __init__(
-        self, *, checkpointed_only: bool = False, copy_parameters: bool = False, inputs: Sequence[Tensor] = ()
+        self,
+        *,
+        checkpointed_only: bool = False,
+        copy_parameters: bool = False,
+        inputs: Sequence[Tensor] = (),
+        frame: FrameType | None = None,
     ):
         super().__init__()
         self.outside = {tensor.untyped_storage()._cdata for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
+        self.frame = frame
+        self.abandoned = False
+        self.hooks: saved_tensors_hooks | None = None
         self.outer: Hooks | None = None
         self.known = KnownValues()
+        self.log = Log()
+        self.kept: list[KeptTensor] = []  # at the end
+        self.function: Callable[..., Any] | None = None  # that is running
+        self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
+        self.reads_signs = False  # its gradient reads only which values of its result are positive
+        self.reads_form = False  # its gradient reads no values of its input
         self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
+        self.vectors: list[Tensor] = []  # that it has saved, and which are known to nobody else
         self.unsettled: list[tuple[Value, Tensor]] = []  # kept by it, but not yet given to the outer hooks (rule 3)
 
     def __enter__(self) -> "Recording":
@@ -89,28 +112,64 @@ class Recording(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         if not self.checkpointed_only:
             super().__exit__(*error)
-        self.hooks.__exit__(*error)
+        self._end_hooks()
+        self._forget()
+
+    def _end_hooks(self) -> None:
+        assert self.hooks is not None
+        self.hooks.__exit__()
+        self.hooks = None  # which refer to this recording
+
+    def _forget(self) -> None:
+        self.known.settle([reference() for reference in self.known.signs], self.outer)
         self.known.clear()
-        self.outer = None
-        del self.hooks  # which refer to this recording
+        self.kept = self.log.kept()
+        self.log = Log()
+        self.made.clear()
+        self.outer = self.frame = None
+
+    def is_abandoned(self) -> bool:
+        """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
+        if self.frame is not None and not is_running(self.frame):
+            self.abandoned = True
+            self._forget()
+        if self.abandoned and self._is_innermost():
+            self._end_hooks()
+        return self.abandoned
+
+    def leave_abandoned(self) -> bool:
+        """Take the rest of an abandoned recording off; False if another context has been entered on top of it."""
+        covered = not self.checkpointed_only and _get_current_function_mode() is not self
+        if not self.is_abandoned() or self.hooks is not None or covered:
+            return False
+        if not self.checkpointed_only:
+            super().__exit__(None, None, None)
+        return True
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
         overwrites = may_overwrite(function, args, kwargs)
-        for tensor in overwritten(args, kwargs) if overwrites else ():
+        for tensor in overwritten(function, args, kwargs) if overwrites else ():
             if is_ordinary(tensor):
                 self.known.before_overwriting(tensor, self.outer)
         if not torch.is_grad_enabled() or not self._is_innermost():
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            self._note_memory(function, args, kwargs, result)
+            return result
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
             target, version, before = args[0], args[0]._version, self.value_of(args[0])
         self.arguments = (*args, *kwargs.values())
+        self.function = function
+        self.log.call(self.arguments)
         self.result_serves = result_serves(function, args, kwargs)
+        self.reads_signs = function in RELUS
+        self.reads_form = reads_only_form(function, args, kwargs)
+        self.known.settle(self.known.gone, self.outer)
         try:
             result = function(*args, **kwargs)
             rule = FOLLOWED.get(function)
@@ -120,20 +179,23 @@ class Recording(TorchFunctionMode):
                         self._follow(rule, args, kwargs, result, before)
                 elif not any(result is argument for argument in (*args, *kwargs.values())):
                     self._follow(rule, args, kwargs, result, None)
+            else:
+                self._note_memory(function, args, kwargs, result)
             for value, tensor in self.unsettled:
-                if isinstance(value.source, Kept):
+                if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
         finally:
-            self.arguments = ()
-            self.result_serves = False
+            self.arguments, self.function = (), None
+            self.result_serves = self.reads_signs = self.reads_form = False
             self.unsettled.clear()
             self.replaceable.clear()
+            self.vectors.clear()
         return result
 
     def _is_innermost(self) -> bool:
         """Whether our saved-tensor hooks are the innermost: no others, such as a checkpoint's, were set inside."""
         hooks = current_hooks()
-        return hooks is not None and hooks[0] is self.hooks.pack_hook
+        return hooks is not None and self.hooks is not None and hooks[0] is self.hooks.pack_hook
 
     def value_of(self, tensor: Tensor) -> Value | None:
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
@@ -151,12 +213,17 @@ class Recording(TorchFunctionMode):
             return False
         return not self.outside or tensor.untyped_storage()._cdata not in self.outside
 
-    def _pack(self, tensor: Tensor) -> Saved | Kept:
+    def _pack(self, tensor: Tensor) -> Saved | Kept | Form:
         """What autograd saves in place of a tensor."""
+        if self.checkpointed_only and self.is_abandoned():
+            return Kept(tensor, None)
         if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
+            self.vectors.append(tensor)
             return Kept(tensor, None)  # the quick way, for the many vectors and parameters
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
+        if self.reads_form and tensor.requires_grad:
+            return Form(tensor)
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
@@ -166,6 +233,9 @@ class Recording(TorchFunctionMode):
         self.known.depends_on_memory(saved, tensor)
         if self.result_serves and isinstance(saved.value.source, Recipe):
             self.replaceable.append(saved)
+        if self.reads_signs:
+            saved.value.sign_readers += 1
+            self.known.signs.append(weakref.ref(saved.value))
         return saved
 
     def keep(self, tensor: Tensor) -> Value:
@@ -177,6 +247,7 @@ class Recording(TorchFunctionMode):
             else:
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
+        self.log.keep(value, tensor, self.function)
         return self.known.remember(tensor, value)
 
     def _follow(
@@ -206,7 +277,8 @@ class Recording(TorchFunctionMode):
             again = rule(find, args, kwargs, result)
         except NotFollowed:
             return
-        if sum(_bytes(tensor) for tensor in unkept if not tensor.is_leaf) > result.nbytes:
+        lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
+        if sum(min(_bytes(t), t.nbytes) if self._is_copied(t, result) else _bytes(t) for t in lent) > result.nbytes:
             return
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
@@ -219,6 +291,22 @@ class Recording(TorchFunctionMode):
             own.become(recipe)
         for saved in self.replaceable:
             saved.read_instead(own)
+        self._follow_base(result, own)
+
+    def _follow_base(self, result: Tensor, own: Value) -> None:
+        """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
+        base = result._base
+        if base is None or base.numel() != result.numel() or base.dtype != result.dtype or not self._made(base):
+            return
+        if not (base.is_contiguous() and result.is_contiguous()):
+            return
+        if own.reads_storage(base.untyped_storage()._cdata):  # a view of an argument
+            return
+        recipe, value = Recipe(Tensor.view, (own, base.shape), base), self.known.find(base)
+        if value is None:
+            self.known.remember(base, Value(recipe))
+        elif isinstance(value.source, Kept):
+            value.become(recipe)
 
     def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
@@ -229,9 +317,34 @@ class Recording(TorchFunctionMode):
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
-        if tensor.grad_fn is None and not tensor.requires_grad and _MUCH * _bytes(tensor) <= result.nbytes:
-            return Value(Kept(tensor.clone(), None))  # running statistics, say, change before the backward pass
-        return self.lend(tensor)
+        return Value(Kept(_copy(tensor), self.outer)) if self._is_copied(tensor, result) else self.lend(tensor)
+
+    def _is_copied(self, tensor: Tensor, result: Tensor) -> bool:
+        """Whether a recipe gets a copy of an argument (rule 4)."""
+        small = _MUCH * _bytes(tensor) <= result.nbytes
+        if tensor.requires_grad:
+            return small and tensor.is_leaf and not any(tensor is vector for vector in self.vectors)
+        return small or not self._is_own_memory(tensor)
+
+    def _note_memory(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
+    ) -> None:
+        """Note the memory of results without gradient, such as masks, if a call of this recording has made it."""
+        if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
+            return
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, Tensor) or tensor.requires_grad or not is_ordinary(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.made:
+                given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
+                if all(self._made(a) for a in given if a.untyped_storage()._cdata == storage._cdata):
+                    self.made[storage._cdata] = StorageWeakRef(storage)
+
+    def _is_own_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor without gradient is in memory that was made here. NumPy and others do not see it."""
+        storage = tensor.untyped_storage()
+        return storage._cdata in self.made and storage.resizable()
 
     def lend(self, tensor: Tensor) -> Value:
         """Keep a tensor for a recipe, if it has no value yet."""
@@ -245,87 +358,23 @@ class Recording(TorchFunctionMode):
         return value
 
 
+def is_running(frame: FrameType) -> bool:
+    """Whether a call has not ended yet. If it has, the variables that an exception's traceback holds are freed."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def is_ordinary(tensor: Tensor) -> bool:
-    """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
-    return type(tensor) in _PLAIN and torch._C._has_storage(tensor) and not tensor.is_inference()
-
-
-def value_by_node(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """Recover a tensor's value from its autograd node (views, casts, SyncBatchNorm)."""
-    if tensor._is_view():
-        return _of_view(recording, tensor)
-    if is_node(node):
-        if node.strategy.recompute_output and tensor._version == node.output_version:
-            return Value(Recipe(recompute_output, (node,), tensor))  # the node also holds the result while it is read
-    elif tensor._version:
-        return None
-    elif type(node) is _SYNCHRONISED:
-        return _of_synchronised_norm(recording, tensor, node)
-    elif recording.arguments:
-        name = type(node).__name__
-        if name in ("ToCopyBackward0", "CloneBackward0"):
-            return _of_copied_argument(recording, tensor, node)
-        if name == "UnsafeViewBackward0":
-            return _of_reshaped_argument(recording, tensor, node)
-    return None
-
-
-def _of_view(recording: Recording, tensor: Tensor) -> Value | None:
-    base = tensor._base
-    if base is None or not is_ordinary(base) or tensor.dtype != base.dtype:
-        return None
-    if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
-        return None
-    if (value := recording.value_of(base)) is None:
-        return None
-    offset = tensor.storage_offset() - base.storage_offset()
-    return Value(Recipe(_view, (value, base.stride(), tensor.shape, tensor.stride(), offset), tensor))
-
-
-def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """The same view of a tensor that was computed again, perhaps with other strides."""
-    base = laid_out(base, strides)
-    return base.as_strided(shape, stride, base.storage_offset() + offset)
-
-
-def _of_synchronised_norm(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
-    x, weight, mean, invstd, *_ = (saved_value(saved) for saved in node._raw_saved_tensors)
-    bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
-    if bias is None:
-        return None
-    return Value(Recipe(normalised, (x, mean, invstd, weight, recording.lend(bias)), tensor, fresh=True))
-
-
-def _of_copied_argument(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
-    argument = _argument_copied_by(recording, node)
-    if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
-        return None
-    value = recording.value_of(argument)
-    if argument.dtype == tensor.dtype:
-        return value or recording.known.remember(argument, recording.keep(tensor))
-    return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
-
-
-def _of_reshaped_argument(recording: Recording, tensor: Tensor, node: Any) -> Value | None:
-    """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
-    copy = node.next_functions[0][0]
-    argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
-    if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
-        return None
-    value = recording.value_of(argument)
-    return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
-
-
-def _argument_copied_by(recording: Recording, node: Any) -> Tensor | None:
-    """The argument of the running call that is a node's input."""
-    source, number = node.next_functions[0]
-    for argument in recording.arguments:
-        if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
-            return argument
-    return None
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy, which is expanded where the tensor is."""
+    tensor = tensor.detach()
+    if _bytes(tensor) >= tensor.nbytes:
+        return tensor.clone()
+    whole = tensor.as_strided((_bytes(tensor) // tensor.itemsize,), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

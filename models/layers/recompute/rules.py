@@ -45,6 +45,11 @@ Vector = Tensor | None
 FOLLOWED: dict[Function, Rule] = {}
 
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
+_CONVOLUTIONS = frozenset(
+    getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
+)
+RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])  # read their result for its signs
+_MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
 
@@ -58,6 +63,17 @@ def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, A
         bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
         return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)  # exact in every dtype
     return False
+
+
+def reads_only_form(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
+    if function in _CONVOLUTIONS:
+        return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
+    if function is not F.batch_norm:
+        return False
+    given = _named(function, args, kwargs)
+    trained = any(vector is not None and vector.requires_grad for vector in map(given.get, ("weight", "bias")))
+    return not (given.get("training", False) or trained)
 
 
 def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
@@ -178,17 +194,24 @@ def _cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Ten
     return Again(Tensor.to, [find(args[0]), result.dtype])
 
 
-def _max_pool(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
-    """The kept indices say which values were the largest."""
-    node: Any = result.grad_fn
-    if type(node).__name__ != "MaxPool2DWithIndicesBackward0":
-        raise NotFollowed
-    x = find(args[0] if args else kwargs["input"])
-    return Again(_gathered, [x, *_saved(node._raw_saved_result1)], fresh=True)
+def _max_pool(dimensions: int) -> Rule:
+    """Max-pooling over so many dimensions: the kept indices say which values were the largest."""
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        node: Any = result.grad_fn
+        if type(node).__name__ == "SqueezeBackward1":  # one dimension is pooled as two
+            node = node.next_functions[0][0]
+        if type(node).__name__ not in _MAX_POOLS:
+            raise NotFollowed
+        x = find(args[0] if args else kwargs["input"])
+        shape = (*result.shape[: result.dim() - dimensions], -1)
+        return Again(_gathered, [x, *_saved(node._raw_saved_result1), shape, result.shape], fresh=True)
+
+    return rule
 
 
-def _gathered(x: Tensor, indices: Tensor) -> Tensor:
-    return x.flatten(-2).gather(-1, indices.flatten(-2)).view_as(indices)
+def _gathered(x: Tensor, indices: Tensor, flat: tuple[int, ...], shape: torch.Size) -> Tensor:
+    return x.reshape(flat).gather(-1, indices.reshape(flat)).view(shape)
 
 
 def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
@@ -200,6 +223,25 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     if type(node).__name__ == "NativeDropoutBackward0":
         return Again(_masked, [find(x), *_saved(node._raw_saved_result1), 1 / (1 - node._saved_p)], fresh=True)
     raise NotFollowed
+
+
+def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """x * mask * a + b, where b is of two values: one where x was dropped, and one elsewhere."""
+    node: Any = result.grad_fn
+    product: Any = node.next_functions[0][0] if type(node).__name__ == "AddBackward0" else None
+    if type(product).__name__ != "MulBackward0":
+        raise NotFollowed
+    given = dict(zip(("input", "p"), args, strict=False)) | kwargs
+    mask = _saved(product._raw_saved_other)
+    return Again(_dropped_to_alpha, [find(given["input"]), *mask, given.get("p", 0.5)], fresh=True)
+
+
+def _dropped_to_alpha(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """As PyTorch computes it. `mask`: 0 where x was dropped, otherwise a."""
+    alpha = 1.7580993408473766
+    a = 1 / ((alpha * alpha * p + 1) * (1 - p)) ** 0.5
+    b = (mask != 0).to(mask.dtype).add_(-1).mul_(alpha * a).add_(alpha * a * p)
+    return (x * mask).add_(b)
 
 
 def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -215,7 +257,8 @@ def _register(make: Callable[[Function], Rule], *functions: Function, like: Func
 _made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
 _register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
 _register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
-_register(_activation, F.relu_, torch.relu, Tensor.relu, Tensor.relu_, like=F.relu)
+_register(_activation, F.threshold)
+_register(_activation, *RELUS, like=F.relu)
 for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
     _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
 _register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)
@@ -229,8 +272,24 @@ for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div",
     _methods += [f"__r{_operator}__"] if _name in ("mul", "add") else []  # the others swap their arguments
     _function = getattr(torch, _name)
     _register(_made, _function, *(getattr(Tensor, method) for method in _methods), like=_function)
+for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill".split():
+    _function = getattr(torch, _name)
+    _register(_made, _function, getattr(Tensor, _name), getattr(Tensor, f"{_name}_"), like=_function)
+for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf clamp".split():
+    _register(_made, getattr(torch, f"{_name}_"), like=getattr(torch, _name))
+_register(_made, Tensor.__neg__, like=torch.neg)
+_register(_made, Tensor.__abs__, like=torch.abs)
+_register(_made, Tensor.__pow__, like=torch.pow)
+_register(_made, Tensor.__rsub__, torch.rsub, Tensor.__rpow__, Tensor.__rtruediv__, torch.where, Tensor.where)
+_register(_made, torch.mean, Tensor.mean, F.prelu, F.pixel_shuffle, F.pixel_unshuffle, F.glu)
+_register(_made, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+_register(_made, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _register(_joined, torch.cat, torch.concat, torch.concatenate, torch.stack)
 FOLLOWED |= dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16), _cast)
-FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool)
-FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm, F.dropout: _dropout}
+FOLLOWED |= dict.fromkeys((F.max_pool1d, F.adaptive_max_pool1d), _max_pool(1))
+FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d), _max_pool(2))
+FOLLOWED[F.max_pool3d] = _max_pool(3)
+FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+FOLLOWED |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
+FOLLOWED |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout)
 FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)

@@ -1,7 +1,7 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any, NamedTuple
@@ -19,13 +19,14 @@ class Value:
     It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
     """
 
-    __slots__ = ("__weakref__", "computed", "lent", "readers", "reads", "source", "storage", "version")
+    __slots__ = ("__weakref__", "computed", "lent", "readers", "reads", "sign_readers", "source", "storage", "version")
 
-    def __init__(self, source: "Kept | Recipe", storage: int = 0):
+    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
         self.lent = False  # to a recipe
         self.readers = 0
+        self.sign_readers = 0  # those of them who only ask which values are positive
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
@@ -48,11 +49,23 @@ class Value:
                 value.remove_reader()
 
     def become(self, recipe: "Recipe") -> None:
-        """Forget the tensor: from now on a recipe computes it."""
-        self.source = recipe
+        """Forget the tensor, or another recipe: from now on this recipe computes it."""
+        before, self.source = self.source, recipe
         if self.readers:
             for value in recipe.inputs():
                 value.add_reader()
+            for value in before.inputs() if isinstance(before, Recipe) else ():
+                value.remove_reader()
+
+    def settle(self, hooks: Hooks | None) -> None:
+        """Keep signs if nobody reads more, now that nobody else will. Otherwise give the tensor to the outer hooks."""
+        kept = self.source
+        if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
+            return
+        if self.sign_readers == self.readers and not self.lent:
+            self.source, self.storage = Signs(kept.get(), hooks), 0
+        elif hooks is not None:
+            self.source = Kept(kept.get(), hooks)
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in a storage (given by its address), or computed from a value that is."""
@@ -83,6 +96,48 @@ class Value:
         else:
             self.computed, self.reads = None, 0
         return tensor
+
+
+class Form:
+    """What autograd holds in place of a tensor whose shape and strides its gradient needs, but not its values."""
+
+    __slots__ = ("device", "dtype", "shape", "stride")
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def get(self) -> Tensor:
+        """Any values. With the same strides, the same algorithm is chosen."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Signs:
+    """Which values of a tensor are positive, in one bit each."""
+
+    __slots__ = ("bits", "form")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None):
+        self.form = Form(tensor)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            positive = (tensor <= 0).logical_not_().flatten()  # NaN lets gradients pass, as in PyTorch
+            positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
+            self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.form.shape.numel() // 8)
+
+    def get(self) -> Tensor:
+        """1 where the tensor is positive, otherwise 0."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            ones = (self.bits.get().unsqueeze(-1) & _bits(self.form.device)).ne(0).flatten()
+            tensor = ones[: self.form.shape.numel()].view(self.form.shape).to(self.form.dtype)
+            return laid_out(tensor, self.form.stride)
+
+
+def _bits(device: torch.device) -> Tensor:
+    """1, 2, 4 … 128."""
+    return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 class Saved:
@@ -207,10 +262,21 @@ class KnownValues:
     def __init__(self) -> None:
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.dependents: dict[int, _Dependents] = {}  # by address of the storage
+        self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
+        self.gone: list[Value] = []  # those of them whose tensors are no more
 
     def clear(self) -> None:
+        """The forward pass has ended. What was modified in it unseen, e.g. by another thread, is refused later.
+
+        Hooks around the recording, such as a checkpoint's, might give it back without a difference in versions.
+        """
+        for thing in (reference() for dependents in self.dependents.values() for reference in dependents.things):
+            if isinstance(thing, Value) and isinstance(thing.source, Kept) and thing.source.is_modified():
+                thing.source.spoil()
         self.entries.clear()
         self.dependents.clear()
+        self.signs.clear()
+        self.gone.clear()
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""
@@ -222,6 +288,15 @@ class KnownValues:
     def _forget(self, entry: _Entry) -> None:
         if self.entries.get(entry.key) is entry:
             del self.entries[entry.key]
+            if entry.value.sign_readers:
+                self.gone.append(entry.value)
+
+    def settle(self, values: Iterable[Value | None], outer: Hooks | None) -> None:
+        """Settle values that are read for their signs: see `Value.settle`."""
+        for value in values:
+            if value is not None:
+                value.settle(outer)
+        self.gone.clear()
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
@@ -246,6 +321,6 @@ class KnownValues:
         for thing in filter(None, (reference() for reference in dependents.things)):
             if isinstance(thing, Saved):
                 thing.overwritten = True
-            elif thing.lent and isinstance(thing.source, Kept):
+            elif thing.lent and isinstance(thing.source, Kept) and not thing.source.is_modified():
                 thing.source = Kept(thing.source.get().clone(), outer)
                 thing.storage = 0

@@ -354,9 +354,9 @@ def test_another_way_than_on_the_example_is_right_or_raises():
     for way in ("activation", "not converted"):
         network.way = reference.way = way
         torch.testing.assert_close(network(x), reference(x), rtol=1e-12, atol=1e-12)
-    errors = {"none": "'Activated' and 'int'", "sum": "elsewhere.* to add", "other activation": "elsewhere.* to Tanh"}
+    errors = {"none": "elsewhere.* __mul__", "sum": "elsewhere.* to code", "other activation": "elsewhere.* to Tanh"}
     for network.way, message in errors.items():
-        with pytest.raises((RuntimeError, TypeError), match=message):
+        with pytest.raises(RuntimeError, match=message):
             network(x)
 
 
@@ -364,10 +364,10 @@ def test_the_output_handed_over_raises_wherever_else_it_goes():
     network = to_inplace(Block(lambda b, y: b.act(y)), example=torch.randn(2, C, 3, 3))
     y = eagerly(network).norm(torch.randn(2, C, 3, 3))
     assert y.shape == (2, C, 3, 3) and y.dtype == torch.float32
-    uses = [lambda: y + 1, lambda: y == 0, lambda: y[0], lambda: y.mean(), lambda: list(y)]
+    uses = [lambda: y + 1, lambda: 1 + y, lambda: y == 0, lambda: y[:, :2], lambda: y.mean(), lambda: list(y)]
     uses += [lambda: torch.cat([y.tensor, y]), lambda: nn.Conv2d(C, C, 1)(y), lambda: y.tensor.add_(y)]
     for use in uses:
-        with pytest.raises((RuntimeError, TypeError, AttributeError)):
+        with pytest.raises((RuntimeError, AttributeError), match="convert the network with an example"):
             use()
 
 

@@ -6,6 +6,7 @@ Then ways in which it could go wrong, found by trying: each is like the plain ne
 import copy
 import gc
 import pickle
+import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad
+from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from models.blocks import IdentityResidualBlock
-from models.layers import CheckpointedABN, InPlaceABN, recompute_activations
+from models.layers import CheckpointedABN, InPlaceABN, recompute_activations, recomputing, report, undo
 from models.layers.recompute.recording import Recording
 from models.layers.saved import current_hooks, kept_bytes
 from tests.norms import CHECKPOINTED, STRATEGIES
@@ -248,6 +250,95 @@ def test_a_failing_forward_pass_closes_the_recording(any_networks):
         prepared(torch.zeros(1, 5, 3, 3, dtype=torch.float64))
     assert current_hooks() is None
     assert_same(gradients(prepared, IMAGES), gradients(plain, IMAGES))
+
+
+class Interrupted(nn.Sequential):
+    """Raises in its second forward pass, as Ctrl-C does, and is then repaired."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return y
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_ctrl_c_ends_the_recording(nested, only):
+    """Also while a notebook holds the traceback, which holds all variables."""
+    network = Interrupted(nn.Conv2d(3, 4, 1), CheckpointedABN(4), nn.SiLU(), nn.Conv2d(4, 2, 1)).double()
+    plain = copy.deepcopy(network)
+    network = recompute_activations(nn.Sequential(network) if nested else network, checkpointed_only=only)
+    network(IMAGES)
+    with pytest.raises(KeyboardInterrupt) as traceback:
+        network(IMAGES)
+    w = torch.ones(3, requires_grad=True)
+    y = w.sigmoid()
+    alive = weakref.ref(y)
+    loss = y.sin().sum()
+    assert only or current_hooks() is None
+    assert torch.autograd.grad(loss, w)[0] is not None
+    del y, loss
+    assert alive() is None
+    assert_same(gradients(network, IMAGES), gradients(plain, IMAGES))
+    assert current_hooks() is None and _get_current_function_mode() is None
+    assert traceback.value is not None
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_undone_traced_scripted_and_compiled_before():
+    x = IMAGES
+    prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 2, 1)))
+    traced = torch.jit.trace(prepared, x)
+    assert_same(gradients(traced, x), gradients(plain, x))
+    with pytest.raises(RuntimeError, match="call models.layers.undo"):
+        torch.jit.script(prepared)
+    with pytest.warns(UserWarning, match="does nothing inside torch.compile"):
+        recompute_activations(torch.compile(plain, backend="eager"))
+    kept = [kept_bytes(n, lambda n=n: loss_of(n, x), [x]) for n in (plain, prepared)]
+    assert kept_bytes(prepared, lambda: loss_of(undo(prepared), x), [x]) == kept[0] > kept[1]
+    assert prepared.__dict__.keys() == plain.__dict__.keys()
+    assert_same(gradients(prepared, x), gradients(plain, x))
+
+
+def test_a_report_says_what_is_kept_and_where(networks):
+    """By the operations whose results are not computed again; the bytes are all that autograd holds but vectors."""
+    prepared, _ = networks
+    with pytest.raises(ValueError, match="nothing to report"):
+        report(prepared)
+    loss_of(prepared, IMAGES).backward()
+    found = report(prepared)
+    values = 2 * 4 * 8 * 8 * 8  # bytes of each of the others
+    assert found.lines[0] == (IMAGES.nbytes, 1, "input", "conv2d", "0")
+    assert set(found.lines[1:6]) == {
+        (values, 1, "Convolution", "batch_norm", "1.norm1"),
+        (values, 1, "Convolution", "group_norm", "1.norm2"),
+        (values, 1, "Add", "batch_norm", "2.norm1"),
+        (values, 1, "Convolution", "group_norm", "2.norm2"),
+        (values, 1, "Add", "conv2d", "3"),
+    }
+    assert str(found).splitlines()[-1].startswith(f"{found.bytes:,}")
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(prepared, IMAGES).backward()
+    assert report(prepared) == found
+
+
+def test_code_that_is_no_module(networks):
+    """A context does what a prepared network does."""
+    prepared, plain = networks
+
+    def inside() -> Tensor:
+        with recomputing():
+            return loss_of(plain, IMAGES)
+
+    kept = kept_bytes(prepared, lambda: loss_of(prepared, IMAGES), [IMAGES])
+    assert kept_bytes(plain, inside, [IMAGES]) == kept
+    assert torch.equal(inside(), loss_of(plain, IMAGES))
+    with torch.no_grad(), recomputing():
+        assert current_hooks() is None
 
 
 def test_memory_is_back_after_every_step(any_networks):

@@ -1,0 +1,104 @@
+"""Values that follow from autograd's nodes, not from calls: of views, copies and norms with nodes of their own."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.modules._functions import SyncBatchNorm
+
+from ..norms.bn_act import is_node, recompute_output
+from ..saved import is_ordinary
+from .rules import normalised, saved_value
+from .values import KnownValues, Recipe, Value, laid_out
+
+_SYNCHRONISED = SyncBatchNorm._backward_cls
+
+
+class Recorded(Protocol):
+    """What a `Recording` knows."""
+
+    known: KnownValues
+    arguments: tuple[Any, ...]  # of the call that is running
+
+    def value_of(self, tensor: Tensor) -> Value | None: ...
+
+    def keep(self, tensor: Tensor) -> Value: ...
+
+    def lend(self, tensor: Tensor) -> Value: ...
+
+
+def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+    """Recover a tensor's value from its autograd node (views, casts, SyncBatchNorm)."""
+    if tensor._is_view():
+        return _of_view(recording, tensor)
+    if is_node(node):
+        if node.strategy.recompute_output and tensor._version == node.output_version:
+            return Value(Recipe(recompute_output, (node,), tensor))  # the node also holds the result while it is read
+    elif tensor._version:
+        return None
+    elif type(node) is _SYNCHRONISED:
+        return _of_synchronised_norm(recording, tensor, node)
+    elif recording.arguments:
+        name = type(node).__name__
+        if name in ("ToCopyBackward0", "CloneBackward0"):
+            return _of_copied_argument(recording, tensor, node)
+        if name == "UnsafeViewBackward0":
+            return _of_reshaped_argument(recording, tensor, node)
+    return None
+
+
+def _of_view(recording: Recorded, tensor: Tensor) -> Value | None:
+    base = tensor._base
+    if base is None or not is_ordinary(base) or tensor.dtype != base.dtype:
+        return None
+    if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
+        return None
+    if (value := recording.value_of(base)) is None:
+        return None
+    offset = tensor.storage_offset() - base.storage_offset()
+    return Value(Recipe(_view, (value, base.stride(), tensor.shape, tensor.stride(), offset), tensor))
+
+
+def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+    """The same view of a tensor that was computed again, perhaps with other strides."""
+    base = laid_out(base, strides)
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def _of_synchronised_norm(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+    """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
+    x, weight, mean, invstd, *_ = (saved_value(saved) for saved in node._raw_saved_tensors)
+    bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
+    if bias is None:
+        return None
+    return Value(Recipe(normalised, (x, mean, invstd, weight, recording.lend(bias)), tensor, fresh=True))
+
+
+def _of_copied_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+    """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
+    argument = _argument_copied_by(recording, node)
+    if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
+        return None
+    value = recording.value_of(argument)
+    if argument.dtype == tensor.dtype:
+        return value or recording.known.remember(argument, recording.keep(tensor))
+    return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
+
+
+def _of_reshaped_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+    """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
+    copy = node.next_functions[0][0]
+    argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
+    if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
+        return None
+    value = recording.value_of(argument)
+    return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
+
+
+def _argument_copied_by(recording: Recorded, node: Any) -> Tensor | None:
+    """The argument of the running call that is a node's input."""
+    source, number = node.next_functions[0]
+    for argument in recording.arguments:
+        if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
+            return argument
+    return None

@@ -1,0 +1,176 @@
+"""Blocks that people train, written by hand: what they keep, in values, and gradients equal to the bit."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from models.layers import recompute_activations
+from models.layers.saved import kept_bytes, saved_for_backward
+
+C, TOKENS = 4, (2, 16, 8)  # channels; (N, sequence, values)
+VOLUMES = (2, C, 4, 4, 4)
+PIXELS = 2 * C * 4**3
+
+
+def nn_unet(affine: bool = True) -> nn.Module:
+    return nn.Sequential(nn.InstanceNorm3d(C, affine=affine), nn.LeakyReLU(0.01, inplace=True))
+
+
+class Monai(nn.Sequential):
+    """Norm, dropout, activation: the default of MONAI's UNet."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.InstanceNorm3d(C), nn.Dropout3d(0.2), nn.PReLU())
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn_unet(), nn.InstanceNorm3d(C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = self.second(x)
+        z += y
+        return F.leaky_relu(z, 0.01, inplace=True)
+
+
+class Rotary(nn.Module):
+    """Turns pairs of values by an angle that grows along the sequence, after an RMS norm written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, TOKENS[2]))
+        self.register_buffer("frequencies", 10 ** -torch.linspace(0, 1, TOKENS[2] // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6))
+        with torch.no_grad():
+            angles = torch.outer(torch.arange(TOKENS[1]), self.frequencies).repeat(1, 2)
+        first, second = y.chunk(2, -1)
+        return y * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        gate, values = x.chunk(2, -1)
+        return torch.cat([F.silu(gate) * values, values], -1)
+
+
+ROWS = nn.Sequential(nn_unet(), nn.Flatten(3), nn.Unflatten(3, (4, -1)))  # views of what the norm and ReLU wrote
+# {name: (block, shape of its input, values that prepared and plain blocks keep between two layers with weights)}
+BLOCKS = {
+    "nnU-Net": (nn_unet(), VOLUMES, PIXELS, 2 * PIXELS),
+    "nnU-Net without affine": (nn_unet(False), VOLUMES, PIXELS, 2 * PIXELS),
+    "nnU-Net as rows": (ROWS, VOLUMES, PIXELS, 2 * PIXELS),
+    "MONAI": (Monai(), VOLUMES, PIXELS, 3 * PIXELS),
+    "residual": (Residual(), VOLUMES, PIXELS, 3 * PIXELS),
+    "rotary embeddings": (Rotary(), TOKENS, 512, 1056),
+    "SwiGLU": (SwiGLU(), TOKENS, 256, 256 + 128 + 256),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name):
+    block, shape, ours, theirs = BLOCKS[name]
+    torch.manual_seed(0)
+    pointwise = (lambda: nn.Linear(shape[-1], shape[-1])) if shape == TOKENS else (lambda: nn.Conv3d(C, C, 1))
+    plain = nn.Sequential(pointwise(), block, pointwise())
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(shape)
+
+    def loss_of(network: nn.Module) -> Tensor:
+        torch.manual_seed(1)
+        return network(x).square().sum()
+
+    kept, results = [], []
+    for network in (prepared, plain):
+        loss, saved = saved_for_backward(lambda n=network: loss_of(n), [*network.parameters(), x])
+        sizes = [tensor.untyped_storage().nbytes() // 4 for tensor in saved]
+        kept.append(sum(size for size in sizes if size > 16) - loss.new_empty(shape).numel())  # without the output
+        results.append([loss, *torch.autograd.grad(loss_of(network), list(network.parameters()))])
+    assert all(map(torch.equal, *results))
+    assert kept == [ours, theirs]
+
+
+def chain(norm: bool, inplace: bool = False) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), nn.ReLU(inplace)]
+    return nn.Sequential(*layers)
+
+
+def held_bytes(forward: Callable[[], object]) -> int:
+    """Bytes of the memory that a forward pass makes and that is held while its result is."""
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    storage = tensor.untyped_storage()
+                    made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+            return result
+
+    made: dict[int, tuple[StorageWeakRef, int]] = {}
+    with Made():
+        result = forward()
+    total = sum(size for storage, size in made.values() if not storage.expired())
+    del result
+    return total
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu])
+@pytest.mark.parametrize("norm, inplace", [(False, False), (False, True), (True, False), (True, True)])
+def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
+    """A convolution's gradient of its input needs none of its values; ReLU needs signs. The first layer learns."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace).eval().requires_grad_(False)).to(
+        memory_format=layout
+    )
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 15, 15).contiguous(memory_format=layout)
+
+    def loss_of(network: nn.Module) -> Tensor:
+        return network(x).sum()
+
+    results = []
+    for network in (prepared, plain):
+        with hooks():
+            loss = loss_of(network)
+        results.append(torch.autograd.grad(loss, list(network[0].parameters())))
+    assert all(map(torch.equal, *results))
+    values = 2 * C * 15 * 15
+    kept = [kept_bytes(n, lambda n=n: loss_of(n), [x]) for n in (prepared, plain)]
+    statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
+    assert kept == [6 * values // 8 + statistics, (13 if norm else 7) * values * 4 + statistics]
+    assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
+
+
+def test_signs_are_kept_only_where_nobody_reads_values():
+    """NaN passes gradients; a trained layer, a hook or a sum of results reads values."""
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU(), nn.Conv2d(C, C, 1), nn.ReLU(), nn.Flatten(), nn.Softmax(1))
+    plain[2].weight.requires_grad_(False)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 3, 8, 8)
+    x[0, :, 0, 0] = torch.nan
+    for other in (
+        lambda network: network(x).sum(),
+        lambda network: network[3](network[2](network[0](x))).square().sum(),
+    ):
+        results = []
+        for network in (prepared, plain):
+            trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+            results.append(torch.autograd.grad(other(network), trained))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
