@@ -32,7 +32,6 @@ LAYERS_IMPORT |= {
     "operator",
     "random",
     "sys",
-    "types",
     "threading",
     "typing",
     "warnings",
