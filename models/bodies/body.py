@@ -29,6 +29,7 @@ class Body(nn.Module):
     recompute = "none"
     output_stride: int
     stages: int
+    mod1: nn.Module
 
     def add_classifier(self, in_channels: int, classes: int) -> None:
         """Register `classifier`, which is None for `classes` = 0."""
@@ -44,7 +45,7 @@ class Body(nn.Module):
         """mod2, mod3, …"""
         return [getattr(self, f"mod{number}") for number in range(2, self.stages + 2)]
 
-    def run_stages(self, x: Tensor) -> Tensor:
-        """Run the blocks of all stages on the stem's output."""
-        (x,) = run_blocks(units_of(self.stage_modules(), self.recompute), x, self.recompute)
+    def run_stages(self, images: Tensor) -> Tensor:
+        """Run the stem and the blocks of all stages. Only the first stage holds the stem's output."""
+        (x,) = run_blocks(units_of(self.stage_modules(), self.recompute), self.mod1(images), self.recompute)
         return x

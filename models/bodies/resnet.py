@@ -53,7 +53,7 @@ class ResNet(Body):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        return self.classified(self.run_stages(self.mod1(images)))  # the stem has stride 4, or 1 with CIFAR's
+        return self.classified(self.run_stages(images))  # the stem has stride 4, or 1 with CIFAR's
 
 
 resnet34 = partial(ResNet, structure=(3, 4, 6, 3), base_channels=(64, 64))  # 21,284,672 parameters without classifier

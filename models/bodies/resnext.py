@@ -55,7 +55,7 @@ class ResNeXt(Body):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W) -> features (N, out_channels, ceil(H / output_stride), …), or logits (N, classes)."""
-        x = self.run_stages(self.mod1(images))  # the stem has stride 4, or 1 with CIFAR's
+        x = self.run_stages(images)  # the stem has stride 4, or 1 with CIFAR's
         return self.classified(self.bn_out(x))
 
 

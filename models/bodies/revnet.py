@@ -77,7 +77,7 @@ class RevNet(Body):
         if self.reversible:
             x = run_reversibly(self.reversible_blocks, images, disable=self.keep_activations)
         else:
-            x = self.run_stages(self.mod1(images))
+            x = self.run_stages(images)
         return self.classified(self.bn_out(in_autocast_dtype(x)))
 
     @property

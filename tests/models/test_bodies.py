@@ -1,6 +1,7 @@
 """All bodies: the published parameter counts, output strides, what dilation preserves, every norm."""
 
 import math
+import weakref
 from functools import cache, partial
 from itertools import cycle
 
@@ -47,6 +48,16 @@ def test_published_networks(build, with_classifier, without, out_channels, outpu
     assert features.shape == (2, out_channels, 64 // output_stride, 96 // output_stride)
     assert network.classifier.fc.weight.shape == (1000, out_channels)
     assert network.state_dict().keys() - body.state_dict().keys() == {"classifier.fc.weight", "classifier.fc.bias"}
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL_BODIES if not name.startswith("revnet")])
+def test_the_stem_s_output_is_freed_when_the_first_stage_has_read_it(name):
+    body, stem = SMALL_BODIES[name](), []
+    body.mod1.register_forward_hook(lambda module, images, output: stem.append(weakref.ref(output)))
+    body.mod3.register_forward_pre_hook(lambda *_: stem.append(stem[0]()))
+    with torch.no_grad():
+        body(torch.randn(2, 3, 64, 64))
+    assert stem[1] is None
 
 
 @pytest.mark.parametrize(
