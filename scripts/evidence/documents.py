@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
+import torch
 from omegaconf import DictConfig
 
 from engine.configuration.command_line import CONFIGS, configured
+from models import bodies
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
 from scripts.evidence.abn.page import SHOWN, summary, targets
@@ -152,6 +154,18 @@ def _devices(table: str) -> str:
     return "\n".join([*table.splitlines()[:2], *lines])
 
 
+def _parameters(table: str) -> str:
+    """Millions of parameters of the networks in the first cells, with the classes of CIFAR-10 (100), or of ImageNet."""
+    numbers = []
+    for name, *_ in rows(table):
+        body = getattr(bodies, name.strip("`"))
+        with torch.device("meta"):
+            networks = [body(classes=classes) for classes in ((10, 100) if "cifar" in name else (1000,))]
+        counts = [f"{sum(p.numel() for p in network.parameters()) / 1e6:.2f}" for network in networks]
+        numbers.append([" ".join([counts[0], *(f"({count})" for count in counts[1:])])])
+    return filled(table, 2, numbers)
+
+
 def _loop(_: str) -> str:
     """What the training loop adds to a step."""
     times = record("training_cpu")["overhead_ms"]
@@ -186,6 +200,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "ranges": lambda _: strategy_table.range_table(),
     "speed": lambda _: "\n".join(summary(record("abn_cpu")["rows"])),
     "switches": _switches,
+    "parameters": _parameters,
     "loop": _loop,
     "or_inplace": _or_inplace,
     "order": _order,
