@@ -81,7 +81,7 @@ def _costs(table: str) -> str:
     numbers = [[f"{kept(body)[norm]:,}" for norm in norms] for body in ("ResNeXt-101", "WideResNet-38")]
     minibatch = ("cityscapes_resnext101", 16, 512)
     peaks = {
-        row["combination"]: row["peak"] + plan["reserved"]
+        row["combination"]: row["device"]
         for row in plan["one_device"]
         if (row["network"], row["crops"], row["crop_size"]) == minibatch
     }

@@ -2,9 +2,10 @@
 
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json
 
-Writes FILE.json, FILE.md and FILE.png: what every experiment needs on each device; Table 3's columns fixed crop and
-fixed batch as the planner fills them, beside the paper's; the memory with which each minibatch of Tables 3 and 4 fits
-on one device; the crops that fit on devices of 8 to 141 GB; RevNet's claims. Traces are kept in the cache folder.
+Writes FILE.json, FILE.md and FILE.png: what every experiment needs on each device; Table 3's columns fixed crop
+(memory.fit=batch) and fixed batch (memory.fit=crop) as the planner fills them, beside the paper's, on which the keys
+`memory.*` are calibrated; the memory with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit
+on devices of 8 to 141 GB; RevNet's claims. Traces are kept in the cache folder.
 `measure=false` makes the page again from FILE.json.
 """
 
@@ -46,7 +47,9 @@ class PlanArguments(frame.Arguments):
 def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
     """Make the record."""
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
-    found: dict[str, Any] = {"reserved": Memory().reserved()}
+    device = Memory(budget=arguments.budget)
+    found: dict[str, Any] = {"deductions": device.deductions(arguments.devices)}
+    found["available"] = device.available(arguments.devices)
     for part, rows in {
         "experiments": map(planned, papers.all_experiments()),
         "fits": _plan_fits(memory),
@@ -103,18 +106,20 @@ def _plan_one_device() -> Iterator[dict]:
         done.add((network[1], crops, size))
         row = {"network": network[1], "crops": crops, "crop_size": size}
         for combination, changed in combinations(config).items():
-            yield {**row, "combination": combination, "peak": planner.step_memory(changed, crops, size).peak}
+            needed = Memory().needed(planner.step_memory(changed, crops, size).peak, devices=1)
+            yield {**row, "combination": combination, "device": needed}
 
 
 def _plan_cards() -> Iterator[dict]:
-    """Memory as a line over the number of crops."""
+    """The memory of a device as a line over the number of crops."""
     for name in CARD_BODIES:
         config = papers.configured_as(f"table3/{name}")
         for combination, changed in combinations(config).items():
             peaks = [planner.step_memory(changed, crops, config.data.crop_size).peak for crops in LINE]
-            each = (peaks[1] - peaks[0]) / (LINE[1] - LINE[0])
-            base = peaks[0] - LINE[0] * each
-            error = (base + LINE[2] * each) / peaks[2] - 1
+            needed = [Memory().needed(peak, devices=1) for peak in peaks]
+            each = (needed[1] - needed[0]) / (LINE[1] - LINE[0])
+            base = needed[0] - LINE[0] * each
+            error = (base + LINE[2] * each) / needed[2] - 1
             row = {"network": name.removesuffix("_std"), "crop_size": config.data.crop_size, "combination": combination}
             yield {**row, "base": round(base), "each": round(each), "error": error}
 
@@ -152,9 +157,9 @@ PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)
 METHOD = """
 - Each number comes from a training step that is traced on fake tensors, which have shapes but no memory: see
   `engine/planner/trace.py`. Tests compare traces with real steps to the byte.
-- *Memory* of an experiment is what PyTorch's tensors take on one device at the worst moment. CUDA's context and the
-  workspaces of convolutions come on top. Where a page speaks of devices of some size, both are taken off or added with
-  the defaults of `memory.context` and `memory.workspace`.
+- *Memory* of an experiment is what PyTorch's tensors take on one device at the worst moment. Where the page speaks of
+  devices of some size, the defaults of `memory.context`, `memory.nccl` (with several devices), `memory.workspace` and
+  `memory.fragmentation` are taken off or added. They are calibrated on Table 3, not measured.
 - With several devices, DistributedDataParallel holds memory for all gradients throughout.
 - The operators are the CPU's and the layers' eager ones. Fused layers on CUDA need less temporary memory; autocast has
   a list of its own for each kind of device; memory inside operators is not seen; `trainer.compile` is not planned.
@@ -162,7 +167,7 @@ METHOD = """
 
 
 def page(result: dict, name: str) -> str:
-    budget, reserved = result["arguments"]["budget"], result["reserved"]
+    budget = result["arguments"]["budget"]
     rows = sorted(result["experiments"], key=lambda row: row["experiment"])
     what = "GiB on one device: *memory* is the peak, and *kept* is what autograd holds for the backward pass."
     claims = (
@@ -170,9 +175,9 @@ def page(result: dict, name: str) -> str:
         "had TensorFlow of 2017 on devices of the same size."
     )
     sections = [
-        *_table_3(result["fits"], budget),
-        *_one_device(result["one_device"], reserved),
-        *_cards(result["cards"], reserved),
+        *_table_3(result, budget),
+        *_one_device(result["one_device"]),
+        *_cards(result["cards"]),
         *section("RevNet's claims", claims, "", *columns(result["claims"], CLAIM)),
         *["", f"![memory of experiments by category, and crops that fit by memory]({name}.png)"],
         *section("Every experiment", what, "", *columns(rows, EXPERIMENT)),
@@ -206,6 +211,7 @@ FIT: Columns = [
     ("", lambda row: _more(row, "")),
     ("published", "{paper_crops} x {paper_crop_size}²"),
     ("", lambda row: _more(row, "paper_")),
+    ("difference", lambda row: f"{row['crops'] * row['crop_size'] ** 2 / _pixels_of_paper(row) - 1:+.0%}"),
     ("from", lambda row: _gib(row["paper_peak"])),
     ("to", lambda row: _gib(row["larger_peak"])),
 ]
@@ -217,61 +223,76 @@ def _more(row: dict, by: str) -> str:
     return "" if row["norm"] == "std" else f"{ours / standard - 1:+.0%}"
 
 
-def _table_3(fits: list[dict], budget: str) -> list[str]:
+def _pixels_of_paper(row: dict) -> int:
+    return row["paper_crops"] * row["paper_crop_size"] ** 2
+
+
+def _table_3(result: dict, budget: str) -> list[str]:
+    fits = result["fits"]
     about = (
-        f"What fits on four devices of {budget}. *Fixed crop* keeps the crop size of the paper's first row and adds "
-        "crops. *Fixed batch* keeps the number of crops and enlarges them, in steps of 8 pixels. The percentage says "
-        "how many more pixels in-place norms allow in a minibatch. The last two columns check the assumed budget: the "
-        "planner chooses exactly what the paper chose if a device has between *from* and *to* GiB for tensors."
+        f"What fits on four devices of {budget}. *Fixed crop* (`memory.fit=batch`) keeps the crop size of the paper's "
+        "first row and adds crops. *Fixed batch* (`memory.fit=crop`) keeps the number of crops and enlarges them, in "
+        "steps of 8 pixels. Percentages say how many more pixels in-place norms allow in a minibatch; *difference*: "
+        "pixels planned beyond those published. The planner chooses exactly what the paper chose if a device has "
+        "between *from* and *to* GiB for tensors."
     )
     standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
     rows = [{**row, "standard": standard[row["column"], row["fit"]]} for row in fits]
-    fixed_crop = [row for row in fits if row["fit"] == "batch"]
-    exact = {
-        budget: sum(row["paper_peak"] <= budget < row["larger_peak"] for row in fixed_crop)
-        for budget in (row["paper_peak"] for row in fixed_crop)
-    }
-    best = max(exact, key=lambda budget: exact[budget])
-    end = (
-        f"No budget gives all of the paper's choices, but {_gib(best)} GiB for tensors give {exact[best]} of its "
-        f"{len(fixed_crop)} at a fixed crop. Workspaces and the framework of 2017 may have taken the rest."
+    return section("Table 3: what fits", about, "", *columns(rows, FIT, left=3), "", _calibration(result))
+
+
+def _calibration(result: dict) -> str:
+    """What the defaults of `memory.*` reproduce of the paper, and what not."""
+    fits, available = result["fits"], result["available"]
+    exact = sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits)
+    most = max(row["paper_peak"] for row in fits)
+    larger = sorted(
+        f"{row['experiment']} {_gib(row['peak'])}"
+        for row in result["experiments"]
+        if re.match("table[124]/(?!release)", row["experiment"]) and row["peak"] > available
     )
-    return section("Table 3: what fits", about, "", *columns(rows, FIT, left=3), "", end)
+    return (
+        f"Calibrated on this table: {result['deductions']} leave {_gib(available)} GiB for tensors. That is just "
+        f"enough for every row (the first needs {_gib(most)} GiB) and gives {exact} of {len(fits)} choices exactly. "
+        "No constants give all, because in other rows the paper left more memory unused. Nor do they hold for Tables "
+        "1, 2 and 4, where the paper trained on the same devices what needs more by this plan, in GiB: "
+        f"{', '.join(larger)}."
+    )
 
 
-def _one_device(rows: list[dict], reserved: int) -> list[str]:
+def _one_device(rows: list[dict]) -> list[str]:
     about = (
-        f"The least memory of a device, GiB, on which the whole minibatch fits, so that norms see all crops without "
-        f"synchronisation; {_gib(reserved)} of it are CUDA's own. In each cell: float32 / bfloat16."
+        "The least memory of a device, GiB, on which the whole minibatch fits, so that norms see all crops without "
+        "synchronisation. In each cell: float32 / bfloat16."
     )
     networks: dict[tuple, dict[str, list[str]]] = {}
     for row in rows:
         combination, _, precision = row["combination"].rpartition(", ")
         cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
-        cells.setdefault(combination, []).append(f"{(row['peak'] + reserved) / GIB:.1f}")
+        cells.setdefault(combination, []).append(f"{row['device'] / GIB:.1f}")
     titles = ["", "crops", *next(iter(networks.values()))]
     lines = [[*network, *map(" / ".join, cells.values())] for network, cells in networks.items()]
     title = "A minibatch of Tables 3 and 4 on one device"
     return section(title, about, "", *frame.table(titles, lines, left=2))
 
 
-def _cards(rows: list[dict], reserved: int) -> list[str]:
+def _cards(rows: list[dict]) -> list[str]:
     worst = max(abs(row["error"]) for row in rows)
     about = (
         f"How many crops fit on one device. The memory of 4 and of 16 crops gives a straight line, from which the "
         f"table is computed; at 64 crops the line is off by {worst:.1%} at most. 1 GB is 10⁹ bytes."
     )
     lines = section("Crops on devices of 8 to 141 GB", about)
-    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb, reserved) or "–")) for gb in CARDS_GB]
+    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb) or "–")) for gb in CARDS_GB]
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
         lines += ["", f"{TITLES[network]}, {own[0]['crop_size']}²:", "", *columns(own, [("", "{combination}"), *crops])]
     return lines
 
 
-def crops_on(row: dict, gigabytes: float, reserved: int) -> int:
+def crops_on(row: dict, gigabytes: float) -> int:
     """The crops that fit on a device by the line of a row; 0 if none do."""
-    return max(0, int((gigabytes * 10**9 - reserved - row["base"]) // row["each"]))
+    return max(0, int((gigabytes * 10**9 - row["base"]) // row["each"]))
 
 
 def pictures(result: dict) -> dict[str, Figure]:
@@ -290,7 +311,7 @@ def pictures(result: dict) -> dict[str, Figure]:
     lines = [
         charts.Series(
             row["combination"],
-            [crops_on(row, gb, result["reserved"]) for gb in gigabytes],
+            [crops_on(row, gb) for gb in gigabytes],
             gigabytes,
             COLOURS[number // 2],
             "--" if row["combination"].endswith("bfloat16") else "-",
