@@ -4,11 +4,11 @@
     python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
 
 Prints what one device holds when a step needs most, in which module that is, and what is kept for the backward pass.
-memory.fit also finds, for standard, checkpointed and in-place norms, the most crops of data.crop_size (batch) or the
-largest crop for data.crops_per_minibatch (crop) that fit into memory.budget. memory.gpus=1 also lists how much memory
-one device needs for the whole minibatch with bfloat16, in-place norms, recomputed blocks and a reversible body. The
-keys are those of train_seg.py, or of train_imagenet.py for one of its experiments. Traces run on fake tensors, and are
-kept in the cache folder.
+memory.fit also finds, for standard, checkpointed and in-place norms, what fits into memory.budget: the most crops of
+data.crop_size (batch; the paper's FIXED CROP) or the largest crop for data.crops_per_minibatch (crop; its FIXED BATCH).
+memory.gpus=1 also lists how much memory one device needs for the whole minibatch with bfloat16, in-place norms,
+recomputed blocks and a reversible body. The keys are those of train_seg.py, or of train_imagenet.py for one of its
+experiments. Traces run on fake tensors, and are kept in the cache folder.
 """
 
 import re
@@ -33,6 +33,10 @@ from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS
 from scripts.evidence import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
+FITS = {  # memory.fit: what it does, and the paper's name for that
+    "batch": "more crops of the same size (the paper's FIXED CROP)",
+    "crop": "larger crops, as many (the paper's FIXED BATCH)",
+}
 SMALL_NETWORK = 80_000_000  # bytes of parameters
 
 
@@ -53,13 +57,12 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     config.check_shares(devices)
     share, size = planner.share_of(config, devices), config.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
-    budget, found = config.memory.available(), []
+    budget, found = config.memory.available(devices), []
     fails = budget is not None and trace.peak > budget
     if budget is not None:
-        reserved = f"less memory.context={config.memory.context} and memory.workspace={config.memory.workspace}"
-        lost = f", less memory.fragmentation={config.memory.fragmentation}" if config.memory.fragmentation else ""
         verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
-        console.print(f"{verdict}: {reserved}{lost}, {planner.gib(budget)} are left for tensors.")
+        less = config.memory.deductions(devices)
+        console.print(f"{verdict}: less {less}, {planner.gib(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
     console.print(f"{share} crops of {size}x{size} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
@@ -68,7 +71,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
     if config.memory.fit is not None:
         found = list(fits(config, devices))
-        console.print(f"memory.fit={config.memory.fit} {each}:")
+        console.print(f"memory.fit={config.memory.fit}, {FITS[config.memory.fit]}, {each}:")
         console.print(fit_table(found))
     if config.memory.gpus == 1:
         console.print(f"{share} crops of {size}x{size} pixels on one device, with the memory that CUDA itself needs:")
@@ -165,11 +168,9 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
 
 def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
-    crops, size, reserved = config.data.crops_per_minibatch, config.data.crop_size, config.memory.reserved()
-    rows = (
-        [combination, planner.gib(planner.step_memory(changed, crops, size).peak + reserved)]
-        for combination, changed in combinations(config).items()
-    )
+    crops, size = config.data.crops_per_minibatch, config.data.crop_size
+    needed = {name: planner.step_memory(changed, crops, size).peak for name, changed in combinations(config).items()}
+    rows = ([name, planner.gib(config.memory.needed(peak, devices=1))] for name, peak in needed.items())
     return table_of(["combination", "memory"], rows)
 
 

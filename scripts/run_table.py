@@ -4,11 +4,11 @@
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
     python -m scripts.run_table table=released files=DIR "roots={imagenet: DIR, vistas: DIR}"
 
-Lists each training with its command, its arithmetic and the hours that it takes at `tflops`. Without dry_run it then
-runs them into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not keep
-the others from running. Rows that are the same training run once. For the page: `python -m scripts.tables runs=[RUNS]`.
-`weights` are checkpoints of this project or files that the authors released. table=released trains nothing: it
-evaluates every released file in `files`, and prints the published scores beside ours.
+Lists each training with its command, its arithmetic and the least hours that it takes at `tflops`. Without dry_run it
+then runs them into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not
+keep the others from running. Rows that are the same training run once. For the page: `python -m scripts.tables
+runs=[RUNS]`. `weights` are checkpoints of this project or files that the authors released. table=released trains
+nothing: it evaluates every released file in `files`, and prints the published scores beside ours.
 """
 
 import shlex
@@ -203,7 +203,7 @@ def crop_flops(config: TrainingRun) -> int:
 
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:
-    columns = ["training", "devices", "steps", "10¹⁸ operations", f"hours at {arguments.tflops:g} TFLOP/s"]
+    columns = ["training", "devices", "steps", "10¹⁸ operations", f"hours at least, at {arguments.tflops:g} TFLOP/s"]
     table = table_of(columns, title=papers.TABLES.get(arguments.table, arguments.table))
     table.columns[0].overflow = "fold"
     table.add_column("", overflow="fold")

@@ -139,7 +139,7 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     ValueError: nothing fits; the message says how much the smallest minibatch or crop needs.
     """
     memory, fewest = config.memory, config.fewest_at_a_time[0] * config.trainer.accumulation_steps
-    budget = memory.available()
+    budget = memory.available(devices)
     assert budget is not None
     size, share = config.data.crop_size, share_of(config, devices)
 
@@ -209,12 +209,11 @@ def fitted(config: Config) -> Iterator[Config]:
 
     ValueError: nothing fits into `memory.budget`; or, without `memory.fit`, the step does not.
     """
-    memory = config.memory
-    budget = memory.available()
+    memory, processes = config.memory, int(os.environ.get("WORLD_SIZE", 1))
+    budget = memory.available(processes)
     if budget is None:
         yield config
         return
-    processes = int(os.environ.get("WORLD_SIZE", 1))
     if memory.gpus not in (None, processes):
         raise ValueError(
             f"memory.gpus={memory.gpus}, but this run has {processes} process(es): leave it out, or start as many with "

@@ -22,29 +22,43 @@ class Memory:
 
     budget: str | None = key(None, free_on_resume=True)  # of each device, e.g. 12GiB
     gpus: int | None = key(None, above=0, free_on_resume=True)  # that share a minibatch; null: this run's processes
-    # What to choose by the budget: the most crops of data.crop_size (batch), or the largest crop with
-    # data.crops_per_minibatch (crop). A resumed run keeps what it started with.
+    # What to choose by the budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
+    # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps what it started with.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
+    # What tensors cannot use. The defaults are calibrated, not measured: they take as much as leaves every row of the
+    # paper's Table 3 enough on its four devices of 12 GB. docs/results/memory_plan.md compares their choices with it.
     context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
-    workspace: str = key("0.3GiB", free_on_resume=True)  # of convolutions
-    fragmentation: float = key(0.0, least=0, most=0.9, free_on_resume=True)  # share of the rest that stays unused
+    nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices
+    workspace: str = key("0.7GiB", free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark
+    fragmentation: float = key(0.05, least=0, most=0.9, free_on_resume=True)  # share of the rest that stays unused
 
     def check(self) -> None:
         if self.fit is not None and self.budget is None:
             raise ValueError(f"memory.fit={self.fit} needs a device's memory: give memory.budget=…, such as 12GiB")
-        available = self.available()
+        devices = self.gpus or 1
+        available = self.available(devices)
         if available is not None and available <= 0:
             raise ValueError(
-                f"memory.budget={self.budget} leaves nothing for tensors: memory.context={self.context} and "
-                f"memory.workspace={self.workspace} are taken off"
+                f"memory.budget={self.budget} leaves nothing for tensors: {self.deductions(devices)} are taken off"
             )
 
-    def reserved(self) -> int:
-        """Bytes of each device that tensors cannot use."""
-        return bytes_of("memory.context", self.context) + bytes_of("memory.workspace", self.workspace)
-
-    def available(self) -> int | None:
-        """Bytes of each device for tensors; None without a budget."""
+    def available(self, devices: int) -> int | None:
+        """Bytes of each of several devices for tensors; None without a budget."""
         if self.budget is None:
             return None
-        return int((bytes_of("memory.budget", self.budget) - self.reserved()) * (1 - self.fragmentation))
+        return int((bytes_of("memory.budget", self.budget) - self._reserved(devices)) * (1 - self.fragmentation))
+
+    def needed(self, tensors: int, devices: int) -> int:
+        """Bytes that each of several devices must have for these bytes of tensors."""
+        return round(tensors / (1 - self.fragmentation)) + self._reserved(devices)
+
+    def deductions(self, devices: int) -> str:
+        """The keys, with their values, that take memory off a budget."""
+        taken = [f"memory.{name}={getattr(self, name)}" for name in self._parts(devices)]
+        return " ".join([*taken, f"memory.fragmentation={self.fragmentation}"])
+
+    def _reserved(self, devices: int) -> int:
+        return sum(bytes_of(f"memory.{name}", getattr(self, name)) for name in self._parts(devices))
+
+    def _parts(self, devices: int) -> tuple[str, ...]:
+        return ("context", "nccl", "workspace") if devices > 1 else ("context", "workspace")

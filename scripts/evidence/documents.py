@@ -12,9 +12,11 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
+import torch
 from omegaconf import DictConfig
 
 from engine.configuration.command_line import configured
+from models import bodies
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
 from scripts.evidence.abn.page import SHOWN, summary, targets
@@ -77,7 +79,7 @@ def _costs(table: str) -> str:
     numbers = [[f"{kept(body)[norm]:,}" for norm in norms] for body in ("ResNeXt-101", "WideResNet-38")]
     minibatch = ("cityscapes_resnext101", 16, 512)
     peaks = {
-        row["combination"]: row["peak"] + plan["reserved"]
+        row["combination"]: row["device"]
         for row in plan["one_device"]
         if (row["network"], row["crops"], row["crop_size"]) == minibatch
     }
@@ -150,6 +152,18 @@ def _devices(table: str) -> str:
     return "\n".join([*table.splitlines()[:2], *lines])
 
 
+def _parameters(table: str) -> str:
+    """Millions of parameters of the networks in the first cells, with the classes of CIFAR-10 (100), or of ImageNet."""
+    numbers = []
+    for name, *_ in rows(table):
+        body = getattr(bodies, name.strip("`"))
+        with torch.device("meta"):
+            networks = [body(classes=classes) for classes in ((10, 100) if "cifar" in name else (1000,))]
+        counts = [f"{sum(p.numel() for p in network.parameters()) / 1e6:.2f}" for network in networks]
+        numbers.append([" ".join([counts[0], *(f"({count})" for count in counts[1:])])])
+    return filled(table, 2, numbers)
+
+
 def _loop(_: str) -> str:
     """What the training loop adds to a step."""
     times = record("training_cpu")["overhead_ms"]
@@ -184,6 +198,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
     "ranges": lambda _: strategy_table.range_table(),
     "speed": lambda _: summary(record("abn_cpu")["rows"]),
     "switches": _switches,
+    "parameters": _parameters,
     "loop": _loop,
     "or_inplace": _or_inplace,
     "order": _order,

@@ -92,6 +92,7 @@ def devices_of(experiment: str) -> int:
 def published(experiment: str) -> list[Published]:
     """The scores in an experiment's header."""
     text, found = header(experiment), []
+    release = "the release" if "Published with the release" in text else ""
     for miou in re.findall(r"mIoU ([\d.]+) %", text):
         found.append(Published("miou", "results", float(miou), ""))
     for error in re.findall(r"Published (?:top-1 )?error[^:]*: ([\d.]+) %", text):
@@ -102,7 +103,7 @@ def published(experiment: str) -> list[Published]:
         swapped = f"_{activation}" if activation else ""
         for view, scores in zip(VIEWS, row.split("|"), strict=True):
             for score, percent in zip(("top1", "top5"), scores.split("/"), strict=True):
-                found.append(Published(score, f"results{swapped}{view}", float(percent), ""))
+                found.append(Published(score, f"results{swapped}{view}", float(percent), release))
     for percent, source in re.findall(r"(?m)^# +([\d.]+) in \d+:\d+ +(.*)$", text):
         found.append(Published("top1", "results", float(percent), source))
     return found

@@ -2,9 +2,10 @@
 
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json
 
-Plans what every experiment needs on each device; Table 3's columns fixed crop and fixed batch, beside the paper's; the
-memory with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit on devices of 8 to 141 GB;
-RevNet's claims. Traces are kept in the cache folder.
+Plans what every experiment needs on each device; Table 3's columns fixed crop (memory.fit=batch) and fixed batch
+(memory.fit=crop) as the planner fills them, beside the paper's, on which the keys `memory.*` are calibrated; the memory
+with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit on devices of 8 to 141 GB; RevNet's
+claims. Traces are kept in the cache folder.
 """
 
 import re
@@ -44,7 +45,9 @@ class PlanArguments(frame.Arguments):
 
 def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
     memory = (f"memory.budget={arguments.budget}", f"memory.gpus={arguments.devices}")
-    found: dict[str, Any] = {"reserved": Memory().reserved()}
+    device = Memory(budget=arguments.budget)
+    found: dict[str, Any] = {"deductions": device.deductions(arguments.devices)}
+    found["available"] = device.available(arguments.devices)
     for part, rows in {
         "experiments": map(planned, papers.all_experiments()),
         "fits": _plan_fits(memory),
@@ -101,18 +104,20 @@ def _plan_one_device() -> Iterator[dict]:
         done.add((network[1], crops, size))
         row = {"network": network[1], "crops": crops, "crop_size": size}
         for combination, changed in combinations(config).items():
-            yield {**row, "combination": combination, "peak": planner.step_memory(changed, crops, size).peak}
+            needed = Memory().needed(planner.step_memory(changed, crops, size).peak, devices=1)
+            yield {**row, "combination": combination, "device": needed}
 
 
 def _plan_cards() -> Iterator[dict]:
-    """Memory as a line over the number of crops."""
+    """The memory of a device as a line over the number of crops."""
     for name in CARD_BODIES:
         config = papers.configured_as(f"table3/{name}")
         for combination, changed in combinations(config).items():
             peaks = [planner.step_memory(changed, crops, config.data.crop_size).peak for crops in LINE]
-            each = (peaks[1] - peaks[0]) / (LINE[1] - LINE[0])
-            base = peaks[0] - LINE[0] * each
-            error = (base + LINE[2] * each) / peaks[2] - 1
+            needed = [Memory().needed(peak, devices=1) for peak in peaks]
+            each = (needed[1] - needed[0]) / (LINE[1] - LINE[0])
+            base = needed[0] - LINE[0] * each
+            error = (base + LINE[2] * each) / needed[2] - 1
             row = {"network": name.removesuffix("_std"), "crop_size": config.data.crop_size, "combination": combination}
             yield {**row, "base": round(base), "each": round(each), "error": error}
 
@@ -148,20 +153,16 @@ PUBLISHED_CLAIMS = {"ResNet-101": "32", "RevNet-104": "128 (64 used in training)
 
 
 def page(result: dict, name: str) -> str:
-    best, exact, choices = _closest_budget(result["fits"])
     return frame.page_text(
         "plan_experiments",
         result,
         picture=f"![memory of experiments by category, and crops that fit by memory]({name}.png)",
         count=len(result["experiments"]),
         table_3=_table_3(result["fits"]),
-        best=_gib(best),
-        exact=exact,
-        choices=choices,
-        reserved=_gib(result["reserved"]),
-        one_device=_one_device(result["one_device"], result["reserved"]),
+        calibration=_calibration(result),
+        one_device=_one_device(result["one_device"]),
         largest_error=max(abs(row["error"]) for row in result["cards"]),
-        cards=list(_cards(result["cards"], result["reserved"])),
+        cards=list(_cards(result["cards"])),
         claims=columns(result["claims"], CLAIM),
         experiments=columns(sorted(result["experiments"], key=lambda row: row["experiment"]), EXPERIMENT),
     )
@@ -192,6 +193,7 @@ FIT: Columns = [
     ("", lambda row: _more(row, "")),
     ("published", "{paper_crops} x {paper_crop_size}²"),
     ("", lambda row: _more(row, "paper_")),
+    ("difference", lambda row: f"{row['crops'] * row['crop_size'] ** 2 / _pixels_of_paper(row) - 1:+.0%}"),
     ("from", lambda row: _gib(row["paper_peak"])),
     ("to", lambda row: _gib(row["larger_peak"])),
 ]
@@ -203,44 +205,56 @@ def _more(row: dict, by: str) -> str:
     return "" if row["norm"] == "std" else f"{ours / standard - 1:+.0%}"
 
 
+def _pixels_of_paper(row: dict) -> int:
+    return row["paper_crops"] * row["paper_crop_size"] ** 2
+
+
 def _table_3(fits: list[dict]) -> str:
     standard = {(row["column"], row["fit"]): row for row in fits if row["norm"] == "std"}
     return columns(({**row, "standard": standard[row["column"], row["fit"]]} for row in fits), FIT, left=3)
 
 
-def _closest_budget(fits: list[dict]) -> tuple[int, int, int]:
-    """The budget with which the planner makes most of the paper's choices at a fixed crop, their number, and of all."""
-    fixed_crop = [row for row in fits if row["fit"] == "batch"]
-    exact = {
-        budget: sum(row["paper_peak"] <= budget < row["larger_peak"] for row in fixed_crop)
-        for budget in (row["paper_peak"] for row in fixed_crop)
-    }
-    best = max(exact, key=lambda budget: exact[budget])
-    return best, exact[best], len(fixed_crop)
+def _calibration(result: dict) -> str:
+    """What the defaults of `memory.*` reproduce of the paper, and what not."""
+    fits, available = result["fits"], result["available"]
+    exact = sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits)
+    most = max(row["paper_peak"] for row in fits)
+    larger = sorted(
+        f"{row['experiment']} {_gib(row['peak'])}"
+        for row in result["experiments"]
+        if re.match("table[124]/(?!release)", row["experiment"]) and row["peak"] > available
+    )
+    return (
+        f"Calibrated on this table: {result['deductions']} leave {_gib(available)} GiB for tensors. That is just "
+        f"enough for every row (the first needs {_gib(most)} GiB) and gives {exact} of {len(fits)} choices exactly. "
+        "No constants give all, because in other rows the paper left more memory unused. Nor do they hold for Tables "
+        "1, 2 and 4, where the paper trained on the same devices what needs more by this plan, in GiB: "
+        f"{', '.join(larger)}."
+    )
 
 
-def _one_device(rows: list[dict], reserved: int) -> str:
+def _one_device(rows: list[dict]) -> str:
     networks: dict[tuple, dict[str, list[str]]] = {}
     for row in rows:
         combination, _, precision = row["combination"].rpartition(", ")
         cells = networks.setdefault((TITLES[row["network"]], f"{row['crops']} x {row['crop_size']}²"), {})
-        cells.setdefault(combination, []).append(f"{(row['peak'] + reserved) / GIB:.1f}")
+        cells.setdefault(combination, []).append(f"{row['device'] / GIB:.1f}")
     titles = ["", "crops", *next(iter(networks.values()))]
     return frame.table(titles, ([*network, *map(" / ".join, cells.values())] for network, cells in networks.items()), 2)
 
 
-def _cards(rows: list[dict], reserved: int) -> Iterator[str]:
+def _cards(rows: list[dict]) -> Iterator[str]:
     """For each network its name and the crops of each combination on each device."""
-    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb, reserved) or "–")) for gb in CARDS_GB]
+    crops = [(str(gb), lambda row, gb=gb: str(crops_on(row, gb) or "–")) for gb in CARDS_GB]
     for network in dict.fromkeys(row["network"] for row in rows):
         own = [row for row in rows if row["network"] == network]
         yield f"{TITLES[network]}, {own[0]['crop_size']}²:"
         yield columns(own, [("", "{combination}"), *crops])
 
 
-def crops_on(row: dict, gigabytes: float, reserved: int) -> int:
+def crops_on(row: dict, gigabytes: float) -> int:
     """The crops that fit on a device by the line of a row; 0 if none do."""
-    return max(0, int((gigabytes * 10**9 - reserved - row["base"]) // row["each"]))
+    return max(0, int((gigabytes * 10**9 - row["base"]) // row["each"]))
 
 
 def pictures(result: dict) -> dict[str, Figure]:
@@ -259,7 +273,7 @@ def pictures(result: dict) -> dict[str, Figure]:
     lines = [
         charts.Series(
             row["combination"],
-            [crops_on(row, gb, result["reserved"]) for gb in gigabytes],
+            [crops_on(row, gb) for gb in gigabytes],
             gigabytes,
             COLOURS[number // 2],
             "--" if row["combination"].endswith("bfloat16") else "-",

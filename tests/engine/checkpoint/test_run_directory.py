@@ -216,7 +216,7 @@ FREE_ON_RESUME = {
     *("data.root", "data.workers", "data.verify", "data.on_error", "data.max_skipped", "data.timeout_seconds"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
     *("trainer.evaluate_batch_size", "trainer.log_every_steps", "trainer.recompute", "trainer.timeout_seconds"),
-    *(f"memory.{name}" for name in ("budget", "gpus", "fit", "context", "workspace", "fragmentation")),
+    *(f"memory.{name}" for name in ("budget", "gpus", "fit", "context", "nccl", "workspace", "fragmentation")),
 }
 
 

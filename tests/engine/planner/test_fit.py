@@ -7,7 +7,7 @@ import train_seg
 from datasets import cityscapes
 from engine import planner
 from engine.planner.fit import largest
-from engine.schema.memory import bytes_of
+from engine.schema.memory import Memory, bytes_of
 from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
 from tests import runs, trees
@@ -42,6 +42,17 @@ def test_units(text, expected):
     assert bytes_of("memory.budget", text) == expected
 
 
+def test_what_a_device_needs_leaves_its_tensors_what_they_take():
+    memory = Memory(budget="10GiB", context="1GiB", nccl="0.5GiB", workspace="2GiB", fragmentation=0.2)
+    for devices, tensors in ((1, 0.8 * 7), (4, 0.8 * 6.5)):
+        assert memory.available(devices) == int(tensors * 2**30)
+        assert memory.needed(int(tensors * 2**30), devices) == pytest.approx(10 * 2**30, abs=2)
+    assert "memory.nccl" not in memory.deductions(1)
+    assert (
+        memory.deductions(4) == "memory.context=1GiB memory.nccl=0.5GiB memory.workspace=2GiB memory.fragmentation=0.2"
+    )
+
+
 def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys):
     root = trees.cityscapes(tmp_path)
     config = planned(
@@ -60,7 +71,11 @@ def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
     assert capsys.readouterr().out.startswith("This step does not fit into memory.budget=3MiB: less")
 
 
-SMALL = ("body=resnext_tiny", "memory.context=0MiB", "memory.workspace=0MiB")
+SMALL = (
+    "body=resnext_tiny",
+    *(f"memory.{name}=0MiB" for name in ("context", "nccl", "workspace")),
+    "memory.fragmentation=0",
+)
 FLAT = "body.structure=[1,1,1,1]"  # for what does not depend on the depth
 
 
@@ -131,7 +146,7 @@ def test_the_plan_of_an_experiment(capsys):
     assert all(fit.bytes <= 100 * 2**20 for fit in (std, checkpoint, inplace))
     printed = capsys.readouterr().out
     assert (
-        "on each of 2 devices" in printed
+        "memory.fit=crop, larger crops, as many (the paper's FIXED BATCH), on each of 2 devices" in printed
         and "body.mod1" in printed
         and "memory.budget=100MiB: less memory.context=0MiB" in printed
     )

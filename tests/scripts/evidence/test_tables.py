@@ -62,6 +62,8 @@ def test_published_scores_are_read_from_the_headers_and_rows_are_in_the_paper_s_
     scores = papers.published("table1/resnext101_relu")
     assert scores[0] == ("top1", "results", 77.74, "")
     assert scores[-1] == ("top5", "results_leaky_relu_crop320", 94.25, "")
+    released = {name for name in papers.experiments_of("table2") if papers.published(name)[0].source == "the release"}
+    assert released == {name for name in papers.experiments_of("table2") if "/release_" in name} != set()
     sources = [(entry.percent, entry.source) for entry in papers.published("memcnn/cifar10_revnet38")]
     assert sources[0] == (92.54, "MemCNN's paper") and len(sources) == 3
     names = [name.rpartition("resnext101_")[2] for name in papers.experiments_of("table3") if "cityscapes_r" in name]
@@ -86,12 +88,15 @@ def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
 
 
 @pytest.mark.usefixtures("of_few_tables")
-def test_planned_memory_comes_from_the_plan(tmp_path):
-    copy_of_a_run(tmp_path / "runs" / "run")
+def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp_path):
+    results = copy_of_a_run(tmp_path / "runs" / "run") / "results.json"
     rows = [{"experiment": "cifar10/resnet14", "peak": 3 * 2**29}]
     record = {"command": "python -m scripts.evidence.plan_experiments out=FILE.json", "experiments": rows}
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "memory_plan.json").write_text(json.dumps(record))
+    assert "| 1.50 | – |" in written(tmp_path, tmp_path / "runs")
+    hardware = json.loads(results.read_text())["environment"]["hardware"]
+    results.write_text(results.read_text().replace(hardware, f"1 x NVIDIA H200; {hardware}"))
     assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
     other = json.dumps({**record, "command": "python -m scripts.bench_abn"})
     for text, found in ((other, ": .*bench_abn"), ("[]", "")):
