@@ -11,6 +11,7 @@ from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
 from .recompute.network import recompute_activations, recomputing, report, undo
+from .reversible.checks import checking_repetitions
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
@@ -26,6 +27,7 @@ __all__ = [
     "InPlaceABNSync",
     "InvertibleModuleWrapper",
     "ReversibleSequence",
+    "checking_repetitions",
     "from_released",
     "is_invertible_module",
     "layer_health",
