@@ -18,6 +18,7 @@ from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
 from .recompute.network import recompute_activations, recomputing, report, undo
+from .reversible.checks import checking_repetitions
 from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
@@ -34,6 +35,7 @@ __all__ = [
     "InvertibleModuleWrapper",
     "ReversibleSequence",
     "__version__",
+    "checking_repetitions",
     "from_released",
     "inplace_abn",
     "inplace_abn_sync",

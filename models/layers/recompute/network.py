@@ -22,21 +22,23 @@ from .report import KeptTensor, Report, summary
 def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
-    Cheap are the results of norms, activations, products, sums, concatenations, copies, views, dropout, max-pooling and
+    Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
     upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
     `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
-    read it. No module is replaced, and outputs and gradients do not change.
+    read it. No module is replaced, and outputs and gradients do not change. Of what frozen convolutions and norms read,
+    the shape is kept, and of what only ReLU reads, one bit per value.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
     saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
 
-    Tensors that the backward pass reads, parameters included, may not be modified in place before it: this raises
-    PyTorch's error about an in-place operation. Changes through `.data` cannot be seen, here as elsewhere in autograd.
+    Tensors that the backward pass reads may not be modified in place before it: this raises PyTorch's error about an
+    in-place operation, also under other hooks. (Parameters that PyTorch alone would not keep may change if they are
+    small.) Changes through `.data` cannot be seen, here as elsewhere in autograd.
 
     Args:
-        network: any, returned with two hooks around its forward pass. The branches of couplings inside are prepared as
-            well, because they run again by themselves.
+        network: any but a compiled one, returned with two hooks around its forward pass, which `undo` removes. The
+            branches of couplings inside are prepared as well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
     """
     if isinstance(network, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())):

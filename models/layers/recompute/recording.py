@@ -17,9 +17,9 @@ The rules, which this folder keeps together:
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
    `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
-5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, and then
-   computed again in the next backward pass over the graph. No call gets a recipe behind a chain of `LONGEST`; views and
-   casts may lengthen one a little.
+5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, or the pass
+   has ended, and computed again in the next backward pass over the graph. No call gets a recipe behind a chain of
+   `LONGEST`; views and casts may lengthen one a little.
 6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
    that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Operators declare
    what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,11 +91,22 @@ class Value:
         else:
             check_version(tensor, self.version)  # a backward function may write over what it gets
         self.reads += 1
-        if self.reads < self.readers:
+        if self.reads == self.readers or torch._C._current_graph_task_id() == -1:  # not in a backward pass
+            self.drop()
+        elif self.computed is None:
             self.computed = tensor
-        else:
-            self.computed, self.reads = None, 0
+            # Not all readers read in a backward pass through a part of the graph.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_drop, weakref.ref(self)))
         return tensor
+
+    def drop(self) -> None:
+        """Forget the computed tensor."""
+        self.computed, self.reads = None, 0
+
+
+def _drop(reference: "weakref.ref[Value]") -> None:
+    if (value := reference()) is not None:
+        value.drop()
 
 
 class Form:

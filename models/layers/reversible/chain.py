@@ -23,7 +23,8 @@ The rules, which this file keeps together with replay.py and environment.py:
    must save tensors of the same number, shapes, dtypes and devices as the first run, or it raises an error.
 8. What may never happen: a gradient of other values than the forward pass had, except for rounding. A function that
    writes over its input is refused. A kept tensor that was modified raises PyTorch's error about an in-place operation.
-   Whatever is asked for when the graph is freed, or still inside the forward pass, raises an error that says so.
+   Whatever is asked for when the graph is freed, or still inside the forward pass, raises an error that says so. That
+   branches compute the same again is a precondition, which `checking_repetitions` checks (checks.py).
 """
 
 import weakref
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ..saved import Hooks, Kept, current_hooks
+from .checks import Checksum
 from .couplings import Coupling, HalfStep, detached, versions
 from .environment import Environment
 from .replay import Section, keeps_graph
@@ -113,14 +115,17 @@ class Update(NamedTuple):
     half: HalfStep
     invertible: bool = True
 
-    def run(self, streams: Values) -> Values:
-        return self.half.run(streams)
+    def run(self, streams: Values, checksum: Checksum) -> Values:
+        output = self.half.output(streams)
+        checksum.see(output)
+        return self.half.replaced(streams, self.half.combine(streams[self.half.target], output))
 
-    def again(self, streams: Values, like: Inputs) -> Undo:
+    def again(self, streams: Values, like: Inputs, checksum: Checksum) -> Undo:
         """Run the branch on the streams after the update."""
         half, target = self.half, self.half.target
         streams = like(streams)
         output = half.output(streams)
+        checksum.see(output)
 
         def undone() -> Values:
             with torch.no_grad():
@@ -142,16 +147,18 @@ class Apply(NamedTuple):
     def invertible(self) -> bool:
         return self.inverse is not None
 
-    def run(self, values: Values) -> Values:
-        return _unchanged(self.function, values)
+    def run(self, values: Values, checksum: Checksum) -> Values:
+        outputs = _unchanged(self.function, values)
+        checksum.see(outputs)
+        return outputs
 
-    def again(self, values: Values, like: Inputs) -> Undo:
+    def again(self, values: Values, like: Inputs, checksum: Checksum) -> Undo:
         """Run the function again: on `values`, which are its kept inputs, or outputs to invert."""
         if self.inverse is not None:
             with torch.no_grad():
                 values = _unchanged(self.inverse, values)
                 values = tuple(_as(tensor, dtype) for tensor, dtype in zip(values, like.dtypes, strict=True))
-        self.function(*like(values))
+        checksum.see(self.function(*like(values)))
         return lambda: values
 
 
@@ -171,6 +178,7 @@ class Step:
         self.inputs = Inputs(tuple(x.dtype for x in inputs), tuple(x.requires_grad for x in inputs))
         self.environment = Environment(modules, inputs, preserve_rng_state)
         self.section = Section()
+        self.checksum = Checksum(modules)
         self.before = weakref.ref(before)
         self.after = State()
         if not move.invertible:
@@ -180,7 +188,7 @@ class Step:
     def run(self, values: Values) -> Values:
         """The forward pass."""
         with self.section.dropping(self.repeat):
-            outputs = self.move.run(values)
+            outputs = self.move.run(values, self.checksum)
         self.environment.forward_pass_ended()
         return outputs
 
@@ -195,7 +203,7 @@ class Step:
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
         with self.environment.restored(), context:
-            undo = self.move.again(values, self.inputs)
+            undo = self.move.again(values, self.inputs, self.checksum)
         before = self.before()
         if before is not None and self.move.invertible:
             before.give(undo())
@@ -301,7 +309,7 @@ class Pass:
 
     def _run(self, modules: Sequence[nn.Module], move: Update | Apply) -> None:
         if not self.forget:
-            self.values = move.run(self.values)
+            self.values = move.run(self.values, Checksum([]))
             return
         step = Step(modules, move, self.state, self.values, self.hooks, self.preserve_rng_state)
         before, self.state.taken = self.state, True

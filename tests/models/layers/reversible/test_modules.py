@@ -30,6 +30,7 @@ from models.layers import (
     is_invertible_module,
     recompute_activations,
 )
+from models.layers.reversible import checks
 from models.layers.saved import SavedTensors, kept_bytes
 
 NORMS = {
@@ -171,8 +172,8 @@ def test_dropout_drops_the_same_again(coupling, form):
         expected(IMAGES)
     assert torch.equal(after, torch.rand(1))  # the backward pass leaves the random numbers alone
     if form == "wrappers":
-        unlike = step(wrapped([wrapper._fn for wrapper in found], preserve_rng_state=False), IMAGES)
-        assert not torch.allclose(unlike["input"], step(expected, IMAGES)["input"])
+        with pytest.raises(RuntimeError, match="computed something else"):
+            step(wrapped([wrapper._fn for wrapper in found], preserve_rng_state=False), IMAGES)
 
 
 def conv(branch: nn.Module) -> nn.Conv2d:
@@ -525,7 +526,8 @@ class Moody(nn.Module):
 @pytest.mark.parametrize(
     "saved, message", [([[2], [3]], "at first"), ([[2], [2, 2]], "more tensors"), ([[2, 2], [2]], "fewer tensors")]
 )
-def test_a_branch_that_computes_something_else_is_named(saved, message):
+def test_a_branch_that_saves_something_else_is_named(saved, message, monkeypatch):
+    monkeypatch.setattr(checks._mode, "checks", False)
     coupling = InvertibleModuleWrapper(AdditiveCoupling(Moody(saved), nn.Identity()))
     with pytest.raises(RuntimeError, match=f"something else when.*{message}"):
         coupling(IMAGES.clone().requires_grad_()).sum().backward()

@@ -1,0 +1,69 @@
+"""An optional check that parts of a reversible network compute the same when the backward pass repeats them."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}  # restored inputs are rounded
+_LOW_PRECISION = 0.3
+
+
+class _Mode(threading.local):
+    checks = False
+
+
+_mode = _Mode()
+
+
+@contextmanager
+def checking_repetitions() -> Iterator[None]:
+    """Context of forward passes whose backward passes compare each repeated output of a branch with the first one.
+
+    A branch that draws from a generator of its own, counts its calls, or reads an attribute that changed computes
+    something else the second time, and the gradients are wrong. Here this raises a RuntimeError that names the branch.
+    It costs two passes over each output: take it for the first steps of a run. Differences below a thousandth pass in
+    float32, as restored inputs are rounded, and below 0.3 in bfloat16 and float16.
+    """
+    before, _mode.checks = _mode.checks, True
+    try:
+        yield
+    finally:
+        _mode.checks = before
+
+
+class Checksum:
+    """The first outputs of some modules, in two numbers each."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self.modules = modules
+        self.first: list[Tensor] | None = None
+        self.checks = _mode.checks and not torch.compiler.is_compiling()
+
+    def see(self, output: object) -> None:
+        """Remember an output, or compare a repeated one. RuntimeError if it differs by more than rounding."""
+        if not self.checks:
+            return
+        tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
+        found = [_checksum(tensor) for tensor in tensors]
+        if self.first is None:
+            self.first = found
+            return
+        for tensor, ours, first in zip(tensors, found, self.first, strict=True):
+            largest = _TOLERANCES.get(tensor.dtype, _LOW_PRECISION) * first[1].clamp(min=1e-30)
+            if not torch.isnan(first).any() and bool((ours - first).abs().max() > largest):
+                names = ", ".join(type(module).__name__ for module in self.modules)
+                raise RuntimeError(
+                    f"{names} computed something else when the backward pass repeated it, so gradients would be wrong: "
+                    f"it may not count calls, draw from a generator of its own or of NumPy, or read what changes"
+                )
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> Tensor:
+    """A sum with weights of both signs, which any change of the values moves by about its size; and the norm."""
+    values = tensor.detach().flatten().double()
+    weights = torch.arange(values.numel(), dtype=torch.float64, device=values.device).cos_()
+    return torch.stack([values @ weights, values.norm()])
