@@ -12,6 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
 from models.layers.saved import kept_bytes, saved_for_backward
@@ -155,6 +156,22 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
     statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
     assert kept == [6 * values // 8 + statistics, (13 if norm else 7) * values * 4 + statistics]
     assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_frozen_layers_under_a_checkpoint_and_in_second_derivatives(inplace):
+    """As in a gradient penalty. Both repeat what was saved."""
+    frozen = nn.Sequential(*chain(True, inplace), nn.ConvTranspose2d(C, C, 2, 2)).eval().requires_grad_(False)
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), frozen, nn.ReLU(inplace), nn.Conv2d(C, 2, 1)).double()
+    results = []
+    for network in (recompute_activations(copy.deepcopy(plain)), plain):
+        x = torch.linspace(-2, 2, 2 * 3 * 64, dtype=torch.float64).view(2, 3, 8, 8).requires_grad_()
+        trained = [x, *(parameter for parameter in network.parameters() if parameter.requires_grad)]
+        loss = checkpoint(network, x, use_reentrant=False).square().sum()
+        first = torch.autograd.grad(loss, trained)
+        (gradient,) = torch.autograd.grad(network(x).square().sum(), x, create_graph=True)
+        results.append([*first, *torch.autograd.grad(gradient.square().sum(), trained[:-1])])
+    assert all(map(torch.equal, *results))
 
 
 def test_signs_are_kept_only_where_nobody_reads_values():
