@@ -40,7 +40,7 @@ class _Console(Console):
         return ConsoleDimensions(max(columns, FEWEST_COLUMNS), lines)
 
 
-def print_what_can_be() -> None:
+def make_printing_safe() -> None:
     """From now on neither a lost terminal nor a character that it cannot show stops the program.
 
     Such characters are escaped, as in file names that are not UTF-8.
@@ -57,7 +57,7 @@ def make_console(rank: int = 0) -> Console:
 
     Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
-    print_what_can_be()
+    make_printing_safe()
     make = partial(_Console, quiet=rank > 0, markup=False, emoji=False)
     console = make()
     return console if console.is_terminal else make(width=160)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from engine.checkpoint.comparison import check_tensors, moved, not_finite
+from engine.checkpoint.comparison import check_tensors, not_finite, with_progress
 from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
@@ -180,14 +180,14 @@ class Learner:
                 raise ValueError(f"it has {'no' if part in own else 'a'} part {part}, unlike this run")
         for part in ("network", "ema"):
             check_tensors(part, state.get(part, {}), own.get(part, {}))
-        scaler = moved("scaler", state.get("scaler", {}), own.get("scaler", {}), ("scale", "_growth_tracker"))
+        scaler = with_progress("scaler", state.get("scaler", {}), own.get("scaler", {}), ("scale", "_growth_tracker"))
         step, stepped = state["step"], state["step"] > 0
         if scaler:  # each step that float16 skips scales the loss down
             stepped &= scaler["scale"] > own["scaler"]["scale"] * scaler["backoff_factor"] ** step
         optimizer = self._momentum(state["optimizer"], step, stepped)
-        moved("scheduler", state["scheduler"], own["scheduler"])
+        with_progress("scheduler", state["scheduler"], own["scheduler"])
         if self.average is not None:
-            updates = moved("ema_updates", state["ema_updates"], own["ema_updates"], ("updates",), "updates")
+            updates = with_progress("ema_updates", state["ema_updates"], own["ema_updates"], ("updates",), "updates")
             if updates > step:
                 raise ValueError(f"its weights were averaged {updates} times in {step} steps")
 
@@ -209,7 +209,7 @@ class Learner:
             raise ValueError(f"its part optimizer is {type(given).__name__}: expected the states of parameters")
         # Whether steps are fused may change.
         free = [{key: value for key, value in group.items() if key not in ("fused", "foreach")} for group in own]
-        groups = moved("optimizer", given.get("param_groups"), free, ("lr",))
+        groups = with_progress("optimizer", given.get("param_groups"), free, ("lr",))
         for group, wanted in zip(groups, own, strict=True):
             if not math.isclose(group["lr"], wanted["lr"], rel_tol=1e-6, abs_tol=1e-12):  # PyTorch may round otherwise
                 raise ValueError(f"its learning rate is {group['lr']}: expected {wanted['lr']} after step {step}")

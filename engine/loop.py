@@ -9,12 +9,12 @@ from torch import Tensor
 from engine.distributed import World
 from engine.learner import Learner
 from engine.memory import memory_errors, peak_memory_mib
-from engine.prefetching import prefetched
 from engine.records.evaluated import Evaluated
 from engine.records.profiling import profiled
 from engine.records.waits import DataWait
 from engine.run import Config, Run, Split
 from engine.stopping import Preempted
+from engine.transfers import prefetched
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 

@@ -191,7 +191,7 @@ def opened(
     ):
         config.check_shares(world.size)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
-        with directory.in_use(config), _left_if_not_begun(directory, stop):
+        with directory.in_use(config), _removed_unless_begun(directory, stop):
             run = _agree(config, world, stop, directory, *find(data))
             log_to(run.console, directory.log if world.first else None, world.rank)
             logger.debug(command)
@@ -211,13 +211,13 @@ def opened(
 
 
 @contextmanager
-def _left_if_not_begun(directory: RunDirectory, stop: StopRequest) -> Iterator[None]:
+def _removed_unless_begun(directory: RunDirectory, stop: StopRequest) -> Iterator[None]:
     """A run that fails before its first step leaves no folder behind."""
     try:
         yield
     except BaseException:
         if not stop.training:
-            directory.leave()
+            directory.remove_if_new()
         raise
 
 

@@ -86,7 +86,7 @@ def convolutions(
 def _convolutions(
     in_channels: int, channels: Sequence[int], *, strides: tuple[int, int], dilation: int, groups: int = 1
 ) -> list[nn.Conv2d]:
-    """Two 3x3 convolutions, or a bottleneck of a 1x1, a 3x3 and a 1x1; `strides` are those of the first two.
+    """Two 3x3 convolutions, or a 1x1, 3x3, 1x1 bottleneck. `strides`: of the first and of the second convolution.
 
     ValueError if there are neither two nor three channels, or the groups do not fit.
     """

@@ -14,8 +14,8 @@ from engine.checkpoint import files as checkpoint
 from engine.distributed import World
 from engine.forward import Forward
 from engine.learner import Learner
-from engine.prefetching import prefetched
 from engine.schema.optim import SGD, Poly
+from engine.transfers import prefetched
 from eval import evaluate
 from models.layers.norms.backends.compiled import compiler_available
 from tests.cuda import NEEDS_CUDA

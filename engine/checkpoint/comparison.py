@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.checkpoints.torch_files import NOT_NEGATIVE, is_plain
+
 _LARGEST = torch.finfo(torch.float32).max
-_NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -15,13 +16,6 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     finite = [tensor.isfinite().all() for tensor in tensors.values()]
     good = torch.stack(finite).tolist() if finite else []
     return [name for name, is_good in zip(tensors, good, strict=True) if not is_good]
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is a tensor of ordinary numbers: not sparse, quantised, complex, or without memory."""
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return False
-    return not (value.is_quantized or value.is_meta or value.is_complex())
 
 
 def check_tensors(part: str, given: object, wanted: Mapping[str, Tensor]) -> None:
@@ -35,7 +29,7 @@ def check_tensors(part: str, given: object, wanted: Mapping[str, Tensor]) -> Non
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if broken := not_finite(tensors):
         raise ValueError(f"{len(broken)} tensors of its part {part} are not finite, {broken[0]} among them")
-    counts = {name: value for name, value in tensors.items() if name.endswith(_NOT_NEGATIVE)}
+    counts = {name: value for name, value in tensors.items() if name.endswith(NOT_NEGATIVE)}
     if negative := [name for name, value in counts.items() if (value < 0).any()]:
         raise ValueError(f"{negative[0]} of its part {part} has negative numbers")
 
@@ -50,28 +44,28 @@ def described(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{kind}"
 
 
-def moved(name: str, given: object, own: object, moving: tuple[str, ...] = (), key: str = "") -> Any:
-    """A copy of `own`, in which the numbers below the keys `moving` are those of `given`.
+def with_progress(name: str, given: object, own: object, progress: tuple[str, ...] = (), key: str = "") -> Any:
+    """A copy of `own` with the numbers that change in training, under the keys `progress`, taken from `given`.
 
-    Private keys are `own`'s unless they move, because they change with PyTorch's version; so are keys that `given`
-    lacks. ValueError: another value differs; or a number that moves is missing, negative, not finite, of another type.
+    Everything else must be equal, except private keys, which differ between versions of PyTorch, and keys that `given`
+    lacks. ValueError if it is not, or if a number of `progress` is missing, negative, not finite or of another type.
     """
     if isinstance(own, dict):
         if not isinstance(given, dict):
             raise ValueError(f"its part {name} is {type(given).__name__}: expected dict")
-        if absent := [entry for entry in moving if entry in own and entry not in given]:
+        if absent := [entry for entry in progress if entry in own and entry not in given]:
             raise ValueError(f"its part {name} has no {absent[0]}")
         return {
-            entry: moved(f"{name}.{entry}", given[entry], value, moving, entry)
-            if entry in given and (entry in moving or not entry.startswith("_") or entry == "_schedulers")
+            entry: with_progress(f"{name}.{entry}", given[entry], value, progress, entry)
+            if entry in given and (entry in progress or not entry.startswith("_") or entry == "_schedulers")
             else value
             for entry, value in own.items()
         }
     if isinstance(own, (list, tuple)):
         if not isinstance(given, (list, tuple)) or len(given) != len(own):
             raise ValueError(f"its part {name} is {given!r}: expected a list of {len(own)}")
-        return type(own)(moved(name, *both, moving, key) for both in zip(given, own, strict=True))
-    if key not in moving:
+        return type(own)(with_progress(name, *both, progress, key) for both in zip(given, own, strict=True))
+    if key not in progress:
         if not isinstance(given, (bool, int, float, str, type(None))) or given != own:
             raise ValueError(f"its part {name} is {given!r}: expected {own!r}")
         return own

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.checkpoint.comparison import is_plain
+from models.checkpoints.torch_files import is_plain
 
 MOST_CLASSES = 65_535
 

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from engine.checkpoint.comparison import described, is_plain
+from engine.checkpoint.comparison import described
 from engine.console import logger
 from engine.distributed import World
+from models.checkpoints.torch_files import is_plain
 
 
 def random_states(world: World) -> dict[str, list[Tensor]]:

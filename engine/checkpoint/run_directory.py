@@ -15,8 +15,8 @@ from typing import TextIO
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
-from engine.prefetching import HostCopy
 from engine.schema.training import TrainingRun
+from engine.transfers import HostCopy
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -111,7 +111,7 @@ class RunDirectory:
                 told = True
             time.sleep(0.2)
 
-    def leave(self) -> None:
+    def remove_if_new(self) -> None:
         """Remove the folders that `lock` has made: the run has failed before its first step."""
         if self._new:
             shutil.rmtree(self._new.pop(0), ignore_errors=True)

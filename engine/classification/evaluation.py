@@ -15,12 +15,12 @@ from engine.console import tracked
 from engine.distributed import World
 from engine.forward import Forward
 from engine.memory import memory_errors
-from engine.prefetching import prefetched
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
 from engine.run import Run
 from engine.schema.classification import ClassificationRun
 from engine.stopping import UntilStopped
+from engine.transfers import prefetched
 from models.layers import layer_health
 
 DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can be read

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.configuration.config import register
-from engine.console import logger, print_what_can_be
+from engine.console import logger, make_printing_safe
 from engine.distributed import launched
 from engine.memory import is_out_of_memory
 from engine.schema.keys import groups_of
@@ -169,7 +169,7 @@ def errors_for_users() -> Iterator[None]:
 
     HYDRA_FULL_ERROR=1 keeps all tracebacks.
     """
-    print_what_can_be()
+    make_printing_safe()
     try:
         yield
     except KeyboardInterrupt:
@@ -179,7 +179,7 @@ def errors_for_users() -> Iterator[None]:
         _ignore_interrupts()
         logger.info(f"{stopped}; exit status {EXIT_CODE}: start it again with resume=auto")
         sys.exit(EXIT_CODE)
-    except Exception as error:
+    except Exception as error:  # OpenCV's and PyTorch's, for lack of memory, are of any type
         for_users = isinstance(error, (ValueError, FloatingPointError, MemoryError, OSError)) and bool(str(error))
         out_of_memory = not for_users and is_out_of_memory(error)
         if not out_of_memory and (not for_users or os.environ.get("HYDRA_FULL_ERROR") == "1"):

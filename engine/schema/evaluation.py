@@ -38,12 +38,10 @@ class TrainedHead:
 class Window:
     """Larger images are evaluated in overlapping squares, to limit memory."""
 
-    size: int | None = key(
-        None, above=0, task=SEGMENTATION
-    )  # side in pixels, a multiple of body.output_stride; null: whole images
-    overlap: float = key(
-        OVERLAP, least=0, most=0.9, task=SEGMENTATION
-    )  # smallest fraction of a side that neighbours have in common
+    # Side in pixels, a multiple of body.output_stride; null: whole images.
+    size: int | None = key(None, above=0, task=SEGMENTATION)
+    # The smallest fraction of a side that neighbours have in common.
+    overlap: float = key(OVERLAP, least=0, most=0.9, task=SEGMENTATION)
 
     def check(self) -> None:
         if self.size is None and self.overlap != OVERLAP:

@@ -15,7 +15,6 @@ from datasets import SegmentationDataset
 from engine.console import tracked
 from engine.distributed import World
 from engine.forward import Forward
-from engine.prefetching import prefetched
 from engine.records.confusion_picture import confusion_picture
 from engine.records.evaluated import Evaluated
 from engine.run import Run
@@ -24,6 +23,7 @@ from engine.segmentation.inference import Views, predict
 from engine.segmentation.predictions import PictureCollector
 from engine.segmentation.scores import Counts, all_scores
 from engine.stopping import UntilStopped
+from engine.transfers import prefetched
 from models.layers import layer_health
 
 

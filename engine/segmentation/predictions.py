@@ -7,8 +7,8 @@ from torch import Tensor
 
 from datasets import SegmentationDataset
 from engine.output_files import inside, write_png
-from engine.prefetching import HostCopy
 from engine.segmentation.pictures import comparison
+from engine.transfers import HostCopy
 
 
 class PictureCollector:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from models.checkpoints.torch_files import fault_of
 from models.layers.norms.report import listed
 
 
@@ -68,7 +69,8 @@ def load_by_name(
     for key, tensor in wanted.items():
         if key in own and own[key].shape != tensor.shape:
             misfits.append(f"{key} is {_shape(tensor)} in the file and {_shape(own[key])} in the network")
-    misfits += [f"{key} is not finite" for key, tensor in wanted.items() if not tensor.isfinite().all()]
+    faults = {key: fault_of(key, tensor, own[key]) for key, tensor in wanted.items() if key in own}
+    misfits += [f"{key} {fault}" for key, fault in faults.items() if fault is not None]
     misfits += [f"{key} is not in the file" for key in new if _must_be_given(key, with_head)]
     if misfits:
         raise ValueError(f"{name} does not fit the network: {listed(misfits, '; ')}. {advice}")

@@ -7,10 +7,12 @@ import zipfile
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 UNCHECKED = (
     "the file is in PyTorch's old format, which has no checksums: damage that leaves finite numbers goes unnoticed"
 )
+NOT_NEGATIVE = ("running_var", "num_batches_tracked", "exp_avg_sq", "step")  # ends of names
 TAR_MARK = slice(257, 262)  # bytes "ustar" of a tar archive
 FOREIGN_GLOBAL = re.compile(r"Unsupported global: GLOBAL (\S+)")
 
@@ -80,6 +82,26 @@ def unchecked(path: Path, name: str) -> tuple[str, ...]:
             raise ValueError(f"{name} has the hash {found[:8]}, and {hashed[1]} in its name: download it again")
         return ()
     return () if has_checksums(path) else (UNCHECKED,)
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a tensor of ordinary numbers: not sparse, quantised, complex, or without memory."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return False
+    return not (value.is_quantized or value.is_meta or value.is_complex())
+
+
+def fault_of(name: str, tensor: Tensor, wanted: Tensor) -> str | None:
+    """Why a file's tensor cannot take the place of `wanted`, whatever their shapes; None if it can.
+
+    Other floating-point dtypes are converted; damage is found only where it leaves impossible numbers.
+    """
+    if not is_plain(tensor) or tensor.is_floating_point() != wanted.is_floating_point():
+        kind = "" if is_plain(tensor) else ", not as a plain tensor but sparse, quantised, complex or meta"
+        return f"is {tensor.dtype}{kind}: expected {wanted.dtype}"
+    if not tensor.isfinite().all():
+        return "is not finite"
+    return "has negative numbers" if name.endswith(NOT_NEGATIVE) and (tensor < 0).any() else None
 
 
 def _check_bytes(path: Path) -> None:

@@ -192,7 +192,7 @@ def grouped(rows: Iterable[dict], by: Sequence[str], name: str) -> dict[str, dic
 
 
 def relative_time(row: dict, other: str) -> str:
-    """The ratio of a row's times to those of another row of its group, for a table."""
+    """A cell of a table: the time of this row, relative to the row `other` of the same group."""
     base = row["beside"][other]
     return "1" if base is row else f"{ratio_of(row['times_ms'], base['times_ms']):.2f}"
 

@@ -24,7 +24,6 @@ from engine.configuration import command_line
 from engine.configuration import config as configuration
 from engine.distributed import World, device_of
 from engine.memory import keep_freed_memory, peak_memory_mib
-from engine.prefetching import prefetched
 from engine.records.evaluated import Evaluated
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.profiling import WARM_UP_STEPS, profiled
@@ -32,6 +31,7 @@ from engine.run import Run
 from engine.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import StopRequest
+from engine.transfers import prefetched
 from models.layers.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
 

@@ -26,7 +26,7 @@ class Value:
         self.storage = storage  # of a kept tensor
         self.lent = False  # to a recipe
         self.readers = 0
-        self.sign_readers = 0  # those of them who only ask which values are positive
+        self.sign_readers = 0  # readers that only ask which values are positive
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
@@ -274,7 +274,7 @@ class KnownValues:
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.dependents: dict[int, _Dependents] = {}  # by address of the storage
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
-        self.gone: list[Value] = []  # those of them whose tensors are no more
+        self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
 
     def clear(self) -> None:
         """The forward pass has ended. What was modified in it unseen, e.g. by another thread, is refused later.

@@ -63,7 +63,7 @@ class Checksum:
 
 @torch.no_grad()
 def _checksum(tensor: Tensor) -> Tensor:
-    """A sum with weights of both signs, which any change of the values moves by about its size; and the norm."""
+    """Two numbers: a weighted sum, which changes by about as much as the values do, and the norm."""
     values = tensor.detach().flatten().double()
     weights = torch.arange(values.numel(), dtype=torch.float64, device=values.device).cos_()
     return torch.stack([values @ weights, values.norm()])

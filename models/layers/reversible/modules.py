@@ -107,7 +107,7 @@ class ReversibleSequence(nn.Module):
     Couplings with the same `split_dim` pass their halves on, so nothing is concatenated between them. A coupling that
     is not invertible (`Coupling.invertible`), and any module without a method `inverse`, keeps its input.
 
-    Each module takes the output of the one before, a single tensor. `disable`: keep all activations.
+    Every module takes one tensor, which the module before it returned. `disable`: keep all activations.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], disable: bool = False):

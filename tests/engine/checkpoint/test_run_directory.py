@@ -306,12 +306,12 @@ def test_what_a_failed_start_has_made_is_removed(tmp_path):
     run = run_in(tmp_path / "runs" / "camvid" / "one")
     run.lock()
     run.log.write_text("")
-    run.leave()
+    run.remove_if_new()
     assert list(tmp_path.iterdir()) == [tmp_path / "runs"] and not list((tmp_path / "runs").iterdir())
     (tmp_path / "runs" / "two").mkdir()
     run = run_in(tmp_path / "runs" / "two")
     run.lock()
-    run.leave()
+    run.remove_if_new()
     assert run.lock_file.exists()  # somebody else's folder stays
 
 

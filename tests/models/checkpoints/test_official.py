@@ -16,6 +16,7 @@ from torch import nn
 
 from models import bodies
 from models.checkpoints import published
+from models.checkpoints.loading import load_by_name
 from models.checkpoints.official import load_released, released_file, to_released, to_standard_bn
 from models.checkpoints.recognition import recognised
 from models.heads import DeepLabV3
@@ -267,11 +268,24 @@ def test_a_hash_in_the_name_is_checked(tmp_path, file):
             assert "no checksums" not in str(load_released(small_resnext(classes=3), named))
 
 
-def test_a_weight_that_is_not_finite_is_refused(tmp_path):
+IMPOSSIBLE = {
+    "weight is not finite": lambda t: torch.full_like(t, torch.nan),
+    "running_var has negative numbers": lambda t: -t,
+    "weight is torch.float32, not as a plain tensor but sparse, quantised, complex or meta": lambda t: t.to("meta"),
+    "weight is torch.quint8, not as a plain": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.quint8),
+    "weight is torch.complex64, not as a plain": lambda t: t + 1j,
+    "weight is torch.int32: expected torch.float32": lambda t: t.int(),
+}
+
+
+@pytest.mark.parametrize("message", IMPOSSIBLE)
+def test_tensors_that_no_network_can_have_are_refused(message):
     state = small_resnext(classes=3).state_dict()
-    state["mod1.conv1.weight"][0] = torch.nan
-    with pytest.raises(ValueError, match="mod1.conv1.weight is not finite"):
-        load_released(small_resnext(classes=3), files.write_classifier(tmp_path / "net.pth.tar", state), "raw")
+    name = next(name for name in state if name.endswith(message.split()[0]))
+    with pytest.raises(ValueError, match=message):
+        load_by_name(
+            small_resnext(classes=3), {**state, name: IMPOSSIBLE[message](state[name])}, source="", name="", advice=""
+        )
 
 
 @pytest.mark.parametrize("zipped", [False, True])

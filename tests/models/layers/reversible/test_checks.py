@@ -70,7 +70,7 @@ def sequence(couplings: int) -> nn.Module:
 
 
 def test_pure_bfloat16_adds_up_rounding(monkeypatch):
-    """As docs/memory.md says, for 50 couplings: the gradient's distance from that of stored activations, relative."""
+    """The bounds in docs/memory.md: how far the gradient is from that of stored activations, relative to its length."""
     monkeypatch.setattr(checks._mode, "checks", False)  # they might find it
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(100))
 
