@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import signal
 
 # Two test processes on two cores: a second OpenMP thread each would only wait for the other process.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,9 @@ from tests.runs import hasten  # noqa: E402
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+# A shell starts background processes with SIGINT ignored, and whatever they start ignores it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

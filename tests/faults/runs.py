@@ -101,7 +101,6 @@ def _main(output: Path, inject: Callable | None, entry: str, *overrides: str) ->
     """What `python ENTRY.py` does."""
     hasten(pytest.MonkeyPatch())
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
