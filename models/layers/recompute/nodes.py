@@ -26,6 +26,8 @@ class Recorded(Protocol):
 
     def lend(self, tensor: Tensor) -> Value: ...
 
+    def copied(self, value: Value, tensor: Tensor) -> None: ...
+
 
 def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
     """Recover a tensor's value from its autograd node (views, casts, SyncBatchNorm)."""
@@ -81,7 +83,10 @@ def _of_copied_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value
         return None
     value = recording.value_of(argument)
     if argument.dtype == tensor.dtype:
-        return value or recording.known.remember(argument, recording.keep(tensor))
+        if value is None:
+            return recording.known.remember(argument, recording.keep(tensor))
+        recording.copied(value, tensor)
+        return value
     return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
 
 

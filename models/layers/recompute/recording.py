@@ -51,8 +51,10 @@ from torch.utils._pytree import tree_leaves
 from ..saved import Hooks, Kept, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
+from .plan import Planned
 from .report import KeptTensor, Log
-from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
+from .rules import EXPENSIVE, FOLLOWED, RELUS, Again, NotFollowed, Rule, reads_only_form, result_serves
+from .trace import Kind
 from .values import Form, KnownValues, Recipe, Saved, Value
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
@@ -69,6 +71,7 @@ class Recording(TorchFunctionMode):
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
             may be other tensors.
         frame: of the call that leaves this context, unless Ctrl-C ends it.
+        planned: says what is kept of which call; None: the rules above do.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class Recording(TorchFunctionMode):
         copy_parameters: bool = False,
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
+        planned: Planned | None = None,
     ):
         super().__init__()
+        self.planned = planned
         self.outside = {tensor.untyped_storage()._cdata for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
@@ -103,7 +108,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
         self.start = torch.autograd._get_sequence_nr()
-        self.hooks = saved_tensors_hooks(self._pack, methodcaller("get"))
+        if self.outer is not None:
+            self.planned = None  # they decide what is kept
+        self.trace = None if self.planned is None else self.planned.trace
+        self.hooks = saved_tensors_hooks(self._pack, methodcaller("get") if self.trace is None else self.trace.unpack)
         self.hooks.__enter__()
         if not self.checkpointed_only:
             super().__enter__()
@@ -170,20 +178,24 @@ class Recording(TorchFunctionMode):
         self.reads_signs = function in RELUS
         self.reads_form = reads_only_form(function, args, kwargs)
         self.known.settle(self.known.gone, self.outer)
+        if self.trace is not None:
+            self._trace_arguments()
         try:
-            result = function(*args, **kwargs)
-            rule = FOLLOWED.get(function)
+            result = function(*args, **kwargs) if self.trace is None else self.trace.run(function, args, kwargs)
+            rule = FOLLOWED.get(function) or (None if self.planned is None else EXPENSIVE.get(function))
             if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
                 if target is not None and result is target:
                     if result._version == version + 1:
-                        self._follow(rule, args, kwargs, result, before)
+                        self._decide(rule, args, kwargs, result, before)
                 elif not any(result is argument for argument in (*args, *kwargs.values())):
-                    self._follow(rule, args, kwargs, result, None)
+                    self._decide(rule, args, kwargs, result, None)
             else:
                 self._note_memory(function, args, kwargs, result)
             for value, tensor in self.unsettled:
                 if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
+            if self.trace is not None:
+                self._trace_results(result)
         finally:
             self.arguments, self.function = (), None
             self.result_serves = self.reads_signs = self.reads_form = False
@@ -204,7 +216,11 @@ class Recording(TorchFunctionMode):
         if not self._made(tensor):
             return None
         value = value_by_node(self, tensor, tensor.grad_fn)
-        return None if value is None else self.known.remember(tensor, value)
+        if value is None:
+            return None
+        if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
+            value.number = self.trace.add(Kind.FOLLOWS, tensor, value.source.inputs())
+        return self.known.remember(tensor, value)
 
     def _made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this recording."""
@@ -231,11 +247,15 @@ class Recording(TorchFunctionMode):
                 value = self.value_of(tensor)
         saved = Saved(value or self.keep(tensor))
         self.known.depends_on_memory(saved, tensor)
-        if self.result_serves and isinstance(saved.value.source, Recipe):
+        if self.result_serves and (self.planned is not None or isinstance(saved.value.source, Recipe)):
             self.replaceable.append(saved)
         if self.reads_signs:
             saved.value.sign_readers += 1
             self.known.signs.append(weakref.ref(saved.value))
+        if self.trace is not None:
+            self.trace.saves(saved, tensor, self.reads_signs)
+            if self.function is None:
+                self.trace.settle()
         return saved
 
     def keep(self, tensor: Tensor) -> Value:
@@ -248,14 +268,61 @@ class Recording(TorchFunctionMode):
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
         self.log.keep(value, tensor, self.function)
+        if self.trace is not None:
+            value.number = self.trace.add(Kind.KEPT, tensor)
         return self.known.remember(tensor, value)
 
-    def _follow(
+    def copied(self, value: Value, tensor: Tensor) -> None:
+        """A call has copied an argument that it is going to overwrite: what is kept is this copy."""
+        if value.unread:
+            value.source, value.storage = Kept(tensor, None), tensor.untyped_storage()._cdata
+            self.known.depends_on_memory(value, tensor)
+        if self.trace is not None:
+            self.trace.move(value.number, tensor)
+
+    def _decide(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> None:
-        """Give the result of a call a recipe, if all that the recipe needs is kept or may be lent (rules 3 and 4).
+        """Keep the result of a call, or give it a recipe, as planned.
 
         `before`: if the call overwrote its first argument, which then is the result, the value that it had before.
+        """
+        if self.planned is None:
+            self._follow(self._again(rule, args, kwargs, result, before), result)
+            return
+        assert self.function is not None
+        computed = self.planned.is_computed_again(self.function, result)
+        again = (
+            None if computed is False and self.trace is None else self._again(rule, args, kwargs, result, before, True)
+        )
+        if computed:
+            self._follow(again, result)
+        elif computed is None and self.function in FOLLOWED:
+            self._follow(self._again(rule, args, kwargs, result, before), result)
+        own = self.known.find(result) or self.keep(result)
+        for saved in self.replaceable:
+            saved.read_instead(own)
+        if self.trace is not None:
+            kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, again.arguments)
+            costs = self.trace.costs(self.function, rule, args, kwargs, result)
+            own.number = self.trace.add(kind, result, inputs, costs, self.planned.call)
+            base = result._base  # of which the result is a view, as `F.instance_norm` makes it
+            made = None if base is None or base.numel() != result.numel() else self.known.find(base)
+            if made is not None:
+                made.number = own.number
+
+    def _again(
+        self,
+        rule: Rule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Tensor,
+        before: Value | None,
+        planned: bool = False,
+    ) -> Again | None:
+        """How to repeat a call, if all that this needs is kept or may be lent (rules 3 and 4).
+
+        `planned`: whatever this forward pass has made may be lent.
         """
         unkept: list[Tensor] = []
 
@@ -263,8 +330,10 @@ class Recording(TorchFunctionMode):
             copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
             if not is_ordinary(tensor):
                 raise NotFollowed
-            value = self._before(result, before) if tensor is result else self.value_of(tensor)
-            if value is not None and not copied:
+            value = self._before(result, before, planned) if tensor is result else self.value_of(tensor)
+            if value is None and planned and tensor is not result and self._made(tensor):
+                value = self.keep(tensor)
+            if value is not None and not copied and (planned or not value.unread):
                 return value
             stays = tensor.is_leaf and tensor.requires_grad
             lend = _MUCH * _bytes(tensor) <= result.nbytes or ((lend or stays) and not copied)
@@ -276,13 +345,19 @@ class Recording(TorchFunctionMode):
         try:
             again = rule(find, args, kwargs, result)
         except NotFollowed:
-            return
+            return None
         lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
         if sum(min(_bytes(t), t.nbytes) if self._is_copied(t, result) else _bytes(t) for t in lent) > result.nbytes:
+            return None
+        return again
+
+    def _follow(self, again: Again | None, result: Tensor) -> None:
+        """Give the result of a call a recipe."""
+        if again is None:
             return
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
-        if recipe.depth > LONGEST:
+        if recipe.depth > LONGEST and self.planned is None:
             return
         own = self.known.find(result)
         if own is None:
@@ -308,12 +383,30 @@ class Recording(TorchFunctionMode):
         elif isinstance(value.source, Kept):
             value.become(recipe)
 
-    def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
+    def _before(self, overwritten: Tensor, before: Value | None, planned: bool = False) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
         value = before or self.known.find(overwritten, overwrites=1)  # from a copy
+        if value is not None and planned and self.trace is not None:
+            return value if self.trace.overwrite(value, overwritten) else None
         if value is not None and value.reads_storage(overwritten.untyped_storage()._cdata):
             return None
         return value
+
+    def _trace_arguments(self) -> None:
+        assert self.trace is not None
+        for tensor in tree_leaves(self.arguments):
+            if isinstance(tensor, Tensor) and is_ordinary(tensor):
+                if self._made(tensor):  # by code that calls no function
+                    self.trace.holds(tensor)
+                else:
+                    self.trace.memory(tensor, outside=True)
+
+    def _trace_results(self, results: object) -> None:
+        assert self.trace is not None
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self.trace.holds(tensor)
+        self.trace.settle()
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""

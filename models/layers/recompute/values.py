@@ -1,7 +1,7 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,12 +19,15 @@ class Value:
     It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
     """
 
-    __slots__ = ("__weakref__", "computed", "lent", "readers", "reads", "sign_readers", "source", "storage", "version")
+    __slots__ = (
+        "__weakref__", "computed", "lent", "number", "readers", "reads", "sign_readers", "source", "storage", "version",
+    )  # fmt: skip
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
         self.lent = False  # to a recipe
+        self.number = -1  # in the trace of a step, if there is one
         self.readers = 0
         self.sign_readers = 0  # readers that only ask which values are positive
         self.reads = 0  # since it was computed
@@ -36,17 +39,26 @@ class Value:
         """The number of recipes between this value and kept ones."""
         return self.source.depth if isinstance(self.source, Recipe) else 0
 
+    @property
+    def unread(self) -> bool:
+        """Whether nobody needs it yet: what it keeps is freed with its tensor."""
+        return not (self.readers or self.lent or isinstance(self.source, Recipe))
+
     def add_reader(self) -> None:
-        self.readers += 1
-        if self.readers == 1 and isinstance(self.source, Recipe):
-            for value in self.source.inputs():
-                value.add_reader()
+        values = [self]
+        while values:
+            value = values.pop()
+            value.readers += 1
+            if value.readers == 1 and isinstance(value.source, Recipe):
+                values += value.source.inputs()
 
     def remove_reader(self) -> None:
-        self.readers -= 1
-        if self.readers == 0 and isinstance(self.source, Recipe):
-            for value in self.source.inputs():
-                value.remove_reader()
+        values = [self]
+        while values:
+            value = values.pop()
+            value.readers -= 1
+            if value.readers == 0 and isinstance(value.source, Recipe):
+                values += value.source.inputs()
 
     def become(self, recipe: "Recipe") -> None:
         """Forget the tensor, or another recipe: from now on this recipe computes it."""
@@ -84,9 +96,23 @@ class Value:
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
         if isinstance(self.source, Kept) and self.source.hooks is None:
             return self.source.get()
+        calls, tensor = [self._get()], None  # no recursion: chains may be long
+        while True:
+            try:
+                calls.append(calls[-1].send(tensor)._get())
+                tensor = None
+            except StopIteration as returned:
+                tensor = returned.value
+                calls.pop()
+                if not calls:
+                    return tensor
+
+    def _get(self) -> Generator["Value", Any, Tensor]:
+        """Yields the values that it needs, and is sent their tensors. Returns its own."""
         tensor = self.computed
         if tensor is None:
-            tensor = self.source.get()
+            source = self.source
+            tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
             self.version = tensor._version
         else:
             check_version(tensor, self.version)  # a backward function may write over what it gets
@@ -154,10 +180,11 @@ def _bits(device: torch.device) -> Tensor:
 class Saved:
     """What autograd holds in place of a saved tensor: its value, until the tensor's memory is overwritten."""
 
-    __slots__ = ("__weakref__", "overwritten", "value")
+    __slots__ = ("__weakref__", "number", "overwritten", "value")
 
     def __init__(self, value: Value):
         self.value = value
+        self.number = -1  # in the trace of a step, if there is one
         self.overwritten = False
         value.add_reader()
 
@@ -209,10 +236,17 @@ class Recipe:
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
 
-    def get(self) -> Tensor:
-        """Compute the tensor. RuntimeError if an argument was modified in place."""
+    def steps(self) -> Generator[Value, Any, Tensor]:
+        """Compute the tensor: see `Value._get`. RuntimeError if an argument was modified in place."""
         options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
-        arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
+        arguments = []
+        for argument in self.arguments:
+            if isinstance(argument, Value):
+                kept = argument.source
+                argument = kept.get() if isinstance(kept, Kept) and kept.hooks is None else (yield argument)
+            elif isinstance(argument, Kept):
+                argument = argument.get()
+            arguments.append(argument)
         enabled, dtype = self.autocast
         as_then = _autocast(self.device) == self.autocast
         autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)

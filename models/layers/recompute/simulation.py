@@ -1,0 +1,190 @@
+"""The memory of a traced step, if other values were kept."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .trace import Event, Kind, Step
+
+
+class Outcome(NamedTuple):
+    """What a choice costs."""
+
+    peak: int  # bytes
+    seconds: float  # to compute values again
+    levels: list[int]  # bytes during each event, at its highest
+    readers: list[int]  # of each value
+    born: list[int]  # event from which on a value was needed
+    first: list[int]  # event of the backward pass that first read a value, for itself or to compute another
+    last: list[int]  # and last
+
+
+def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
+    """The memory and time of a step that keeps these values, as `Value.get` computes the others.
+
+    `kept`: one entry per node; those that are not free must be as `as_they_are` says.
+    """
+    nodes, memories, saved = step.nodes, step.memories, step.saved
+    holders = [0] * len(memories)  # of each memory: the program's tensors and kept values
+    signs_of = [0] * len(nodes)  # readers that need the signs only
+    readers = _readers(step, kept)
+    for number, signs in saved:
+        if signs:
+            signs_of[number] += 1
+    references = [0] * len(nodes)
+    reads = [0] * len(nodes)
+    users = [0] * len(nodes)  # of a computed value's memory
+    root: list[int] = [-1] * len(nodes)  # the node in whose memory a computed value is, -1 if it is not computed
+    used_by_node: dict[int, int] = {}  # roots that a running backward node reads, by number of the saved
+    level = peak = 0
+    seconds = 0.0
+    levels: list[int] = []
+    born = [-1] * len(nodes)
+    first = [len(step.events)] * len(nodes)
+    last = [-1] * len(nodes)
+
+    def only_signs(number: int) -> int:
+        """Bytes that are kept instead of the memory, or 0."""
+        if signs_of[number] and signs_of[number] == readers[number]:
+            return -(-nodes[number].bytes // 32)
+        return 0
+
+    def acquire(number: int) -> int:
+        """A new reader of a value: what this adds to the level."""
+        added = 0
+        pending = [number]
+        while pending:
+            number = pending.pop()
+            references[number] += 1
+            if references[number] > 1:
+                continue
+            born[number] = position
+            if not kept[number]:
+                pending += nodes[number].inputs
+            elif signs := only_signs(number):
+                added += signs
+            else:
+                memory = nodes[number].memory
+                holders[memory] += 1
+                if holders[memory] == 1:
+                    added += memories[memory]
+        return added
+
+    def release(number: int) -> int:
+        """What goes with a reader."""
+        freed = 0
+        pending = [number]
+        while pending:
+            number = pending.pop()
+            references[number] -= 1
+            if references[number]:
+                continue
+            if not kept[number]:
+                if root[number] >= 0:
+                    freed += drop(number)
+                pending += nodes[number].inputs
+            elif signs := only_signs(number):
+                freed += signs
+            else:
+                memory = nodes[number].memory
+                holders[memory] -= 1
+                if not holders[memory]:
+                    freed += memories[memory]
+        return freed
+
+    def unuse(number: int) -> int:
+        users[number] -= 1
+        return 0 if users[number] else nodes[number].bytes
+
+    def drop(number: int) -> int:
+        """Forget a computed value."""
+        own = root[number]
+        root[number] = -1
+        return unuse(own) if own >= 0 else 0
+
+    position = 0
+    for position, (event, what) in enumerate(step.events):
+        highest = level
+        if event == Event.READ:
+            number = saved[what][0]
+            first[number], last[number] = min(first[number], position), position
+        if event == Event.HOLD:
+            holders[what] += 1
+            if holders[what] == 1:
+                level += memories[what]
+        elif event == Event.LET:
+            holders[what] -= 1
+            if not holders[what]:
+                level -= memories[what]
+        elif event == Event.SAVE:
+            level += acquire(saved[what][0])
+        elif event == Event.RELEASE:
+            if (own := used_by_node.pop(what, -1)) >= 0:
+                level -= unuse(own)
+            level -= release(saved[what][0])
+        elif event == Event.BUSY:
+            highest += what
+        elif not kept[saved[what][0]]:
+            # as `Value.get`: inputs first, each dropped after its last reader
+            stack = [(saved[what][0], False)]
+            while stack:
+                number, ready = stack.pop()
+                node = nodes[number]
+                if not ready:
+                    if root[number] >= 0 or kept[number]:
+                        continue
+                    stack.append((number, True))
+                    for i in reversed(node.inputs):
+                        if not kept[i]:
+                            stack.append((i, False))
+                    continue
+                if root[number] >= 0:
+                    continue
+                seconds += node.seconds
+                if node.alias >= 0 and not kept[node.alias]:
+                    root[number] = root[node.alias]
+                    users[root[number]] += 1
+                elif node.alias >= 0:
+                    root[number] = -2  # in kept memory
+                else:
+                    root[number] = number
+                    users[number] += 1
+                    level += node.bytes
+                    highest = max(highest, level + node.busy)
+                for i in node.inputs:
+                    first[i], last[i] = min(first[i], position), position
+                    if not kept[i]:
+                        reads[i] += 1
+                        if reads[i] >= readers[i]:
+                            level -= drop(i)
+            number = saved[what][0]
+            reads[number] += 1
+            if (own := root[number]) >= 0:
+                used_by_node[what] = own
+                users[own] += 1
+            if reads[number] >= readers[number]:
+                level -= drop(number)
+        highest = max(highest, level)
+        peak = max(peak, highest)
+        levels.append(highest)
+    return Outcome(peak, seconds, levels, readers, born, first, last)
+
+
+def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
+    """How many operations and recipes read each value."""
+    readers = [0] * len(step.nodes)
+    pending = [number for number, _ in step.saved]
+    while pending:
+        number = pending.pop()
+        readers[number] += 1
+        if readers[number] == 1 and not kept[number]:
+            pending += step.nodes[number].inputs
+    return readers
+
+
+def as_recorded(step: Step, cheap: Sequence[bool]) -> list[bool]:
+    return [node.kind in (Kind.KEPT,) for node in step.nodes]
+
+
+def everything(step: Step) -> list[bool]:
+    """What is kept if nothing free is computed again."""
+    return [node.kind in (Kind.KEPT, Kind.FREE) for node in step.nodes]
