@@ -16,7 +16,8 @@ The rules, which this folder keeps together:
    recording ends, one bit per value (`Signs`); until then it is not given to outer hooks either.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
-   `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
+   `lend=True`. Leaves aside, all that is kept for recipes alone is together no larger than the result, which would be
+   kept otherwise: no concatenation's parts for their mean (`unread_bytes`).
 5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, or the pass
    has ended, and computed again in the next backward pass over the graph. No call gets a recipe behind a chain of
    `LONGEST`; views and casts may lengthen one a little.
@@ -53,7 +54,7 @@ from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
 from .report import KeptTensor, Log
 from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
-from .values import Form, KnownValues, Recipe, Saved, Value
+from .values import Form, KnownValues, Recipe, Saved, Value, unread_bytes
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -240,7 +241,8 @@ class Recording(TorchFunctionMode):
 
     def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
-        value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata)
+        own = 0 if tensor.is_leaf and tensor.requires_grad else _bytes(tensor)
+        value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata, own)
         if self.outer is not None:
             if self.arguments:  # the running call may yet get a recipe
                 self.unsettled.append((value, tensor))
@@ -278,7 +280,8 @@ class Recording(TorchFunctionMode):
         except NotFollowed:
             return
         lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
-        if sum(min(_bytes(t), t.nbytes) if self._is_copied(t, result) else _bytes(t) for t in lent) > result.nbytes:
+        unread = unread_bytes(a for a in again.arguments if isinstance(a, Value))
+        if unread + sum(self._lent_bytes(tensor, result) for tensor in lent) > result.nbytes:
             return
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
@@ -317,7 +320,12 @@ class Recording(TorchFunctionMode):
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
-        return Value(Kept(_copy(tensor), self.outer)) if self._is_copied(tensor, result) else self.lend(tensor)
+        if self._is_copied(tensor, result):
+            return Value(Kept(_copy(tensor), self.outer), bytes=self._lent_bytes(tensor, result))
+        return self.lend(tensor)
+
+    def _lent_bytes(self, tensor: Tensor, result: Tensor) -> int:
+        return min(_bytes(tensor), tensor.nbytes) if self._is_copied(tensor, result) else _bytes(tensor)
 
     def _is_copied(self, tensor: Tensor, result: Tensor) -> bool:
         """Whether a recipe gets a copy of an argument (rule 4)."""

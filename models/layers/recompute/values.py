@@ -19,11 +19,15 @@ class Value:
     It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
     """
 
-    __slots__ = ("__weakref__", "computed", "lent", "readers", "reads", "sign_readers", "source", "storage", "version")
+    __slots__ = (
+        *("__weakref__", "bytes", "computed", "lent", "readers", "reads", "sign_readers", "source", "storage"),
+        "version",
+    )
 
-    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0):
+    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
+        self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
         self.lent = False  # to a recipe
         self.readers = 0
         self.sign_readers = 0  # readers that only ask which values are positive
@@ -102,6 +106,18 @@ class Value:
     def drop(self) -> None:
         """Forget the computed tensor."""
         self.computed, self.reads = None, 0
+
+
+def unread_bytes(values: Iterable[Value]) -> int:
+    """Bytes of kept memory that these values need, and that no operation reads so far, except for signs."""
+    seen: set[Value] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value.readers == value.sign_readers and value not in seen:
+            seen.add(value)
+            waiting += value.source.inputs() if isinstance(value.source, Recipe) else ()
+    return sum(value.bytes for value in seen if isinstance(value.source, Kept))
 
 
 def _drop(reference: "weakref.ref[Value]") -> None:

@@ -203,3 +203,67 @@ def test_nothing_computed_stays_after_a_part_of_the_graph_was_differentiated():
 
     assert held_bytes(differentiate) == 0
     assert all(gradient is not None for gradient in torch.autograd.grad(loss, list(network.parameters())))
+
+
+class Joins(nn.Module):
+    """Joins the results a and b of two layers, as `join` says; in place functions write over them afterwards."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor], written_over: int):
+        super().__init__()
+        self.first, self.join, self.written_over = (
+            nn.ModuleList(nn.Conv2d(3, C, 1) for _ in range(2)),
+            join,
+            written_over,
+        )
+        self.last = nn.ModuleList(nn.Conv2d(C, C, 1) for _ in range(2))
+        self.head = nn.LazyConv2d(2, 1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        parts = [layer(x) for layer in self.first]
+        joined = self.head(self.join(*parts))
+        return [
+            joined,
+            *(
+                layer(F.relu(part, inplace=True))
+                for layer, part in zip(self.last, parts[: self.written_over], strict=False)
+            ),
+        ]
+
+
+def convolved_under_autocast(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.conv2d(torch.cat([a, b], 1), torch.ones(1, 2 * C, 1, 1, requires_grad=True)).float()
+
+
+VALUES = 2 * C * 8 * 8  # of a part
+JOINS = {  # what plain and prepared networks keep, in values, if no part is written over
+    "mean of a concatenation": (lambda a, b: torch.cat([a, b], 1).mean((2, 3), keepdim=True), 2 * 2 * C, 2 * 2 * C),
+    "slice of a concatenation": (lambda a, b: (torch.cat([a, b], 1) * 2)[:, C // 2 : -C // 2] * 2, VALUES, VALUES),
+    "mean of a stack": (lambda a, b: torch.stack([a, b]).mean(0), VALUES, VALUES),
+    "concatenation under autocast": (convolved_under_autocast, VALUES + C + 2 * 64, VALUES + C + 2 * 64),
+    "upsampled": (lambda a, b: F.interpolate(a, scale_factor=2.0), 4 * VALUES, VALUES),
+    "slice of an upsampled one": (
+        lambda a, b: F.interpolate(a, scale_factor=2.0)[..., :4, :4] * 1,
+        VALUES // 4,
+        VALUES // 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("written_over", [0, 1, 2])
+@pytest.mark.parametrize("name", JOINS)
+def test_nothing_is_kept_for_something_smaller(name, written_over):
+    """The parts of a concatenation may take its place, but not that of its mean. Written over, they would be copied."""
+    join, theirs, ours = JOINS[name]
+    x = torch.randn(2, 3, 8, 8)
+    plain = Joins(join, written_over)
+    plain(x)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    kept, results = [], []
+    for network in (prepared, plain):
+        kept.append(kept_bytes(network, lambda n=network: n(x), [x]) // 4)
+        loss = torch.stack([output.square().sum() for output in network(x)]).sum()
+        results.append(torch.autograd.grad(loss, list(network.parameters()), allow_unused=True))
+    assert kept[0] <= kept[1] == theirs + written_over * VALUES
+    assert kept[0] == ours if not written_over else kept[0] <= ours + written_over * VALUES
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*results, strict=True))
