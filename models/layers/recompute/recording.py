@@ -21,11 +21,12 @@ The rules, which this folder keeps together:
 5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, or the pass
    has ended, and computed again in the next backward pass over the graph. No call gets a recipe behind a chain of
    `LONGEST`; views and casts may lengthen one a little.
-6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
-   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Operators declare
-   what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept
-   tensor that was modified later or unseen, raises PyTorch's error about an in-place operation. The hooks around the
-   recording may return the memory itself, or (a checkpoint) values that were modified unseen in the same way.
+6. Versions. A value belongs to a tensor in one version. Before a call that may write over a tensor, the values in its
+   memory that recipes read are copied (`before_overwriting`). Afterwards, what operations saved of it is marked, or,
+   without a new version (dropout in eval mode), all is as before. Operators declare what they write over; of other
+   calls it follows from the name. Reading something marked, a parameter, or a kept tensor that was modified later or
+   unseen, raises PyTorch's error about an in-place operation. The hooks around the recording may return the memory
+   itself, or (a checkpoint) values that were modified unseen in the same way.
 7. Lifetimes. The recording ends with the forward pass. If Ctrl-C has ended that, the next call of a function frees what
    it holds and ends its hooks; the mode then does nothing until the next forward pass takes it off. What autograd holds
    leads to values, never to what the recording holds, and never to a tensor with a graph (`Kept` detaches it), as a
@@ -153,10 +154,20 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
-        overwrites = may_overwrite(function, args, kwargs)
-        for tensor in overwritten(function, args, kwargs) if overwrites else ():
-            if is_ordinary(tensor):
-                self.known.before_overwriting(tensor, self.outer)
+        if not may_overwrite(function, args, kwargs):
+            return self._call(function, args, kwargs)
+        tensors = filter(is_ordinary, overwritten(function, args, kwargs))
+        writes = [self.known.before_overwriting(tensor, self.outer) for tensor in tensors]
+        try:
+            return self._call(function, args, kwargs, overwrites=True)
+        finally:
+            for write in writes:
+                self.known.after_overwriting(write)
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], overwrites: bool = False
+    ) -> Any:
+        """Call a function, and see what can be computed again."""
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
             self._note_memory(function, args, kwargs, result)

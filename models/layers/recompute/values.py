@@ -1,7 +1,7 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -283,6 +283,19 @@ class _Dependents(NamedTuple):
     things: list[weakref.ref[Any]]  # `Value`s and `Saved`s
 
 
+class _Overwriting(NamedTuple):
+    """A call that may write over a tensor."""
+
+    tensor: Tensor
+    version: int  # before
+    dependents: _Dependents | None  # of its memory
+    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
+
+    def things(self) -> Iterator[Value | Saved]:
+        if self.dependents is not None:
+            yield from filter(None, (reference() for reference in self.dependents.things))
+
+
 class KnownValues:
     """Registry of one forward pass: each living tensor's value, and what depends on its storage."""
 
@@ -340,14 +353,27 @@ class KnownValues:
             dependents = self.dependents[storage._cdata] = _Dependents(StorageWeakRef(storage), [])
         dependents.things.append(weakref.ref(thing))
 
-    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> None:
-        """Copy the values in a tensor's memory that recipes read; mark what operations saved of it as overwritten."""
+    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> _Overwriting:
+        """Copy the values in a tensor's memory that recipes read."""
         dependents = self.dependents.pop(tensor.untyped_storage()._cdata, None)
-        if dependents is None:
-            return
-        for thing in filter(None, (reference() for reference in dependents.things)):
-            if isinstance(thing, Saved):
-                thing.overwritten = True
-            elif thing.lent and isinstance(thing.source, Kept) and not thing.source.is_modified():
-                thing.source = Kept(thing.source.get().clone(), outer)
-                thing.storage = 0
+        write = _Overwriting(tensor, tensor._version, dependents, [])
+        for thing in write.things():
+            if isinstance(thing, Saved) or not thing.lent:
+                continue
+            if isinstance(kept := thing.source, Kept) and not kept.is_modified():
+                write.copied.append((thing, kept, thing.storage))
+                thing.source, thing.storage = Kept(kept.get().clone(), outer), 0
+        return write
+
+    def after_overwriting(self, write: _Overwriting) -> None:
+        """Mark what operations saved as overwritten; or undo what was done, if nothing was written."""
+        if write.tensor._version != write.version:
+            for thing in write.things():
+                if isinstance(thing, Saved):
+                    thing.overwritten = True
+        elif write.dependents is not None:
+            for value, source, storage in write.copied:
+                value.source, value.storage = source, storage
+            now = self.dependents.setdefault(write.dependents.storage.cdata, write.dependents)
+            if now is not write.dependents:
+                now.things.extend(write.dependents.things)
