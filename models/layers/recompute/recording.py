@@ -12,8 +12,9 @@ The rules, which this folder keeps together:
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
    Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
-   shape and strides are kept (`Form`). Of a result of ReLU that nobody else reads, when its tensor is gone or the
-   recording ends, one bit per value (`Signs`); until then it is not given to outer hooks either.
+   shape and strides are kept (`Form`). Of what ReLU and LeakyReLU save, if nobody else reads it, one bit per value
+   (`Signs`) from when its tensor and those of recipes that read it are gone, or the recording ends; until then it is
+   not given to outer hooks either.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
    `lend=True`. Leaves aside, all that is kept for recipes alone is together no larger than the result, which would be
@@ -50,12 +51,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
-from ..saved import Hooks, Kept, current_hooks, is_ordinary
+from ..saved import Hooks, Kept, copied, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
 from .report import KeptTensor, Log
-from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
-from .values import Form, KnownValues, Recipe, Saved, Value, unread_bytes
+from .rules import FOLLOWED, POSITIVE, NotFollowed, Rule, reads_only_form, result_serves
+from .values import Form, KnownValues, Positive, Recipe, Saved, Value, unread_bytes
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -95,7 +96,7 @@ class Recording(TorchFunctionMode):
         self.function: Callable[..., Any] | None = None  # that is running
         self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
-        self.reads_signs = False  # its gradient reads only which values of its result are positive
+        self.positive: Positive | None = None  # its gradient only asks which values of what it saves are positive
         self.reads_form = False  # its gradient reads no values of its input
         self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
@@ -123,7 +124,7 @@ class Recording(TorchFunctionMode):
         self.hooks = None  # which refer to this recording
 
     def _forget(self) -> None:
-        self.known.settle([reference() for reference in self.known.signs], self.outer)
+        self.known.settle_all(self.outer)
         self.known.clear()
         self.kept = self.log.kept()
         self.log = Log()
@@ -179,9 +180,9 @@ class Recording(TorchFunctionMode):
         self.function = function
         self.log.call(self.arguments)
         self.result_serves = result_serves(function, args, kwargs)
-        self.reads_signs = function in RELUS
+        self.positive = POSITIVE.get(function)
         self.reads_form = reads_only_form(function, args, kwargs)
-        self.known.settle(self.known.gone, self.outer)
+        self.known.settle(self.outer)
         try:
             result = function(*args, **kwargs)
             rule = FOLLOWED.get(function)
@@ -198,7 +199,7 @@ class Recording(TorchFunctionMode):
                     value.source = Kept(tensor, self.outer)
         finally:
             self.arguments, self.function = (), None
-            self.result_serves = self.reads_signs = self.reads_form = False
+            self.result_serves, self.reads_form, self.positive = False, False, None
             self.unsettled.clear()
             self.replaceable.clear()
             self.vectors.clear()
@@ -245,7 +246,8 @@ class Recording(TorchFunctionMode):
         self.known.depends_on_memory(saved, tensor)
         if self.result_serves and isinstance(saved.value.source, Recipe):
             self.replaceable.append(saved)
-        if self.reads_signs:
+        elif self.positive is not None and saved.value.positive in (None, self.positive):
+            saved.value.positive = self.positive
             saved.value.sign_readers += 1
             self.known.signs.append(weakref.ref(saved.value))
         return saved
@@ -332,7 +334,7 @@ class Recording(TorchFunctionMode):
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
         if self._is_copied(tensor, result):
-            return Value(Kept(_copy(tensor), self.outer), bytes=self._lent_bytes(tensor, result))
+            return Value(Kept(copied(tensor), self.outer), bytes=self._lent_bytes(tensor, result))
         return self.lend(tensor)
 
     def _lent_bytes(self, tensor: Tensor, result: Tensor) -> int:
@@ -388,12 +390,3 @@ def is_running(frame: FrameType) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy, which is expanded where the tensor is."""
-    tensor = tensor.detach()
-    if _bytes(tensor) >= tensor.nbytes:
-        return tensor.clone()
-    whole = tensor.as_strided((_bytes(tensor) // tensor.itemsize,), (1,), 0)
-    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..saved import Hooks, Kept, check_version
 
+Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
+
 
 class Value:
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
@@ -20,17 +22,18 @@ class Value:
     """
 
     __slots__ = (
-        *("__weakref__", "bytes", "computed", "lent", "readers", "reads", "sign_readers", "source", "storage"),
-        "version",
+        *("__weakref__", "bytes", "computed", "positive", "readers", "reads", "recipes", "sign_readers", "source"),
+        *("storage", "version"),
     )
 
     def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
         self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
-        self.lent = False  # to a recipe
+        self.recipes = 0  # that may yet read it
         self.readers = 0
         self.sign_readers = 0  # readers that only ask which values are positive
+        self.positive: Positive | None = None  # how they ask it
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
@@ -61,15 +64,22 @@ class Value:
             for value in before.inputs() if isinstance(before, Recipe) else ():
                 value.remove_reader()
 
-    def settle(self, hooks: Hooks | None) -> None:
-        """Keep signs if nobody reads more, now that nobody else will. Otherwise give the tensor to the outer hooks."""
+    def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
+        """Keep signs if nobody reads more and nobody else will. Otherwise give the tensor to the outer hooks.
+
+        False if a recipe may yet read it. At the end of the forward pass none will.
+        """
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
-            return
-        if self.sign_readers == self.readers and not self.lent:
-            self.source, self.storage = Signs(kept.get(), hooks), 0
+            return True
+        if self.sign_readers == self.readers:
+            if self.recipes and not at_end:
+                return False
+            assert self.positive is not None
+            self.source, self.storage = Signs(kept.get(), self.positive, hooks), 0
         elif hooks is not None:
             self.source = Kept(kept.get(), hooks)
+        return True
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in a storage (given by its address), or computed from a value that is."""
@@ -143,10 +153,10 @@ class Signs:
 
     __slots__ = ("bits", "form")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None):
+    def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
         self.form = Form(tensor)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            positive = (tensor <= 0).logical_not_().flatten()  # NaN lets gradients pass, as in PyTorch
+            positive = positive_of(tensor).flatten()
             positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
             self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
 
@@ -219,8 +229,12 @@ class Recipe:
         self.can_overwrite = can_overwrite
         self.depth = 1
         for value in self.inputs():
-            value.lent = True
+            value.recipes += 1
             self.depth = max(self.depth, 1 + value.depth)
+
+    def __del__(self) -> None:
+        for value in self.inputs():
+            value.recipes -= 1
 
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
@@ -331,12 +345,15 @@ class KnownValues:
             if entry.value.sign_readers:
                 self.gone.append(entry.value)
 
-    def settle(self, values: Iterable[Value | None], outer: Hooks | None) -> None:
-        """Settle values that are read for their signs: see `Value.settle`."""
-        for value in values:
-            if value is not None:
-                value.settle(outer)
-        self.gone.clear()
+    def settle(self, outer: Hooks | None) -> None:
+        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
+        if self.gone:
+            self.gone = [value for value in self.gone if not value.settle(outer)]
+
+    def settle_all(self, outer: Hooks | None) -> None:
+        """Settle all values that are read for their signs, at the end of the forward pass."""
+        for value in filter(None, (reference() for reference in self.signs)):
+            value.settle(outer, at_end=True)
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
@@ -358,7 +375,7 @@ class KnownValues:
         dependents = self.dependents.pop(tensor.untyped_storage()._cdata, None)
         write = _Overwriting(tensor, tensor._version, dependents, [])
         for thing in write.things():
-            if isinstance(thing, Saved) or not thing.lent:
+            if isinstance(thing, Saved) or not thing.recipes:
                 continue
             if isinstance(kept := thing.source, Kept) and not kept.is_modified():
                 write.copied.append((thing, kept, thing.storage))

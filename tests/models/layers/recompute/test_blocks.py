@@ -103,10 +103,11 @@ def test_blocks(name):
     assert kept == [ours, theirs]
 
 
-def chain(norm: bool, inplace: bool = False) -> nn.Sequential:
+def chain(norm: bool, inplace: bool = False, slope: float = 0.0) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(6):
-        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), nn.ReLU(inplace)]
+        activation = nn.LeakyReLU(slope, inplace) if slope else nn.ReLU(inplace)
+        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), activation]
     return nn.Sequential(*layers)
 
 
@@ -132,11 +133,12 @@ def held_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu])
+@pytest.mark.parametrize("slope", [0.0, 0.1])
 @pytest.mark.parametrize("norm, inplace", [(False, False), (False, True), (True, False), (True, True)])
-def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
+def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layout):
     """A convolution's gradient of its input needs none of its values; ReLU needs signs. The first layer learns."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace).eval().requires_grad_(False)).to(
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace, slope).eval().requires_grad_(False)).to(
         memory_format=layout
     )
     prepared = recompute_activations(copy.deepcopy(plain))
@@ -154,7 +156,8 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
     values = 2 * C * 15 * 15
     kept = [kept_bytes(n, lambda n=n: loss_of(n), [x]) for n in (prepared, plain)]
     statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
-    assert kept == [6 * values // 8 + statistics, (13 if norm else 7) * values * 4 + statistics]
+    theirs = 6 + 6 * norm + (6 if slope and not inplace else 1)  # inputs of layers; inputs of activations, or a result
+    assert kept == [6 * values // 8 + statistics, theirs * values * 4 + statistics]
     assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
 
 
@@ -174,9 +177,12 @@ def test_frozen_layers_under_a_checkpoint_and_in_second_derivatives(inplace):
     assert all(map(torch.equal, *results))
 
 
-def test_signs_are_kept_only_where_nobody_reads_values():
-    """NaN passes gradients; a trained layer, a hook or a sum of results reads values."""
-    plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU(), nn.Conv2d(C, C, 1), nn.ReLU(), nn.Flatten(), nn.Softmax(1))
+@pytest.mark.parametrize("activations", [[nn.ReLU()], [nn.LeakyReLU()], [nn.ReLU(), nn.LeakyReLU()]], ids=str)
+def test_signs_are_kept_only_where_nobody_reads_values(activations):
+    """A trained layer, a hook or a sum of results reads values; ReLU passes gradients of NaN, LeakyReLU scales them."""
+    activation = nn.Sequential(*activations)
+    layers = (nn.Conv2d(3, C, 1), activation, nn.Conv2d(C, C, 1), activation, nn.Flatten(), nn.Softmax(1))
+    plain = nn.Sequential(*layers)
     plain[2].weight.requires_grad_(False)
     prepared = recompute_activations(copy.deepcopy(plain))
     x = torch.randn(2, 3, 8, 8)
