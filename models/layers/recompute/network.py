@@ -26,7 +26,7 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
     upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
     `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
     read it. No module is replaced, and outputs and gradients do not change. Of what frozen convolutions and norms read,
-    the shape is kept, and of what only ReLU reads, one bit per value.
+    the shape is kept, and of what only ReLU or LeakyReLU reads, one bit per value.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other

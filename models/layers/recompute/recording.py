@@ -12,19 +12,22 @@ The rules, which this folder keeps together:
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
    Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
-   shape and strides are kept (`Form`). Of a result of ReLU that nobody else reads, when its tensor is gone or the
-   recording ends, one bit per value (`Signs`); until then it is not given to outer hooks either.
+   shape and strides are kept (`Form`). Of what ReLU and LeakyReLU save, if nobody else reads it, one bit per value
+   (`Signs`) from when its tensor and those of recipes that read it are gone, or the recording ends; until then it is
+   not given to outer hooks either.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
-   `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
+   `lend=True`. Leaves aside, all that is kept for recipes alone is together no larger than the result, which would be
+   kept otherwise: no concatenation's parts for their mean (`unread_bytes`).
 5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, or the pass
    has ended, and computed again in the next backward pass over the graph. No call gets a recipe behind a chain of
    `LONGEST`; views and casts may lengthen one a little.
-6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
-   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Operators declare
-   what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept
-   tensor that was modified later or unseen, raises PyTorch's error about an in-place operation. The hooks around the
-   recording may return the memory itself, or (a checkpoint) values that were modified unseen in the same way.
+6. Versions. A value belongs to a tensor in one version. Before a call that may write over a tensor, the values in its
+   memory that recipes read are copied (`before_overwriting`). Afterwards, what operations saved of it is marked, or,
+   without a new version (dropout in eval mode), all is as before. Operators declare what they write over; of other
+   calls it follows from the name. Reading something marked, a parameter, or a kept tensor that was modified later or
+   unseen, raises PyTorch's error about an in-place operation. The hooks around the recording may return the memory
+   itself, or (a checkpoint) values that were modified unseen in the same way.
 7. Lifetimes. The recording ends with the forward pass. If Ctrl-C has ended that, the next call of a function frees what
    it holds and ends its hooks; the mode then does nothing until the next forward pass takes it off. What autograd holds
    leads to values, never to what the recording holds, and never to a tensor with a graph (`Kept` detaches it), as a
@@ -48,14 +51,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils._pytree import tree_leaves
 
-from ..saved import Hooks, Kept, current_hooks, is_ordinary
+from ..saved import Hooks, Kept, copied, current_hooks, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
 from .plan import Planned
 from .report import KeptTensor, Log
-from .rules import EXPENSIVE, FOLLOWED, RELUS, Again, NotFollowed, Rule, reads_only_form, result_serves
+from .rules import EXPENSIVE, FOLLOWED, POSITIVE, Again, NotFollowed, Rule, reads_only_form, result_serves
 from .trace import Kind
-from .values import Form, KnownValues, Recipe, Saved, Value
+from .values import Form, KnownValues, Positive, Recipe, Saved, Value, unread_bytes
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -98,7 +101,7 @@ class Recording(TorchFunctionMode):
         self.function: Callable[..., Any] | None = None  # that is running
         self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
-        self.reads_signs = False  # its gradient reads only which values of its result are positive
+        self.positive: Positive | None = None  # its gradient only asks which values of what it saves are positive
         self.reads_form = False  # its gradient reads no values of its input
         self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
@@ -129,7 +132,7 @@ class Recording(TorchFunctionMode):
         self.hooks = None  # which refer to this recording
 
     def _forget(self) -> None:
-        self.known.settle([reference() for reference in self.known.signs], self.outer)
+        self.known.settle_all(self.outer)
         self.known.clear()
         self.kept = self.log.kept()
         self.log = Log()
@@ -160,10 +163,20 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
-        overwrites = may_overwrite(function, args, kwargs)
-        for tensor in overwritten(function, args, kwargs) if overwrites else ():
-            if is_ordinary(tensor):
-                self.known.before_overwriting(tensor, self.outer)
+        if not may_overwrite(function, args, kwargs):
+            return self._call(function, args, kwargs)
+        tensors = filter(is_ordinary, overwritten(function, args, kwargs))
+        writes = [self.known.before_overwriting(tensor, self.outer) for tensor in tensors]
+        try:
+            return self._call(function, args, kwargs, overwrites=True)
+        finally:
+            for write in writes:
+                self.known.after_overwriting(write)
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], overwrites: bool = False
+    ) -> Any:
+        """Call a function, and see what can be computed again."""
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
             self._note_memory(function, args, kwargs, result)
@@ -175,9 +188,9 @@ class Recording(TorchFunctionMode):
         self.function = function
         self.log.call(self.arguments)
         self.result_serves = result_serves(function, args, kwargs)
-        self.reads_signs = function in RELUS
+        self.positive = POSITIVE.get(function)
         self.reads_form = reads_only_form(function, args, kwargs)
-        self.known.settle(self.known.gone, self.outer)
+        self.known.settle(self.outer)
         if self.trace is not None:
             self._trace_arguments()
         try:
@@ -198,7 +211,7 @@ class Recording(TorchFunctionMode):
                 self._trace_results(result)
         finally:
             self.arguments, self.function = (), None
-            self.result_serves = self.reads_signs = self.reads_form = False
+            self.result_serves, self.reads_form, self.positive = False, False, None
             self.unsettled.clear()
             self.replaceable.clear()
             self.vectors.clear()
@@ -239,7 +252,10 @@ class Recording(TorchFunctionMode):
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
         if self.reads_form and tensor.requires_grad:
-            return Form(tensor)
+            form = Form(tensor)
+            if self.trace is not None:
+                self.trace.saves(form, tensor)
+            return form
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
@@ -249,18 +265,20 @@ class Recording(TorchFunctionMode):
         self.known.depends_on_memory(saved, tensor)
         if self.result_serves and (self.planned is not None or isinstance(saved.value.source, Recipe)):
             self.replaceable.append(saved)
-        if self.reads_signs:
+        elif self.positive is not None and saved.value.positive in (None, self.positive):
+            saved.reads_signs, saved.value.positive = True, self.positive
             saved.value.sign_readers += 1
             self.known.signs.append(weakref.ref(saved.value))
         if self.trace is not None:
-            self.trace.saves(saved, tensor, self.reads_signs)
+            self.trace.saves(saved, tensor)
             if self.function is None:
                 self.trace.settle()
         return saved
 
     def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
-        value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata)
+        own = 0 if tensor.is_leaf and tensor.requires_grad else _bytes(tensor)
+        value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata, own)
         if self.outer is not None:
             if self.arguments:  # the running call may yet get a recipe
                 self.unsettled.append((value, tensor))
@@ -347,7 +365,8 @@ class Recording(TorchFunctionMode):
         except NotFollowed:
             return None
         lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
-        if sum(min(_bytes(t), t.nbytes) if self._is_copied(t, result) else _bytes(t) for t in lent) > result.nbytes:
+        unread = 0 if planned else unread_bytes(a for a in again.arguments if isinstance(a, Value))
+        if unread + sum(self._lent_bytes(tensor, result) for tensor in lent) > result.nbytes:
             return None
         return again
 
@@ -410,7 +429,12 @@ class Recording(TorchFunctionMode):
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
-        return Value(Kept(_copy(tensor), self.outer)) if self._is_copied(tensor, result) else self.lend(tensor)
+        if self._is_copied(tensor, result):
+            return Value(Kept(copied(tensor), self.outer), bytes=self._lent_bytes(tensor, result))
+        return self.lend(tensor)
+
+    def _lent_bytes(self, tensor: Tensor, result: Tensor) -> int:
+        return min(_bytes(tensor), tensor.nbytes) if self._is_copied(tensor, result) else _bytes(tensor)
 
     def _is_copied(self, tensor: Tensor, result: Tensor) -> bool:
         """Whether a recipe gets a copy of an argument (rule 4)."""
@@ -462,12 +486,3 @@ def is_running(frame: FrameType) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy, which is expanded where the tensor is."""
-    tensor = tensor.detach()
-    if _bytes(tensor) >= tensor.nbytes:
-        return tensor.clone()
-    whole = tensor.as_strided((_bytes(tensor) // tensor.itemsize,), (1,), 0)
-    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

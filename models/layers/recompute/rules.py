@@ -49,7 +49,11 @@ _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"]
 CONVOLUTIONS = frozenset(
     getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
 )
-RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])  # read their result for its signs
+_RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
+# Activations that read only signs of what they save. ReLU passes the gradient of NaN on, the leaky one scales it.
+POSITIVE = dict.fromkeys(_RELUS, lambda tensor: (tensor <= 0).logical_not_()) | dict.fromkeys(
+    (F.leaky_relu, F.leaky_relu_), lambda tensor: tensor > 0
+)
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
@@ -273,7 +277,7 @@ def _register(make: Callable[[Function], Rule], *functions: Function, like: Func
 _register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
 _register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
 _register(_activation, F.threshold)
-_register(_activation, *RELUS, like=F.relu)
+_register(_activation, *_RELUS, like=F.relu)
 for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
     _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
 _register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)

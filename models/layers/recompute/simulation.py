@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .trace import Event, Kind, Step
+from .trace import Event, Step
 
 
 class Outcome(NamedTuple):
@@ -27,9 +27,11 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
     holders = [0] * len(memories)  # of each memory: the program's tensors and kept values
     signs_of = [0] * len(nodes)  # readers that need the signs only
     readers = _readers(step, kept)
-    for number, signs in saved:
+    sign_bytes = [0] * len(nodes)
+    for number, signs, _ in saved:
         if signs:
             signs_of[number] += 1
+            sign_bytes[number] = signs
     references = [0] * len(nodes)
     reads = [0] * len(nodes)
     users = [0] * len(nodes)  # of a computed value's memory
@@ -45,7 +47,7 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
     def only_signs(number: int) -> int:
         """Bytes that are kept instead of the memory, or 0."""
         if signs_of[number] and signs_of[number] == readers[number]:
-            return -(-nodes[number].bytes // 32)
+            return sign_bytes[number]
         return 0
 
     def acquire(number: int) -> int:
@@ -105,7 +107,7 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
     for position, (event, what) in enumerate(step.events):
         highest = level
         if event == Event.READ:
-            number = saved[what][0]
+            number = saved[what].node
             first[number], last[number] = min(first[number], position), position
         if event == Event.HOLD:
             holders[what] += 1
@@ -116,16 +118,18 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
             if not holders[what]:
                 level -= memories[what]
         elif event == Event.SAVE:
-            level += acquire(saved[what][0])
+            if saved[what].node >= 0:
+                level += acquire(saved[what].node)
         elif event == Event.RELEASE:
             if (own := used_by_node.pop(what, -1)) >= 0:
                 level -= unuse(own)
-            level -= release(saved[what][0])
+            if saved[what].node >= 0:
+                level -= release(saved[what].node)
         elif event == Event.BUSY:
             highest += what
-        elif not kept[saved[what][0]]:
+        elif not kept[saved[what].node]:
             # as `Value.get`: inputs first, each dropped after its last reader
-            stack = [(saved[what][0], False)]
+            stack = [(saved[what].node, False)]
             while stack:
                 number, ready = stack.pop()
                 node = nodes[number]
@@ -156,7 +160,7 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
                         reads[i] += 1
                         if reads[i] >= readers[i]:
                             level -= drop(i)
-            number = saved[what][0]
+            number = saved[what].node
             reads[number] += 1
             if (own := root[number]) >= 0:
                 used_by_node[what] = own
@@ -172,7 +176,7 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
 def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
     """How many operations and recipes read each value."""
     readers = [0] * len(step.nodes)
-    pending = [number for number, _ in step.saved]
+    pending = [saved.node for saved in step.saved if saved.node >= 0]
     while pending:
         number = pending.pop()
         readers[number] += 1
@@ -181,10 +185,18 @@ def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
     return readers
 
 
-def as_recorded(step: Step, cheap: Sequence[bool]) -> list[bool]:
-    return [node.kind in (Kind.KEPT,) for node in step.nodes]
-
-
-def everything(step: Step) -> list[bool]:
-    """What is kept if nothing free is computed again."""
-    return [node.kind in (Kind.KEPT, Kind.FREE) for node in step.nodes]
+def plain_peak(step: Step) -> int:
+    """Bytes that the step takes at its peak if PyTorch keeps what it keeps without us."""
+    holders = [0] * len(step.memories)
+    level = peak = 0
+    for event, what in step.events:
+        if event == Event.BUSY:
+            peak = max(peak, level + what)
+        elif event != Event.READ:
+            memory = what if event in (Event.HOLD, Event.LET) else step.saved[what].memory
+            change = 1 if event in (Event.HOLD, Event.SAVE) else -1
+            holders[memory] += change
+            if holders[memory] == max(change, 0):
+                level += change * step.memories[memory]
+        peak = max(peak, level)
+    return peak

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..saved import Kept, is_ordinary
 from .costs import estimated_seconds, seconds_of, temporaries
 from .rules import CONVOLUTIONS, FOLLOWED, Function, NotFollowed, Rule
-from .values import Saved, Value
+from .values import Form, Saved, Value
 
 
 class Kind(IntEnum):
@@ -50,6 +50,14 @@ class Node(NamedTuple):
     busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
 
 
+class SavedTensor(NamedTuple):
+    """What autograd holds."""
+
+    node: int  # whose value is saved; -1 if none is
+    signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
+    memory: int  # that PyTorch alone would keep
+
+
 class Costs(NamedTuple):
     """What it takes to compute a value again. `busy`: see `Node`."""
 
@@ -62,7 +70,7 @@ class Step(NamedTuple):
 
     nodes: list[Node]
     memories: list[int]  # bytes; 0 for what was there before the step
-    saved: list[tuple[int, int]]  # node, and bytes of its signs if it is saved for these alone, otherwise 0
+    saved: list[SavedTensor]
     events: list[tuple[Event, int]]
     forward: int  # number of events in the forward pass
     calls: list[Any]  # function, shape and dtype of each call's result
@@ -74,14 +82,14 @@ class StepTrace:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.memories: list[int] = []
-        self.saved: list[tuple[int, int]] = []
+        self.saved: list[SavedTensor] = []
         self.events: list[tuple[Event, int]] = []
         self.forward = 0
         self.calls: list[Any] = []
         self.reads = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
-        self._unnumbered: list[Saved] = []  # by the call that is running
+        self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
         self.seconds = 0.0  # of the call that ran last
         self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
@@ -148,18 +156,20 @@ class StepTrace:
             self.nodes[number] = self.nodes[number]._replace(kind=Kind.OVERWRITTEN)
         return True
 
-    def saves(self, saved: Saved, tensor: Tensor, signs: bool) -> None:
-        """Autograd saves a value, whose number follows: see `settle`."""
-        saved.number = len(self.saved)
-        self.saved.append((-1, -(-tensor.numel() // 8) if signs else 0))
-        self._unnumbered.append(saved)
-        self.events.append((Event.SAVE, saved.number))
-        self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), saved.number))
+    def saves(self, saved: Saved | Form, tensor: Tensor) -> None:
+        """Autograd saves a tensor. The number of its value follows: see `settle`."""
+        number = len(self.saved)
+        self.saved.append(SavedTensor(-1, 0, self.memory(tensor)))
+        if isinstance(saved, Saved):
+            saved.number = number
+            self._unnumbered.append((saved, -(-tensor.numel() // 8) if saved.reads_signs else 0))
+        self.events.append((Event.SAVE, number))
+        self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
 
     def settle(self) -> None:
         """Note the numbers of the values that were saved in a call."""
-        for saved in self._unnumbered:
-            self.saved[saved.number] = (saved.value.number, self.saved[saved.number][1])
+        for saved, signs in self._unnumbered:
+            self.saved[saved.number] = self.saved[saved.number]._replace(node=saved.value.number, signs=signs)
         self._unnumbered.clear()
 
     def _releases(self, key: int, number: int, _: object) -> None:

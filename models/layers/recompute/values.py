@@ -1,7 +1,7 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..saved import Hooks, Kept, check_version
 
+Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
+
 
 class Value:
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
@@ -20,16 +22,19 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "computed", "lent", "number", "readers", "reads", "sign_readers", "source", "storage", "version",
-    )  # fmt: skip
+        *("__weakref__", "bytes", "computed", "number", "positive", "readers", "reads", "recipes", "sign_readers"),
+        *("source", "storage", "version"),
+    )
 
-    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0):
+    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
-        self.lent = False  # to a recipe
+        self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
+        self.recipes = 0  # that may yet read it
         self.number = -1  # in the trace of a step, if there is one
         self.readers = 0
         self.sign_readers = 0  # readers that only ask which values are positive
+        self.positive: Positive | None = None  # how they ask it
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
@@ -42,7 +47,7 @@ class Value:
     @property
     def unread(self) -> bool:
         """Whether nobody needs it yet: what it keeps is freed with its tensor."""
-        return not (self.readers or self.lent or isinstance(self.source, Recipe))
+        return not (self.readers or self.recipes or isinstance(self.source, Recipe))
 
     def add_reader(self) -> None:
         values = [self]
@@ -69,15 +74,22 @@ class Value:
             for value in before.inputs() if isinstance(before, Recipe) else ():
                 value.remove_reader()
 
-    def settle(self, hooks: Hooks | None) -> None:
-        """Keep signs if nobody reads more, now that nobody else will. Otherwise give the tensor to the outer hooks."""
+    def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
+        """Keep signs if nobody reads more and nobody else will. Otherwise give the tensor to the outer hooks.
+
+        False if a recipe may yet read it. At the end of the forward pass none will.
+        """
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
-            return
-        if self.sign_readers == self.readers and not self.lent:
-            self.source, self.storage = Signs(kept.get(), hooks), 0
+            return True
+        if self.sign_readers == self.readers:
+            if self.recipes and not at_end:
+                return False
+            assert self.positive is not None
+            self.source, self.storage = Signs(kept.get(), self.positive, hooks), 0
         elif hooks is not None:
             self.source = Kept(kept.get(), hooks)
+        return True
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in a storage (given by its address), or computed from a value that is."""
@@ -130,6 +142,18 @@ class Value:
         self.computed, self.reads = None, 0
 
 
+def unread_bytes(values: Iterable[Value]) -> int:
+    """Bytes of kept memory that these values need, and that no operation reads so far, except for signs."""
+    seen: set[Value] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value.readers == value.sign_readers and value not in seen:
+            seen.add(value)
+            waiting += value.source.inputs() if isinstance(value.source, Recipe) else ()
+    return sum(value.bytes for value in seen if isinstance(value.source, Kept))
+
+
 def _drop(reference: "weakref.ref[Value]") -> None:
     if (value := reference()) is not None:
         value.drop()
@@ -138,7 +162,7 @@ def _drop(reference: "weakref.ref[Value]") -> None:
 class Form:
     """What autograd holds in place of a tensor whose shape and strides its gradient needs, but not its values."""
 
-    __slots__ = ("device", "dtype", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
 
     def __init__(self, tensor: Tensor):
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -153,10 +177,10 @@ class Signs:
 
     __slots__ = ("bits", "form")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None):
+    def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
         self.form = Form(tensor)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            positive = (tensor <= 0).logical_not_().flatten()  # NaN lets gradients pass, as in PyTorch
+            positive = positive_of(tensor).flatten()
             positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
             self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
 
@@ -180,12 +204,13 @@ def _bits(device: torch.device) -> Tensor:
 class Saved:
     """What autograd holds in place of a saved tensor: its value, until the tensor's memory is overwritten."""
 
-    __slots__ = ("__weakref__", "number", "overwritten", "value")
+    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
 
     def __init__(self, value: Value):
         self.value = value
         self.number = -1  # in the trace of a step, if there is one
         self.overwritten = False
+        self.reads_signs = False
         value.add_reader()
 
     def read_instead(self, value: Value) -> None:
@@ -230,8 +255,12 @@ class Recipe:
         self.can_overwrite = can_overwrite
         self.depth = 1
         for value in self.inputs():
-            value.lent = True
+            value.recipes += 1
             self.depth = max(self.depth, 1 + value.depth)
+
+    def __del__(self) -> None:
+        for value in self.inputs():
+            value.recipes -= 1
 
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
@@ -301,6 +330,19 @@ class _Dependents(NamedTuple):
     things: list[weakref.ref[Any]]  # `Value`s and `Saved`s
 
 
+class _Overwriting(NamedTuple):
+    """A call that may write over a tensor."""
+
+    tensor: Tensor
+    version: int  # before
+    dependents: _Dependents | None  # of its memory
+    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
+
+    def things(self) -> Iterator[Value | Saved]:
+        if self.dependents is not None:
+            yield from filter(None, (reference() for reference in self.dependents.things))
+
+
 class KnownValues:
     """Registry of one forward pass: each living tensor's value, and what depends on its storage."""
 
@@ -336,12 +378,15 @@ class KnownValues:
             if entry.value.sign_readers:
                 self.gone.append(entry.value)
 
-    def settle(self, values: Iterable[Value | None], outer: Hooks | None) -> None:
-        """Settle values that are read for their signs: see `Value.settle`."""
-        for value in values:
-            if value is not None:
-                value.settle(outer)
-        self.gone.clear()
+    def settle(self, outer: Hooks | None) -> None:
+        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
+        if self.gone:
+            self.gone = [value for value in self.gone if not value.settle(outer)]
+
+    def settle_all(self, outer: Hooks | None) -> None:
+        """Settle all values that are read for their signs, at the end of the forward pass."""
+        for value in filter(None, (reference() for reference in self.signs)):
+            value.settle(outer, at_end=True)
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
@@ -358,14 +403,27 @@ class KnownValues:
             dependents = self.dependents[storage._cdata] = _Dependents(StorageWeakRef(storage), [])
         dependents.things.append(weakref.ref(thing))
 
-    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> None:
-        """Copy the values in a tensor's memory that recipes read; mark what operations saved of it as overwritten."""
+    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> _Overwriting:
+        """Copy the values in a tensor's memory that recipes read."""
         dependents = self.dependents.pop(tensor.untyped_storage()._cdata, None)
-        if dependents is None:
-            return
-        for thing in filter(None, (reference() for reference in dependents.things)):
-            if isinstance(thing, Saved):
-                thing.overwritten = True
-            elif thing.lent and isinstance(thing.source, Kept) and not thing.source.is_modified():
-                thing.source = Kept(thing.source.get().clone(), outer)
-                thing.storage = 0
+        write = _Overwriting(tensor, tensor._version, dependents, [])
+        for thing in write.things():
+            if isinstance(thing, Saved) or not thing.recipes:
+                continue
+            if isinstance(kept := thing.source, Kept) and not kept.is_modified():
+                write.copied.append((thing, kept, thing.storage))
+                thing.source, thing.storage = Kept(kept.get().clone(), outer), 0
+        return write
+
+    def after_overwriting(self, write: _Overwriting) -> None:
+        """Mark what operations saved as overwritten; or undo what was done, if nothing was written."""
+        if write.tensor._version != write.version:
+            for thing in write.things():
+                if isinstance(thing, Saved):
+                    thing.overwritten = True
+        elif write.dependents is not None:
+            for value, source, storage in write.copied:
+                value.source, value.storage = source, storage
+            now = self.dependents.setdefault(write.dependents.storage.cdata, write.dependents)
+            if now is not write.dependents:
+                now.things.extend(write.dependents.things)
