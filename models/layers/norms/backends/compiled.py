@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx
 
+from ...private import compile_by_inductor
 from ..activations import Activation
 from . import formulas
 from .eager import EagerBackend, moments_by_operator
@@ -96,7 +97,7 @@ def compiler_available(device_type: str) -> bool:
     """
     try:
         graph, x = fx.symbolic_trace(lambda x: x + 1), torch.zeros(2, 3, device=device_type)
-        torch._inductor.compile(graph, [x])(x)
+        compile_by_inductor(graph, [x])(x)
     except (RuntimeError, OSError):  # no compiler, or no room for its files
         return False
     return True

@@ -30,10 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...private import triton_is_interpreted
 from ..activations import Activation
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
+INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
 
 MAX_PARTS = 256  # per channel; each program of pass 2 combines them
 
