@@ -77,9 +77,36 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
+class _Asked(threading.local):
+    """What `unpack` was called with, while `packed_by` asks for it."""
+
+    packed: list[Any] | None = None
+
+
+_asked = _Asked()
+_ANYTHING = torch.empty(0)
+_SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
+
+
+def unpack(packed: Any) -> Tensor:
+    """The unpack hook for objects with a method `get`, which `packed_by` can find."""
+    if _asked.packed is None:
+        return packed.get()
+    _asked.packed.append(packed)
+    return _ANYTHING
+
+
 def packed_by(node: Any, name: str) -> Any:
-    """What saved-tensor hooks packed for a tensor that a node of PyTorch saved by this name; None if there is none."""
-    return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    """What a node of PyTorch holds for a tensor that it saved by this name, with `unpack`; None if it holds nothing."""
+    if _SHOWS_PACKED:
+        return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    found: list[Any] = []
+    _asked.packed = found
+    try:
+        getattr(node, f"_saved_{name}", None)
+    finally:
+        _asked.packed = None
+    return found[0] if found else None
 
 
 def packed_by_synchronised_norm(node: Any) -> tuple[Any, ...]:

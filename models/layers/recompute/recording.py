@@ -37,7 +37,6 @@ The rules, which this folder keeps together:
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -55,6 +54,7 @@ from ..private import (
     next_node_number,
     node_number,
     tree_leaves,
+    unpack,
 )
 from ..saved import Kept, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
@@ -111,7 +111,7 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
         self.start = next_node_number()
-        self.hooks = saved_tensors_hooks(self._pack, methodcaller("get"))
+        self.hooks = saved_tensors_hooks(self._pack, unpack)
         self.hooks.__enter__()
         if not self.checkpointed_only:
             super().__enter__()

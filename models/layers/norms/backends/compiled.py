@@ -21,7 +21,6 @@ FEW_CHANNELS_LAST = 2**18
 FEW_CONTIGUOUS = 2**17
 
 Result = TypeVar("Result")
-Number = TypeVar("Number", int, float)
 
 
 class CompiledBackend(Backend):
@@ -41,7 +40,7 @@ class CompiledBackend(Backend):
         return out
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
             x = _filled(out, x)
@@ -157,12 +156,12 @@ def _compiled(
     `in_part`: some tensors are None.
     """
     check_compiler(device_type)
-    # With dynamic=True plain numbers would become inputs of the compiled function.
-    axis, slope, eps = _constant(settings.axis), _constant(settings.activation.param), _constant(settings.eps)
+    # As text: with dynamic=True numbers would become inputs of the compiled function.
+    axis, slope, eps = str(settings.axis), str(settings.activation.param), str(settings.eps)
     name = settings.activation.name
 
     def specialised(*tensors: Tensor | None) -> Result:
-        return formula(Settings(axis(), Activation(name, slope()), eps()), *tensors)
+        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps)), *tensors)
 
     # Dynamo limits recompilations per code object, and all functions made here would share one.
     own_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}" + "_in_part" * in_part
@@ -172,10 +171,6 @@ def _compiled(
         "size_asserts": False,  # Dynamo already guards the sizes; asserting them again costs microseconds
     }
     return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
-
-
-def _constant(value: Number) -> Callable[[], Number]:
-    return torch.compiler.assume_constant_result(lambda: value)
 
 
 def _filled(out: Tensor | None, x: Tensor) -> Tensor:

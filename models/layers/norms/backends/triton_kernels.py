@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ...private import triton_is_interpreted
 from ..activations import Activation
-from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
+from .interface import Affine, Backend, BackwardInputs, Running
 
 INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
 
@@ -560,7 +560,7 @@ class TritonBackend(Backend):
         return _normalise(_plan_for(x, reads=1), x, out, affine.activation, vectors)
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
             return super().forward(x, affine, eps, running, out)
