@@ -99,4 +99,4 @@ except ImportError as error:
 
 def test_a_pytorch_that_is_too_old_is_refused_first(installed, tmp_path):
     printed = run(OLD, tmp_path, installed)
-    assert printed == "keepless needs torch 2.11 or later, and found 2.5.1: pip install -U torch\n"
+    assert printed == "keepless needs torch 2.6 or later, and found 2.5.1: pip install -U torch\n"

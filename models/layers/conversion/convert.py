@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..norms.abn import ABN
 from ..norms.activations import Activation
 from ..norms.inplace_abn import InPlaceABN
 from ..norms.report import Report, log_report
+from ..private import BatchNormBase
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
 from .example import NormsOnExample
@@ -61,7 +61,7 @@ def to_inplace(
     on_example = None if example is None else NormsOnExample(tree, module, example)
 
     def planned(layer: nn.Module) -> Replacement | None:
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNormBase):
             if on_example is not None:
                 return on_example.batch_norm_to_inplace(layer, relu_slope)
             return batch_norm_to_inplace(tree, layer, relu_slope)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ..private import InstanceNormBase
 from .abn import ABN
 from .bn_act import Strategy
 from .report import Report, log_report
@@ -132,7 +132,7 @@ class InPlaceABNSync(InPlaceABN):
                 result.replaced[name] = f"{before} -> {type(layer).__name__}({layer.activation}, sync=True)"
             elif isinstance(layer, nn.SyncBatchNorm):
                 result.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
-            elif "running_mean" in layer._buffers and not isinstance(layer, _InstanceNorm):
+            elif "running_mean" in layer._buffers and not isinstance(layer, InstanceNormBase):
                 result.kept[name] = (
                     f"{type(layer).__name__}: not a layer of this package; use to_inplace before, or "
                     f"nn.SyncBatchNorm.convert_sync_batchnorm"

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ..private import FakeTensor
 
 _BYTES_PER_SECOND = 1e10
 _OPERATIONS_PER_SECOND = 1e11

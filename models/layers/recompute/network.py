@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, tree_leaves
 from ..reversible.couplings import Coupling
-from ..saved import current_hooks, hooks_are_allowed
 from .recording import Recording, is_running
 from .report import KeptTensor, Report, summary
 
@@ -41,7 +40,7 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
             branches of couplings inside are prepared as well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
     """
-    if isinstance(network, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())):
+    if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
     for module in _recorded_by_themselves(network):
@@ -137,9 +136,7 @@ class _Hooks:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if not self.checkpointed_only:
-                from torch._dynamo.comptime import comptime  # the import takes a second
-
-                comptime(_say_that_the_compiler_decides)
+                call_at_compilation(_say_that_the_compiler_decides)
             return
         _drop_abandoned()
         recording, frame = None, sys._getframe(1)

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..private import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
 from ..saved import Kept, is_ordinary
 from .costs import estimated_seconds, seconds_of, temporaries
 from .rules import CONVOLUTIONS, FOLLOWED, Function, NotFollowed, Rule
@@ -98,9 +97,9 @@ class StepTrace:
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
         """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
         storage = tensor.untyped_storage()
-        entry = self._numbers.get(storage._cdata)
+        entry = self._numbers.get(address(storage))
         if entry is None:
-            entry = self._numbers[storage._cdata] = (StorageWeakRef(storage), len(self.memories))
+            entry = self._numbers[address(storage)] = (StorageWeakRef(storage), len(self.memories))
             self.memories.append(0 if outside else storage.nbytes())
         return entry[1]
 
@@ -138,7 +137,7 @@ class StepTrace:
             self.nodes[number] = self.nodes[number]._replace(memory=self.memory(tensor))
 
     def overwrite(self, value: Value, tensor: Tensor) -> bool:
-        """A call has overwritten a tensor of this value. Returns whether the value can be computed again all the same."""
+        """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
         if value.number < 0:
             return False
         memory = self.memory(tensor)
@@ -178,10 +177,10 @@ class StepTrace:
 
     def unpack(self, saved: Any) -> Tensor:
         """What autograd calls in the backward pass."""
-        if isinstance(saved, Saved):
+        if isinstance(saved, Saved) and backward_runs():
             self.reads += 1
             self.events.append((Event.READ, saved.number))
-        return saved.get()
+        return unpack(saved)
 
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call, and measure its time."""
@@ -199,7 +198,7 @@ class StepTrace:
             busy = found.forward
             self.events.append((Event.BUSY, busy))
             node: Any = result.grad_fn
-            self._backward[node._sequence_nr()] = found.backward
+            self._backward[node_number(node)] = found.backward
         if isinstance(result, FakeTensor):
             seconds = estimated_seconds(function, [*args, *kwargs.values()], result)
         elif function in FOLLOWED:  # by another function than the network's
@@ -226,11 +225,11 @@ class StepTrace:
         while pending:
             node = pending.pop()
             self._handles.append(node.register_prehook(self._gradients))
-            self._handles.append(node.register_hook(partial(self._after, self._backward.get(node._sequence_nr(), 0))))
+            self._handles.append(node.register_hook(partial(self._after, self._backward.get(node_number(node), 0))))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
                     continue
-                if following._sequence_nr() >= start:
+                if node_number(following) >= start:
                     seen.add(following)
                     pending.append(following)
 
@@ -245,8 +244,8 @@ class StepTrace:
         for gradient in gradients:
             if gradient is not None and is_ordinary(gradient):
                 storage = gradient.untyped_storage()
-                if storage._cdata not in self._numbers or self._numbers[storage._cdata][0].expired():
-                    self._numbers.pop(storage._cdata, None)
+                if address(storage) not in self._numbers or self._numbers[address(storage)][0].expired():
+                    self._numbers.pop(address(storage), None)
                     memory = self.memory(gradient)
                     self.events.append((Event.HOLD, memory))
                     self._watched[id(storage)] = weakref.ref(storage, partial(self._lets, id(storage), memory))
