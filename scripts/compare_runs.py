@@ -91,7 +91,7 @@ class Run:
 
     def speed(self) -> float:
         """Median of the images per second that the training logged."""
-        return statistics.median_high(self.curve("train", "images_per_second")[1])
+        return statistics.median(self.curve("train", "images_per_second")[1])
 
     def minutes(self) -> float:
         """Training time, without evaluations and checkpoints: images over images per second, summed."""
