@@ -1,6 +1,6 @@
 """Evaluate a checkpoint of either task: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`.
 
-On several devices: `torchrun --nproc-per-node N eval.py …`; every image is evaluated once.
+On several devices: `torchrun --nproc-per-node N eval.py checkpoint=…`; every image is evaluated once.
 """
 
 from pathlib import Path

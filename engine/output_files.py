@@ -1,11 +1,13 @@
-"""Write files to folders given by the user, under names from the data."""
+"""Write the files that users ask for; those of a run have a folder of their own (engine/checkpoint)."""
 
 import errno
 import os
+from io import BytesIO
 from pathlib import Path
 
 import cv2
 import numpy as np
+from matplotlib.figure import Figure
 from PIL import Image
 
 
@@ -31,19 +33,35 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8; creates the folder. OSError, which names the file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    except OSError as error:  # of a full or failing disk, it names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_figure(path: Path, figure: Figure, dpi: int) -> None:
+    """Write a figure as a PNG, like `write_file`."""
+    encoded = BytesIO()
+    figure.savefig(encoded, dpi=dpi)
+    write_file(path, encoded.getvalue())
+
+
 def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None) -> None:
-    """Write uint8 (H, W) or RGB (H, W, 3) pixels; creates the folder.
+    """Write uint8 (H, W) or RGB (H, W, 3) pixels, like `write_file`.
 
     `palette`: uint8 (256, 3) RGB, for a palette PNG with indices `pixels` (H, W).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     if palette is not None:
-        indexed = Image.fromarray(pixels)
+        indexed, encoded = Image.fromarray(pixels), BytesIO()
         indexed.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
-        indexed.save(path, "PNG")
+        indexed.save(encoded, "PNG")
+        write_file(path, encoded.getvalue())
         return
     if pixels.ndim == 3:
         pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-    encoded, data = cv2.imencode(".png", pixels)
-    assert encoded, path
-    path.write_bytes(data.tobytes())
+    fits, data = cv2.imencode(".png", pixels)
+    assert fits, path
+    write_file(path, data.tobytes())

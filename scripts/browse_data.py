@@ -27,6 +27,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import counted, make_console, printable
 from engine.distributed import World
+from engine.output_files import write_figure
 from engine.records.confusion_picture import with_literal_texts
 from engine.schema.keys import key
 from engine.schema.segmentation import SegmentationRun
@@ -62,14 +63,13 @@ def browse(values: DictConfig) -> list[Path]:
         dataset = assemble.labelled_dataset(config.data, "data.train_split", config.data.train_split)
         crops = islice(training_crops(config, dataset, console), config.count)
         out = Path(config.out).expanduser()
-        out.mkdir(parents=True, exist_ok=True)
         written: list[Path] = []
         while page := list(islice(crops, _ROWS * _COLUMNS)):
             written.append(out / f"page_{len(written):03d}.png")
             first, last = page[0].epoch, page[-1].epoch
             epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
             title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, {epochs}"
-            sheet(page, dataset, title).savefig(written[-1], dpi=_DPI)
+            write_figure(written[-1], sheet(page, dataset, title), dpi=_DPI)
     console.print(f"{config.count} crops on {len(written)} page(s): {out}", soft_wrap=True, markup=False)
     return written
 

@@ -27,6 +27,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import counted, make_console, progress_bar, tracked
 from engine.distributed import World
+from engine.output_files import write_figure, write_file
 from engine.records.provenance import provenance
 from engine.schema.data import SEGMENTATION_DATASETS, SegmentationData
 from engine.schema.keys import group, key
@@ -83,10 +84,9 @@ def compare(values: DictConfig) -> dict:
         "environment": provenance(),
     }
     out = Path(config.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in result.items()]
-    out.with_name(f"{out.name}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    figure(result).savefig(out.with_name(f"{out.name}.png"), dpi=120)
+    write_file(out.with_name(f"{out.name}.json"), "{\n" + ",\n".join(lines) + "\n}\n")
+    write_figure(out.with_name(f"{out.name}.png"), figure(result), dpi=120)
     return result
 
 

@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from engine.output_files import write_figure, write_file
 from scripts.evidence import charts
 from scripts.evidence.frame import conditions, table
 
@@ -91,7 +92,7 @@ class Run:
 
     def speed(self) -> float:
         """Median of the images per second that the training logged."""
-        return statistics.median_high(self.curve("train", "images_per_second")[1])
+        return statistics.median(self.curve("train", "images_per_second")[1])
 
     def minutes(self) -> float:
         """Training time, without evaluations and checkpoints: images over images per second, summed."""
@@ -104,12 +105,11 @@ class Run:
         return max(self.curve("train", "peak_memory_mib")[1])
 
     def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         files = {"results": self.results, **{f"results_{name}": results for name, results in self.others.items()}}
         for stem, results in files.items():
-            (folder / f"{stem}.json").write_text(json.dumps(results) + "\n")
-        (folder / "config.yaml").write_text(f"# {self.command}\n{self.config}")
-        (folder / "metrics.jsonl").write_text(self.metrics)
+            write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
+        write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
+        write_file(folder / "metrics.jsonl", self.metrics)
 
 
 def _hide_folders(results: dict) -> dict:
@@ -188,9 +188,9 @@ def compare(values: DictConfig) -> Path:
     out = Path(config.out)
     for run in runs:
         run.write(out / run.name)
-    curves(runs).savefig(f"{out}.png", dpi=120)
+    write_figure(Path(f"{out}.png"), curves(runs), dpi=120)
     page = Path(f"{out}.md")
-    page.write_text(report(runs, config.title, os.path.basename(f"{out}.png")))
+    write_file(page, report(runs, config.title, os.path.basename(f"{out}.png")))
     return page
 
 

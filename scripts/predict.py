@@ -26,7 +26,7 @@ from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
-from engine.output_files import inside, writable_folder, write_png
+from engine.output_files import inside, writable_folder, write_file, write_png
 from engine.schema.evaluation import Prediction
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation import inference
@@ -151,7 +151,7 @@ def write_classes(path: Path, classes: list[str], palette: np.ndarray) -> None:
         {"id": number, "name": name, "colour": colour}
         for number, (name, colour) in enumerate(zip(classes, palette.tolist(), strict=True))
     ]
-    path.write_text("[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n", "utf-8")
+    write_file(path, "[\n" + ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries) + "\n]\n")
 
 
 @configured("predict", Prediction)

@@ -27,6 +27,7 @@ from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import counted, make_console, table_of
+from engine.output_files import write_file
 from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
@@ -173,8 +174,7 @@ def write(path: Path, config: Data, reports: Sequence[SplitReport]) -> None:
         "splits": {report.split: report.plain() for report in reports},
         "environment": provenance(),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    write_file(path, json.dumps(result, indent=1) + "\n")
 
 
 @configured("verify_data", VerifyData)

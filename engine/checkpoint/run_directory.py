@@ -137,14 +137,12 @@ class RunDirectory:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 file = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else None
-                if file is None and error.errno == errno.EIO:  # of a write; reading images names them
-                    raise OSError(f"run_dir={self.path}: {error.strerror}; look at its disk") from error
-                if file is None or not file.is_relative_to(self.path):
+                failing = error.errno == errno.EIO  # of a write, if it names no file; reading images names them
+                if not (failing if file is None else file.is_relative_to(self.path)):
                     raise  # checkpoint.save has worded it
-                raise OSError(
-                    f"run_dir={self.path} cannot be used: {file}: {error.strerror}. Give another run_dir, or "
-                    f"make this one writable"
-                ) from error
+                what = ": ".join(str(part) for part in (file, error.strerror) if part)
+                advice = "Look at its disk" if failing else "Give another run_dir, or make this one writable"
+                raise OSError(f"run_dir={self.path} cannot be used: {what}. {advice}") from error
             left = checkpoint.what_is_left(self.path, self.last, self.previous)
             raise OSError(f"run_dir={self.path} cannot be written to: {error.strerror}. {left}") from error
         finally:

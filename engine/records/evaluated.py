@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.dataset import Dataset
+from engine.output_files import write_figure, write_file
 from engine.records.provenance import provenance
 from models.layers import Extreme
 
@@ -48,12 +49,11 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
         "environment": provenance(),
     }
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial_file = path.with_name(path.name + ".partial")
-        partial_file.write_text(json.dumps(without_nan(results)) + "\n")
+        write_file(partial_file, json.dumps(without_nan(results)) + "\n")
         partial_file.replace(path)
         if evaluated.confusion is not None:
-            evaluated.confusion().savefig(path.with_name(f"{path.stem}_confusion.png"), dpi=120)
+            write_figure(path.with_name(f"{path.stem}_confusion.png"), evaluated.confusion(), dpi=120)
     return results
 
 

@@ -11,6 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from matplotlib.transforms import BboxBase
 
+from engine.output_files import write_figure
+
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 BLACK, GREY, YELLOW, VERMILION, ORANGE = "#000000", "#999999", "#F0E442", "#D55E00", "#E69F00"
 SKY, BLUE, PURPLE, GREEN = "#56B4E9", "#0072B2", "#CC79A7", "#009E73"
@@ -87,7 +89,7 @@ def save(figure: Figure, file: Path, dpi: int = 110) -> None:
                 if axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and not box.count_overlaps(taken):
                     break
             taken.append(box)
-    figure.savefig(file, dpi=dpi)
+    write_figure(file, figure, dpi)
 
 
 def _finish(axes: Axes, grid: Literal["x", "y", "both"], labels: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from engine.configuration.command_line import configured
+from engine.output_files import write_file
 from models import bodies
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
@@ -208,7 +209,7 @@ BLOCKS: dict[str, Callable[[str], str]] = {
 @configured("documents", strategy_table.NoKeys)
 def main(_: DictConfig) -> None:
     for document in DOCUMENTS:
-        document.write_text(written(document.read_text()))
+        write_file(document, written(document.read_text()))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import CONFIGS, configured
 from engine.distributed import device_of
+from engine.output_files import write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
 from scripts.evidence import charts
@@ -106,9 +107,8 @@ def benchmark(
                     "seconds": round(clock.seconds, 1),
                     **found,
                 }
-                out.parent.mkdir(parents=True, exist_ok=True)
                 partial = out.with_name(out.name + ".partial")
-                partial.write_text(as_text(result))
+                write_file(partial, as_text(result))
                 partial.replace(out)
         elif not out.is_file():
             raise ValueError(f"measure=false makes the page of a record, and {out} does not exist")
@@ -116,7 +116,7 @@ def benchmark(
         for suffix, figure in pictures(record).items():
             charts.save(figure, out.with_name(f"{out.stem}{suffix}.png"))
         text = out.with_suffix(".md")
-        text.write_text(page(record, out.stem))
+        write_file(text, page(record, out.stem))
         return text
 
     about = f"{sys.modules[measure.__module__].__doc__}{FILES}"

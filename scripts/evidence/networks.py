@@ -50,9 +50,12 @@ def page(result: dict, name: str) -> str:
     networks = _by_network(result)
     rows = [row for of_network in networks.values() for row in of_network.values()]
     left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
+    # The command that measures all of them, also if several calls did.
+    only = [] if len(networks) == len(methods.NETWORKS) else list(networks)
+    command = frame.command_line("bench_networks", NetworksArguments(**{**result["arguments"], "only": only}))
     return frame.page_text(
         "networks",
-        result,
+        {**result, "command": command},
         picture=f"![memory against time of every network and method]({name}.png)",
         device=frame.DEVICES[result["arguments"]["device"]],
         networks=len(networks),

@@ -259,8 +259,9 @@ def crops_on(row: dict, gigabytes: float) -> int:
 
 def pictures(result: dict) -> dict[str, Figure]:
     """Memory by category beside the crops that fit by memory."""
-    figure, (left, right) = charts.panels(1, 2, (11, 5.2))
-    rows = [row for row in result["experiments"] if row["experiment"].startswith(("table3/", "table4/"))]
+    figure, (left, right) = charts.panels(1, 2, (12, 6.2))
+    planned = {row["experiment"]: row for row in result["experiments"]}
+    rows = [planned[name] for table in ("table3", "table4") for name in papers.experiments_of(table)]
     parts = [
         charts.Series(category, [row["at_peak"].get(category, 0) / GIB for row in rows], colour=colour)
         for category, colour in CATEGORIES.items()
@@ -269,23 +270,21 @@ def pictures(result: dict) -> dict[str, Figure]:
     names = [row["experiment"] for row in rows]
     charts.stacked_bars(left, names, [part for part in parts if any(part.y)], xlabel=about)
     cards = [row for row in result["cards"] if row["network"] == result["cards"][0]["network"]]
-    gigabytes = [6, *range(8, 81, 2)]
-    lines = [
-        charts.Series(
-            row["combination"],
-            [crops_on(row, gb) for gb in gigabytes],
-            gigabytes,
-            COLOURS[number // 2],
-            "--" if row["combination"].endswith("bfloat16") else "-",
-        )
-        for number, row in enumerate(cards)
-    ]
+    gigabytes = range(6, max(CARDS_GB) + 1)
+    lines = []
+    for number, row in enumerate(cards):
+        about, _, precision = row["combination"].rpartition(", ")
+        label, style = (about, "-") if precision == "float32" else (f"_{row['combination']}", "--")  # _: no entry
+        crops = [crops_on(row, gb) for gb in gigabytes]
+        lines.append(charts.Series(label, crops, gigabytes, COLOURS[number // 2], style))
     about = f"crops of {cards[0]['crop_size']}² that fit: {TITLES[cards[0]['network']]}"
-    charts.lines(right, lines, xlabel="GB of the device", ylabel=about)
-    right.set_yscale("log", base=2)
-    right.yaxis.set_major_formatter("{x:.0f}")
-    for axes in (left, right):
-        axes.legend(fontsize=7)
+    charts.lines(right, lines, xlabel="GB of the device; dashed: bfloat16", ylabel=about)
+    right.set(xscale="log", yscale="log")
+    for axis, ticks in ((right.xaxis, (8, 12, 16, 24, 32, 48, 80, 141)), (right.yaxis, [2**n for n in range(10)])):
+        axis.set_ticks(ticks, labels=list(map(str, ticks)))
+        axis.set_ticks([], minor=True)
+    for axes in (left, right):  # below the panels, where it covers nothing
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2, frameon=False)
     return {"": figure}
 
 

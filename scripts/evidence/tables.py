@@ -24,6 +24,7 @@ from omegaconf import DictConfig
 from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from engine.output_files import write_file
 from scripts.compare_runs import Run
 from scripts.evidence import charts, frame, papers
 from scripts.evidence.frame import GIB, MIB, table
@@ -100,14 +101,13 @@ def write(values: DictConfig) -> Path:
     tables = rows_of(runs, planned)
     shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
     left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
-    out.mkdir(parents=True, exist_ok=True)
     pictures = {}
     for name, rows in tables.items():
         if counted := runs_of(rows):
             pictures[name] = f"table_{name}.png"
             charts.save(chart(counted), out / pictures[name])
     text = as_markdown(tables, pictures, left_out, out)
-    page.write_text(f"{before}{START}\n{text}\n{END}{after}")
+    write_file(page, f"{before}{START}\n{text}\n{END}{after}")
     return page
 
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from datasets import synthetic
 from eval import evaluate
-from scripts.compare_runs import Comparison, compare
+from scripts.compare_runs import Comparison, Run, compare
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
@@ -61,6 +61,12 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     assert re.search(r"(?m)^# 1 x cpu$", config)
     file.write_text(config.replace("# 1 x", "# 2 x"))
     assert "\ntorchrun --nproc-per-node 2 train_seg.py data.root=DIR" in report(tmp_path / "report", *kept)
+
+
+def test_the_speed_is_the_median_also_of_an_even_number_of_values():
+    run = Run(CIFAR / "std")
+    run.records = [{"kind": "train", "step": step, "images_per_second": 2.0**step} for step in range(4)]
+    assert run.speed() == 3.0
 
 
 def test_what_cannot_be_compared_is_named(finished, tmp_path):

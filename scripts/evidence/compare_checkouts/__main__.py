@@ -22,6 +22,7 @@ from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
+from engine.output_files import write_file
 from scripts.evidence.compare_checkouts.checkout import CommandFailed, Side
 from scripts.evidence.compare_checkouts.scenarios import SCENARIOS
 from scripts.evidence.compare_checkouts.values import COLUMNS, Column, compare_folders
@@ -104,8 +105,7 @@ def compare(values: DictConfig) -> bool:
             print("{}: {:,} values, {:,} differ".format(scenario, *total({scenario: columns})), flush=True)
     report = page(compared, old.version, new.version)
     out = Path(config.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(report)
+    write_file(out, report)
     print(report, end="")
     return total(compared)[1] == 0
 

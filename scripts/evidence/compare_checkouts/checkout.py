@@ -13,6 +13,7 @@ from typing import TextIO
 
 import torch
 
+from engine.output_files import write_file
 from scripts.evidence.compare_checkouts.scenarios import SCENARIOS, STOP_STEP, Command
 
 TIMEOUT_SECONDS = 600  # of a command
@@ -60,7 +61,7 @@ class Side:
                 self.run(command, here, log)
                 if command.only_old:
                     shutil.copytree(here, self.half_way(scenario))
-        marker.write_text(wanted)
+        write_file(marker, wanted)
         return here
 
     def half_way(self, scenario: str) -> Path:

@@ -169,6 +169,8 @@ def test_an_error_in_a_run_says_which_checkpoint_is_good(tmp_path, config):
     says(full, f"^run_dir={tmp_path} cannot be written to: No space left on device. .* free there; there is no earlier")
     says(FileNotFoundError("gone"), "^gone$")
     run_in(tmp_path, config, 1, 2)
+    full.filename = str(run.results)  # as engine.output_files names it
+    says(full, f"^run_dir={tmp_path} cannot be written to: No space")
     says(full, f"bytes are free there; the last good checkpoint is kept: {run.last}, of step 2. Make room")
     for good, step in ((run.last, 2), (run.previous, 1)):
         kept = f"last good checkpoint is {good}, of step {step}: with another run_dir, init.weights={good} starts"
@@ -208,6 +210,10 @@ def test_what_cannot_be_a_folder_of_a_run_is_named(tmp_path, config):
     for name, message in ((removed, named), (removed.encode(), named), (7, "^.Errno 2. No such file")):
         with pytest.raises(OSError, match=message), run.in_use(config):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+    for named, words in ((None, ""), (str(run.results), f"{run.results}: ")):
+        disk = f"^run_dir={run.path} cannot be used: {words}Input/output error. Look at its disk$"
+        with pytest.raises(OSError, match=disk), run.in_use(config):
+            raise OSError(errno.EIO, "Input/output error", named)
 
 
 # Keys that say where and how to compute, not what.

@@ -144,9 +144,10 @@ def test_a_stopped_run_goes_on_with_the_missing_networks(monkeypatch, tmp_path):
     names = faked(monkeypatch)
     networks.run(values)
     assert names == [] and json.loads(out.read_text())["rows"] == result["rows"]
-    networks.run(composed("bench_networks", f"out={out}", "only=[resnet18,squeezenet1_1]"))
+    page = networks.run(composed("bench_networks", f"out={out}", "only=[resnet18,squeezenet1_1]"))
     order = list(dict.fromkeys(row["network"] for row in json.loads(out.read_text())["rows"]))
     assert names == ["squeezenet1_1"] and order == ["alexnet", "vgg16_bn", *names, "resnet18", "densenet121"]
+    assert f"python -m scripts.bench_networks only=[{','.join(order)}] out=FILE.json\n" in page.read_text()
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 

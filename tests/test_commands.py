@@ -1,0 +1,135 @@
+"""Every command in the documents is one that its program takes: it has the keys, the choices and the values."""
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from engine.configuration import config as configuration
+from scripts import plan_memory, run_table
+from scripts.evidence import frame, methods, papers, tables
+from tests.runs import REPOSITORY, composed
+
+DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")), RESULTS / "README.md"]
+RECORDS = sorted(set(RESULTS.glob("*.md")) - {*PAGES})
+PROGRAMS = [path for folder in ("", "scripts") for path in sorted((REPOSITORY / folder).glob("[!_]*.py"))]
+TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTIONAL = re.compile(r"(?<= )\[((?:[^][]|\[[^][]*\])*)\]")  # [key=value]; before a list there is no space
+COMMAND = re.compile(r"(python|torchrun|sbatch|make|init\.weights=\S+) ")  # or keys, to be added to a command
+
+
+def commands(page: Path) -> list[str]:
+    """The commands in the blocks and the text of a page, or in the docstring of a program."""
+    text = page.read_text()
+    if page.suffix == ".py":
+        text = re.sub(r"((?:^ {4}.*\n)+)", r"```\n\1```\n", ast.get_docstring(ast.parse(text)), flags=re.MULTILINE)
+    text = re.sub(f"{tables.START}.*{tables.END}", "", text, flags=re.DOTALL)  # as the experiments' headers
+    lines = [line.strip() for language, block in BLOCK.findall(text) if not language for line in block.splitlines()]
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", BLOCK.sub("", text))]
+    return list(filter(COMMAND.match, lines + inline))
+
+
+def readings(line: str) -> Iterator[list[str]]:
+    """The words of a command, with its [optional] ones; several commands if it has alternatives: a|b, [a | b]."""
+    words: list[list[str]] = []
+    given = iter(shlex.split(OPTIONAL.sub(r"\1", line), comments=True))
+    for word in given:
+        if word == "|":
+            words[-1].append(next(given))
+        elif word not in ("…", "experiment=…", "key=value"):  # of any run
+            key, equals, value = re.sub("=N$", "=1", word.replace("…", "FILE")).rpartition("=")
+            words.append([key + equals + choice for choice in value.split("|")])
+    for number in range(max(map(len, words))):
+        yield [choices[min(number, len(choices) - 1)] for choices in words]
+
+
+def checked(words: list[str]) -> object:
+    """The configuration of a command; None if it has none, or leaves open what it starts."""
+    program, *rest = words
+    if program == "make":
+        assert TARGETS >= {word for word in rest if "=" not in word}, f"expected some of {TARGETS}"
+        return None
+    place = next((number for number, word in enumerate(rest) if re.search(r"(^scripts\.|\.py$|\.sbatch$)", word)), -1)
+    module, keys = rest[place].removesuffix(".py"), rest[place + 1 :]
+    if "=" in program or module.endswith(".sbatch"):
+        module, keys = "train_seg", [word for word in words if "=" in word]
+    elif place < 0:
+        return None
+    importlib.import_module(module)  # declares the command
+    name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
+    values = composed(name, *keys)
+    return configuration.typed(values, OmegaConf.get_type(values))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """On a machine that has all that commands ask for."""
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").touch()
+    monkeypatch.setattr(frame, "device_of", lambda name: None)
+    monkeypatch.setattr(methods, "installed", lambda name: True)
+
+
+def wrong(lines: list[str]) -> Iterator[tuple[str, str]]:
+    for line in lines:
+        for words in readings(line):
+            try:
+                checked(words)
+            except (HydraException, ValueError, AssertionError, ImportError) as error:
+                yield line, f"{error} {error.__cause__ or ''}"
+
+
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, *PROGRAMS, *(pytest.param(page, marks=pytest.mark.slow) for page in RECORDS)],
+    ids=lambda page: page.relative_to(REPOSITORY).as_posix(),
+)
+def test_every_command_of_the_documents_composes(page):
+    assert list(wrong(commands(page))) == []
+
+
+@pytest.mark.slow
+def test_every_command_of_the_experiments_composes():
+    """With its [optional] keys."""
+    for name in papers.all_experiments():
+        lines = [line.strip("# ") for line in papers.header(name).splitlines() if COMMAND.match(line.strip("# "))]
+        assert lines and list(wrong(lines)) == [], name
+
+
+@pytest.mark.slow
+def test_a_dry_run_lists_every_row_of_a_table(capsys):
+    """Except for rows that another row trains."""
+    assert run_table.run(composed("run_table", "table=table3", "dry_run=true")) == 0
+    listed = re.findall(r"experiment=(\S+)", capsys.readouterr().out)
+    assert listed == [name for name in papers.experiments_of("table3") if papers.first_of(name) == name]
+
+
+def test_commands_are_found_and_wrong_ones_noticed():
+    """Otherwise the tests above could not fail."""
+    found = [line for page in PAGES for line in commands(page)]
+    assert len(found) > 100 and sum(line.startswith("torchrun") for line in found) > 5
+    assert list(readings("python a.py [b=1|2] [c=[1] | d=e] # f")) == [
+        ["python", "a.py", "b=1", "c=[1]"],
+        ["python", "a.py", "b=2", "d=e"],
+    ]
+    lines = [
+        "make demos",
+        "python -m scripts.gone a=b",
+        "python train_seg.py optim.lrr=1",
+        "torchrun --nproc-per-node 4 train_seg.py experiment=cifar10/resnet14",
+        "python train_imagenet.py … norm=package norm.activation=relu",
+        "python eval.py tta.flip=true",
+        'python -m scripts.run_table table=table3 "overrides=[trainer.precision=bfloat16,trainer.epochs=30]"',
+        'python -m scripts.run_table table=table3 "weights={resnext101: GONE}"',
+        "init.weights=FILE init.format=caffe",
+        "sbatch --nodes 2 scripts/slurm.sbatch run_dir=RUN_DIR resume=always",
+    ]
+    assert [line for line, _ in wrong(lines)] == lines
