@@ -2,27 +2,64 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from ..private import FakeTensor
+from torch.autograd.graph import saved_tensors_hooks
 
 _BYTES_PER_SECOND = 1e10
 _OPERATIONS_PER_SECOND = 1e11
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
 
-class Temporaries(NamedTuple):
-    """Bytes that an operator takes while it runs, beside its arguments and results."""
+class Form(NamedTuple):
+    """A tensor without its values."""
 
-    forward: int
-    backward: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def zeros(self) -> Tensor:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        zeros = torch.zeros(span, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride)
+        return zeros.requires_grad_(self.requires_grad)
 
 
-_measured: dict[Any, Temporaries] = {}
+class Call(NamedTuple):
+    """A call without the values of its tensors."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]  # `Form`s and constants
+    names: tuple[str, ...]  # of the last arguments
+
+    def run(self) -> tuple[Tensor, list[Tensor]]:
+        """The result, and the arguments that need gradients."""
+        given = [one.zeros() if isinstance(one, Form) else one for one in self.arguments]
+        unnamed = len(given) - len(self.names)
+        result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+        return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+
+
+def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """A call as it can be repeated; None if it has lists of tensors, or tensors that are no ordinary ones."""
+    arguments: list[Any] = []
+    for one in (*args, *kwargs.values()):
+        if type(one) in (Tensor, torch.nn.Parameter):
+            one = Form(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
+        elif isinstance(one, (list, tuple)):
+            one = tuple(one)
+            if any(isinstance(item, Tensor) for item in one):
+                return None
+        elif isinstance(one, Tensor):
+            return None
+        arguments.append(one)
+    return Call(function, tuple(arguments), tuple(kwargs))
 
 
 def peak_bytes(step: Callable[[], object], device: str) -> int:
@@ -49,38 +86,42 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
     return peak
 
 
-def temporaries(function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Temporaries:
-    """Measure a convolution of these shapes, once: libraries reorder tensors, or need a workspace."""
-    given = [*arguments, *options.values()]
-    key = (function, len(arguments), tuple(options), *map(_form, given))
-    if key not in _measured:
-        fake = any(isinstance(one, FakeTensor) for one in given)
-        _measured[key] = Temporaries(0, 0) if fake else _temporaries(function, arguments, options)
-    return _measured[key]
+@cache
+def forward_temporaries(call: Call) -> int:
+    """Bytes that a call takes while it runs, beside its arguments and result. It is measured, on other tensors."""
+    with _measured():
+        kept: list[object] = []
+        given = call.run()[1]
+        device = given[0].device.type if given else "cpu"
+        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, Form))
+        peak = peak_bytes(lambda: kept.append(call.run()), device)
+        result: Any = kept[0]
+        return max(0, peak - arguments - result[0].nbytes)
 
 
-def _form(argument: object) -> object:
-    if isinstance(argument, Tensor):
-        return argument.shape, argument.stride(), argument.dtype, argument.device, argument.requires_grad
-    return tuple(argument) if isinstance(argument, list) else argument
+@cache
+def backward_temporaries(call: Call, stride: tuple[int, ...]) -> int:
+    """Bytes that a call's node takes, beside what it saved and the gradients. `stride`: of the result's gradient."""
+    with _measured():
+        result, leaves = call.run()
+        gradient = Form(tuple(result.shape), stride, result.dtype, result.device, False).zeros()
+        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient), result.device.type)
+        return max(0, peak - sum(leaf.nbytes for leaf in leaves))
 
 
-def _temporaries(function: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]) -> Temporaries:
-    def like(argument: Any) -> Any:
-        if not isinstance(argument, Tensor):
-            return argument
-        zeros = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=argument.device)
-        return zeros.zero_().requires_grad_(argument.requires_grad)
+def _bytes(form: Form) -> int:
+    return form.dtype.itemsize * (1 + sum((s - 1) * t for s, t in zip(form.shape, form.stride, strict=True)))
 
-    inputs, named = [like(argument) for argument in arguments], {name: like(value) for name, value in options.items()}
-    device = inputs[0].device.type
-    with torch.enable_grad():
-        result = function(*inputs, **named)
-        gradient = torch.zeros_like(result)
-        leaves = [one for one in (*inputs, *named.values()) if isinstance(one, Tensor) and one.requires_grad]
-        forward = peak_bytes(lambda: function(*inputs, **named), device) - result.nbytes
-        backward = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient), device)
-        return Temporaries(max(forward, 0), max(backward - sum(leaf.nbytes for leaf in leaves), 0))
+
+@contextmanager
+def _measured() -> Iterator[None]:
+    """Measure under no recording. The random state stays as it is."""
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -94,15 +135,20 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, floa
     return result, time.perf_counter() - began
 
 
-def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
-    """For fake tensors: from bytes and multiplications, as far as it matters which of two calls takes longer."""
+def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
+    """Multiplications and additions of a matrix product, a convolution or attention; 0 for other calls."""
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     name, length = getattr(function, "__name__", ""), 0  # of the products that a value of the result sums up
     if name == "scaled_dot_product_attention":
-        length = 2 * tensors[1].shape[-2] * tensors[0].shape[-1] // result.shape[-1]
+        length = tensors[1].shape[-2] * (1 + tensors[0].shape[-1] // result.shape[-1])
     elif "conv" in name or name == "linear":
         length = tensors[1].numel() // tensors[1].shape[0]
     elif name in _PRODUCTS:
         length = tensors[-2].shape[-1]
-    moved = result.nbytes + sum(tensor.nbytes for tensor in tensors)
-    return moved / _BYTES_PER_SECOND + 2 * length * result.numel() / _OPERATIONS_PER_SECOND
+    return 2 * length * result.numel()
+
+
+def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
+    """For fake tensors: from bytes and operations, as far as it matters which of two calls takes longer."""
+    moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
+    return moved / _BYTES_PER_SECOND + operations_of(function, arguments, result) / _OPERATIONS_PER_SECOND

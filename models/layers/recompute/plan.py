@@ -20,6 +20,7 @@ class Planned:
 
     def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None):
         self.plans = list(plans)
+        self.strayed = False  # from all plans
         self.trace = trace
         self.call = -1
 
@@ -29,5 +30,9 @@ class Planned:
         kind = (function, result.shape, result.dtype)
         if self.trace is not None:
             self.trace.calls.append(kind)
-        self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
+        known, self.plans = (
+            self.plans,
+            [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind],
+        )
+        self.strayed = self.strayed or bool(known and not self.plans)
         return self.call in self.plans[0].again if self.plans else None

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,9 +11,19 @@ from torch import Tensor
 
 from ..private import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
 from ..saved import Kept, is_ordinary
-from .costs import estimated_seconds, seconds_of, temporaries
-from .rules import CONVOLUTIONS, FOLLOWED, Function, NotFollowed, Rule
+from .costs import (
+    Call,
+    backward_temporaries,
+    call_of,
+    estimated_seconds,
+    forward_temporaries,
+    operations_of,
+    seconds_of,
+)
+from .rules import FOLLOWED, Function, NotFollowed, Rule
 from .values import Form, Saved, Value
+
+_SMALL = 2**16  # bytes of a call's arguments below which nothing is measured
 
 
 class Kind(IntEnum):
@@ -36,6 +46,14 @@ class Event(IntEnum):
     BUSY = 5  # an operator takes so many bytes while it runs, beside its arguments and results
 
 
+class State(Enum):
+    """How far a traced step has come. DROPPED: there was no backward pass, and there will be none."""
+
+    RUNS = "runs"
+    ENDED = "ended"
+    DROPPED = "dropped"
+
+
 class Node(NamedTuple):
     """A value of the step."""
 
@@ -47,6 +65,7 @@ class Node(NamedTuple):
     seconds: float  # to compute it
     call: int  # number of the call whose result it is; -1 if of none
     busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
+    operations: int = 0  # multiplications and additions
 
 
 class SavedTensor(NamedTuple):
@@ -62,6 +81,7 @@ class Costs(NamedTuple):
 
     seconds: float
     busy: int
+    operations: int
 
 
 class Step(NamedTuple):
@@ -85,14 +105,15 @@ class StepTrace:
         self.events: list[tuple[Event, int]] = []
         self.forward = 0
         self.calls: list[Any] = []
-        self.reads = 0
+        self.reads = self.released = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
         self._handles: list[Any] = []
         self.seconds = 0.0  # of the call that ran last
         self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
-        self._backward: dict[int, int] = {}  # bytes that a node takes while it runs, by its sequence number
+        self._backward: dict[int, Call] = {}  # by the number of the node that it made
+        self._busy: list[tuple[int, Call, tuple[int, ...]]] = []  # events to be measured, strides of the gradients
 
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
         """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
@@ -119,7 +140,7 @@ class StepTrace:
         kind: Kind,
         tensor: Tensor,
         inputs: Iterable[object] = (),
-        costs: Costs = Costs(0.0, 0),  # noqa: B008  # immutable
+        costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
         call: int = -1,
     ) -> int:
         """Note a value, and return its number. `inputs`: arguments of its recipe."""
@@ -128,7 +149,7 @@ class StepTrace:
         sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.nodes.append(Node(kind, memory, size, numbers, alias, costs.seconds, call, costs.busy))
+        self.nodes.append(Node(kind, memory, size, numbers, alias, costs.seconds, call, costs.busy, costs.operations))
         return len(self.nodes) - 1
 
     def move(self, number: int, tensor: Tensor) -> None:
@@ -173,6 +194,7 @@ class StepTrace:
 
     def _releases(self, key: int, number: int, _: object) -> None:
         del self._watched[key]
+        self.released += 1
         self.events.append((Event.RELEASE, number))
 
     def unpack(self, saved: Any) -> Tensor:
@@ -193,12 +215,11 @@ class StepTrace:
     ) -> Costs:
         """What it takes to compute the result of the call that has just run once more."""
         busy, seconds = 0, self.seconds
-        if function in CONVOLUTIONS:
-            found = temporaries(function, args, kwargs)
-            busy = found.forward
+        call = self._apart(function, args, kwargs, result)
+        if call is not None:
+            busy = forward_temporaries(call)
             self.events.append((Event.BUSY, busy))
-            node: Any = result.grad_fn
-            self._backward[node_number(node)] = found.backward
+            self._backward[node_number(result.grad_fn)] = call
         if isinstance(result, FakeTensor):
             seconds = estimated_seconds(function, [*args, *kwargs.values()], result)
         elif function in FOLLOWED:  # by another function than the network's
@@ -206,7 +227,15 @@ class StepTrace:
             if key not in self._measured:
                 self._measured[key] = self._seconds_again(rule, args, kwargs, result)
             seconds = self._measured[key]
-        return Costs(seconds, busy)
+        return Costs(seconds, busy, operations_of(function, [*args, *kwargs.values()], result))
+
+    @staticmethod
+    def _apart(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Call | None:
+        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing."""
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if "dropout" in getattr(function, "__name__", "") or any(one is result for one in tensors):
+            return None
+        return call_of(function, args, kwargs) if sum(one.nbytes for one in tensors) >= _SMALL else None
 
     def _seconds_again(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> float:
         try:
@@ -224,8 +253,9 @@ class StepTrace:
         seen = set(pending)
         while pending:
             node = pending.pop()
+            call = self._backward.get(node_number(node))
             self._handles.append(node.register_prehook(self._gradients))
-            self._handles.append(node.register_hook(partial(self._after, self._backward.get(node_number(node), 0))))
+            self._handles.append(node.register_hook(partial(self._after, call)))
             for following, _ in node.next_functions:
                 if following is None or following in seen or hasattr(following, "variable"):
                     continue
@@ -233,11 +263,12 @@ class StepTrace:
                     seen.add(following)
                     pending.append(following)
 
-    def _after(self, busy: int, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+    def _after(self, call: Call | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         """A node of the backward pass has run."""
         self._gradients(found)
-        if busy:
-            self.events.append((Event.BUSY, busy))
+        if call is not None and given and given[0] is not None:
+            self._busy.append((len(self.events), call, given[0].stride()))
+            self.events.append((Event.BUSY, 0))
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """The backward pass holds these tensors."""
@@ -250,8 +281,16 @@ class StepTrace:
                     self.events.append((Event.HOLD, memory))
                     self._watched[id(storage)] = weakref.ref(storage, partial(self._lets, id(storage), memory))
 
+    def state(self) -> "State":
+        """How far the step has come."""
+        if self.reads:
+            return State.RUNS if backward_runs() else State.ENDED
+        return State.DROPPED if self.forward and self.released == len(self.saved) else State.RUNS
+
     def step(self) -> Step:
         """What was seen."""
         for handle in self._handles:
             handle.remove()
+        for event, call, stride in self._busy:
+            self.events[event] = (Event.BUSY, backward_temporaries(call, stride))
         return Step(self.nodes, self.memories, self.saved, self.events, self.forward, self.calls)

@@ -250,7 +250,7 @@ class Recipe:
         self.device = like.device.type
         self.dtype = like.dtype
         self.stride = like.stride()
-        self.autocast = _autocast(self.device)
+        self.autocast = autocast_of(self.device)
         self.fresh = fresh
         self.can_overwrite = can_overwrite
         self.depth = 1
@@ -277,7 +277,7 @@ class Recipe:
                 argument = argument.get()
             arguments.append(argument)
         enabled, dtype = self.autocast
-        as_then = _autocast(self.device) == self.autocast
+        as_then = autocast_of(self.device) == self.autocast
         autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast:
             result = self.function(*arguments, **options)
@@ -300,7 +300,7 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
+def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
     """Whether autocast is enabled for a type of device, and its dtype then."""
     if _has_autocast(device) and torch.is_autocast_enabled(device):
         return True, torch.get_autocast_dtype(device)
