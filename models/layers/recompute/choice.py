@@ -8,6 +8,7 @@ from .simulation import Outcome, simulate
 from .trace import Kind, Step
 
 _FINER = 0.97  # each target is this much lower than the peak before it
+_FEW = 16  # values of which pairs are tried
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
 
@@ -26,9 +27,12 @@ def frontier(step: Step, seconds: float = 30.0) -> list[Choice]:
     time for the bytes that they free while the step is above the target. It keeps values again, which cuts chains of
     recipes, where what is computed is too much at once.
     """
-    search = _Search(step, time.monotonic() + seconds)
-    while search.lower(int(search.outcome.peak * _FINER)):
-        pass
+    search = _Search(step, time.thread_time() + seconds)
+    for is_kept in (lambda node: True, lambda node: node.operations > 0):
+        search.start([node.kind == Kind.KEPT or (node.kind == Kind.FREE and is_kept(node)) for node in step.nodes])
+        while search.lower(int(search.outcome.peak * _FINER)):
+            pass
+    search.polish()
     return pareto(search.found)
 
 
@@ -45,10 +49,11 @@ class _Search:
     def __init__(self, step: Step, deadline: float):
         self.step = step
         self.deadline = deadline
-        self.kept = [node.kind in (Kind.KEPT, Kind.FREE) for node in step.nodes]
         self.is_free = [node.kind == Kind.FREE for node in step.nodes]
         self.found: list[Choice] = []
-        self.outcome = self.simulated(self.kept)
+
+    def start(self, kept: list[bool]) -> None:
+        self.kept, self.outcome = kept, self.simulated(kept)
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
         outcome = simulate(self.step, kept)
@@ -59,7 +64,7 @@ class _Search:
         """Go on to a choice whose peak is at most the target; False if none is found."""
         kept, outcome = self.kept, self.outcome
         while outcome.peak > target:
-            if time.monotonic() > self.deadline:
+            if time.thread_time() > self.deadline:
                 return False
             kept, outcome, better = self.improved(kept, outcome, target)
             if not better:
@@ -94,6 +99,27 @@ class _Search:
                 if best is None or rate > best[0]:
                     best = rate, trial, found
         return (kept, outcome, False) if best is None else (best[1], best[2], True)
+
+    def polish(self) -> None:
+        """Change single values of what was found, and pairs of them in small steps, until nothing gets better."""
+        done: set[tuple[bool, ...]] = set()
+        while time.thread_time() < self.deadline:
+            choices = [choice for choice in pareto(self.found) if choice.kept not in done]
+            if not choices:
+                return
+            for choice in choices:
+                done.add(choice.kept)
+                if time.thread_time() > self.deadline:
+                    return
+                free = [i for i, is_free in enumerate(self.is_free) if is_free]
+                moves = [[i] for i in free]
+                if len(free) <= _FEW:
+                    moves += [[i, j] for i in free for j in free if i < j]
+                for move in moves:
+                    trial = list(choice.kept)
+                    for i in move:
+                        trial[i] = not trial[i]
+                    self.simulated(trial)
 
     def drops(self, kept: list[bool], outcome: Outcome, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, those first that cost the least time for their bytes.
