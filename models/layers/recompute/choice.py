@@ -20,12 +20,15 @@ class Choice(NamedTuple):
     kept: tuple[bool, ...]  # by node
 
 
-def frontier(step: Step, seconds: float = 30.0) -> list[Choice]:
+def frontier(step: Step, seconds: float = 20.0) -> list[Choice]:
     """Choices with ever lower peaks, none of which another beats in both peak and time.
 
-    It begins with all that can be kept, and lowers the peak by 3 % at a time: it drops the values that cost the least
-    time for the bytes that they free while the step is above the target. It keeps values again, which cuts chains of
-    recipes, where what is computed is too much at once.
+    The search begins with all that can be kept, and again with all but the results of norms, activations and the like.
+    It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
+    the step is above the target. It keeps values again, which cuts chains of recipes, where what is computed is too
+    much at once. What it finds is then changed in single values, as long as this helps.
+
+    `seconds`: of this thread's time, after which it stops with what it has.
     """
     search = _Search(step, time.thread_time() + seconds)
     for is_kept in (lambda node: True, lambda node: node.operations > 0):
@@ -103,6 +106,10 @@ class _Search:
     def polish(self) -> None:
         """Change single values of what was found, and pairs of them in small steps, until nothing gets better."""
         done: set[tuple[bool, ...]] = set()
+        free = [i for i, is_free in enumerate(self.is_free) if is_free]
+        if len(free) > _FEW:
+            least = min(choice.peak for choice in self.found) // 1000
+            free = [i for i in free if self.bytes(i) > least]
         while time.thread_time() < self.deadline:
             choices = [choice for choice in pareto(self.found) if choice.kept not in done]
             if not choices:
@@ -111,7 +118,6 @@ class _Search:
                 done.add(choice.kept)
                 if time.thread_time() > self.deadline:
                     return
-                free = [i for i, is_free in enumerate(self.is_free) if is_free]
                 moves = [[i] for i in free]
                 if len(free) <= _FEW:
                     moves += [[i, j] for i in free for j in free if i < j]
