@@ -1,11 +1,8 @@
 """Networks of which parts are frozen, as in fine-tuning: their convolutions and norms in eval mode learn nothing."""
 
-from collections import OrderedDict
-
 import torchvision
 from torch import Tensor, nn
 from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
-from torchvision.models.detection.retinanet import RetinaNet
 from torchvision.models.resnet import Bottleneck
 
 
@@ -54,25 +51,12 @@ def resnet50_adapters() -> nn.Module:
     return network
 
 
-class _Detector(nn.Module):
-    """The network of a RetinaNet, from images to logits and boxes of all anchors: without matching and loss."""
-
-    def __init__(self, detector: RetinaNet):
-        super().__init__()
-        self.backbone, self.head = detector.backbone, detector.head
-
-    def forward(self, images: Tensor) -> OrderedDict[str, Tensor]:
-        return self.head(list(self.backbone(images).values()))
-
-
-def retinanet_resnet50() -> nn.Module:
-    """A detector in fine-tuning: all norms of the ResNet-50 are frozen, and its stem and first stage."""
-    backbone = resnet_fpn_backbone(
-        backbone_name="resnet50", weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=3
-    )
-    for norm in filter(lambda module: isinstance(module, nn.BatchNorm2d), backbone.modules()):
+def fpn_resnet50() -> nn.Module:
+    """The feature pyramid of a detector in fine-tuning: all norms are frozen, and the stem and the first stage."""
+    network = resnet_fpn_backbone(backbone_name="resnet50", weights=None, norm_layer=nn.BatchNorm2d, trainable_layers=3)
+    for norm in filter(lambda module: isinstance(module, nn.BatchNorm2d), network.modules()):
         frozen(norm)
-    return _Detector(RetinaNet(backbone, num_classes=91))
+    return network
 
 
-NETWORKS = {build.__name__: build for build in (convolutions, resnet50, resnet50_adapters, retinanet_resnet50)}
+NETWORKS = {build.__name__: build for build in (convolutions, resnet50, resnet50_adapters, fpn_resnet50)}
