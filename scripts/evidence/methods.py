@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.memory import keep_freed_memory
 from models.layers import recompute_activations
 from models.layers.saved import kept_bytes
+from scripts.evidence import frozen
 from scripts.evidence.frame import reason
 from scripts.evidence.measuring import compiled, peak_bytes, timed, training_step
 
@@ -30,8 +31,14 @@ NETWORKS = (
     *("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"),
     *("timm/densenet121", "timm/efficientnet_b0", "timm/mobilenetv4_conv_small", "timm/convnextv2_atto"),
     *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
+    *(f"frozen/{name}" for name in frozen.NETWORKS),
 )
-PACKAGES = {"": "torchvision", "timm": "timm", "smp": "segmentation_models_pytorch"}  # by the part before the slash
+PACKAGES = {
+    "": "torchvision",
+    "timm": "timm",
+    "smp": "segmentation_models_pytorch",
+    "frozen": "torchvision",
+}  # by the part before the slash
 OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False},  # the default is slow
     "inception_v3": {"init_weights": False, "aux_logits": False},  # its auxiliary logits need images of 299 pixels
@@ -67,6 +74,8 @@ def build(name: str, size: int) -> nn.Module:
         architecture, _, encoder = own.partition("-")
         models = importlib.import_module("segmentation_models_pytorch")
         return getattr(models, architecture)(encoder, encoder_weights=None, classes=19, **options)
+    if package == "frozen":
+        return frozen.NETWORKS[own]()
     return torchvision.models.get_model(own, weights=None, **options)
 
 

@@ -458,8 +458,8 @@ class Recording(TorchFunctionMode):
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
             return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(tensor, Tensor) or tensor.requires_grad or not is_ordinary(tensor):
-                continue
+            if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
+                continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if address(storage) not in self.made:
                 given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
