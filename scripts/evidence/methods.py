@@ -187,7 +187,7 @@ def measured(
     Raises:
         Exception: the plain network fails.
     """
-    plain = _network(name, size)
+    plain = random_network(name, size)
     pixels = torch.randn(images, 3, size, size, device=device)
     rows: dict[str, dict] = {}
     left_out: dict[str, str] = {}
@@ -214,7 +214,7 @@ def measured(
     )
 
 
-def _network(name: str, size: int) -> nn.Module:
+def random_network(name: str, size: int) -> nn.Module:
     """A network with random weights, also where it starts from zeros: behind zeros, all gradients would be zero."""
     torch.manual_seed(0)
     network = build(name, size)
@@ -226,10 +226,10 @@ def _network(name: str, size: int) -> nn.Module:
 
 
 def _loss(forward: Forward, pixels: Tensor) -> Tensor:
-    return _mean_squares(forward(pixels))
+    return mean_squares(forward(pixels))
 
 
-def _mean_squares(outputs: object) -> Tensor:
+def mean_squares(outputs: object) -> Tensor:
     """A loss for whatever a network returns: the mean squares of its outputs, added."""
     return torch.stack([output.square().mean() for output in tree_leaves(outputs)]).sum()
 
@@ -242,7 +242,7 @@ def exactness(name: str, method: str, device: str) -> dict:
         "same_outputs": whether the outputs are equal to the bit}
     """
     size = EXACT_SIZE.get(name, EXACT_DEFAULT)
-    plain = _network(name, size).to(device, torch.float64)
+    plain = random_network(name, size).to(device, torch.float64)
     pixels = torch.randn(EXACT_IMAGES, 3, size, size, device=device, dtype=torch.float64)
     network = copy.deepcopy(plain)
     found = []
@@ -250,7 +250,7 @@ def exactness(name: str, method: str, device: str) -> dict:
         torch.manual_seed(0)
         outputs = forward(pixels)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(_mean_squares(outputs), parameters, materialize_grads=True)
+        gradients = torch.autograd.grad(mean_squares(outputs), parameters, materialize_grads=True)
         found.append((torch.cat([g.flatten() for g in gradients]), tree_leaves(outputs)))
     (gradient, outputs), (own_gradient, own_outputs) = found
     return {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..private import FakeTensor, tree_leaves
-from .choice import Choice, frontier
+from .choice import Choice, computed_again, frontier
 from .costs import seconds_of
 from .plan import Plan, Planned
 from .recording import Recording
@@ -97,13 +97,6 @@ def _planned(step: Step, budget: float | int) -> Plan:
     return Plan(step.calls, computed_again(step, choice))
 
 
-def computed_again(step: Step, choice: Choice) -> frozenset[int]:
-    """The calls whose results are computed again."""
-    return frozenset(
-        node.call for node, kept in zip(step.nodes, choice.kept, strict=True) if node.call >= 0 and not kept
-    )
-
-
 def text(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
@@ -153,7 +146,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
     """
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
     args = args if isinstance(args, tuple) else (args,)
-    step, seconds = _traced(network, args, kwargs)
+    step, seconds = traced_step(network, args, kwargs)
     choices, plain = frontier(step), plain_peak(step)
     seconds = seconds or 3 * sum(node.seconds for node in step.nodes)
     operations = 3 * sum(node.operations for node in step.nodes)
@@ -176,7 +169,7 @@ def _needed(step: Step, choice: Choice) -> list[int]:
     return [number for number, kept in enumerate(choice.kept) if not kept and readers[number]]
 
 
-def _traced(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, float]:
+def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, float]:
     """A step of a network, and the seconds that it takes; 0 on fake tensors."""
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]

@@ -48,6 +48,13 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
     return best[::-1]
 
 
+def computed_again(step: Step, choice: Choice) -> frozenset[int]:
+    """The calls whose results are computed again."""
+    return frozenset(
+        node.call for node, kept in zip(step.nodes, choice.kept, strict=True) if node.call >= 0 and not kept
+    )
+
+
 class _Search:
     def __init__(self, step: Step, deadline: float):
         self.step = step
