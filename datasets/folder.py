@@ -76,8 +76,10 @@ def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> l
     """The splits that are folders or lists in `root`, and those drawn with `folds`; train and val come first."""
     root = _LAYOUT.top(root)
     lists = root.glob("*.txt") if (root / "images").is_dir() else ()
-    found = {path.parent.name for path in root.glob("*/images")} | {path.stem for path in lists}
-    found |= {*DRAWN} if folds is not None else {*()}
+    folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
+    found = {path.relative_to(root).as_posix() for path in folders} | {path.stem for path in lists}
+    if folds is not None:
+        found |= {*DRAWN}
     return sorted(found, key=lambda split: (split not in DRAWN, split))
 
 

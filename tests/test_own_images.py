@@ -45,12 +45,12 @@ MORE = {
 
 def under_other_names(camvid: Path, root: Path) -> None:
     """CamVid's images and labels in folders of their own, in the same order."""
-    for image in sorted(camvid.glob("*/images/*")):
-        label = image.parents[1] / "labels" / f"{image.stem}.png"
-        split, name = image.parents[1].name, f"{image.stem[-1]}/frame {image.stem[::-1]}"
+    for number, image in enumerate(sorted(camvid.glob("*/images/*"))):
+        label, split = image.parents[1] / "labels" / f"{image.stem}.png", image.parents[1].name
         for file, kind in ((image, "images"), (label, "labels")):
-            (root / split / kind / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, root / split / kind / f"{name}{file.suffix}")
+            target = root / split / kind / f"tour {number // 4:03d}" / f"{number}{file.suffix}".rjust(9, "0")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
 
 
 def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, capsys):

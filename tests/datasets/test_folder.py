@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from io import BytesIO
 from pathlib import Path
 
@@ -87,7 +88,15 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
     assert np.array_equal(both[7].label, parts[1][1].label)
     counts = [index_classes(part, root / "index", workers=0).counts for part in (*parts, both)]
     assert np.array_equal(np.concatenate(counts[:2]), counts[2])
-    other = folder(trees.folder(root.parent / "other"), "val")
+    above = root.parent  # of two datasets
+    other = trees.folder(above / "other")
+    shutil.copy(other / "classes.json", above)
+    assert folder_splits(above) == [
+        f"{name}/{split}" for name in ("boards", "other") for split in ("test", "train", "val")
+    ]
+    far = joined([folder(above, "boards/train"), folder(above, "other/val")])
+    assert names(far) == names(both) and far.split == "boards/train+other/val"
+    other = folder(other, "val")
     other.table = ClassTable(("wood",), ((0, 0, 0),), (0,), {0: 0})
     with pytest.raises(ValueError, match="train and val of folder have labels of different kinds"):
         joined([parts[0], other])
