@@ -19,8 +19,9 @@ class ClassTable:
     """The classes of a dataset in train-id order, with their numbers in its files and in its official evaluation.
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
-    label file may contain to a train id or to `ignore_index`; any other raw value is an error. Official prediction
-    files hold `official_void` for ignored pixels, and carry the palette if `coloured_predictions` is set.
+    label file may contain to a train id or to `ignore_index`; any other raw value is an error. `label_colours`,
+    {0xRRGGBB: raw value}, is for label files in colours. Official prediction files hold `official_void` for ignored
+    pixels, and carry the palette if `coloured_predictions` is set.
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
     classes that it counts but the paper does not; these come last in `names`, or are ignored in training.
@@ -31,6 +32,7 @@ class ClassTable:
     palette: tuple[tuple[int, int, int], ...]
     official_ids: tuple[int, ...]
     label_ids: Mapping[int, int]
+    label_colours: Mapping[int, int] = field(default_factory=dict)
     ignore_index: int = 255
     official_void: int = 0
     coloured_predictions: bool = False

@@ -158,5 +158,5 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, lists
         if not line.isdecimal():
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")
-    _LAYOUT.check_list(file, names, images, root, all=strict)
+    _LAYOUT.check_list(file, names, images, root, strict)
     return sorted(set(names))

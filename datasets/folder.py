@@ -36,8 +36,8 @@ DIR/val/...                         DIR/train.txt, val.txt    names of images, o
 )
 
 
-def folder_classes(file: Path) -> tuple[ClassTable, dict[int, int]]:
-    """The classes of a file classes.json, and {0xRRGGBB: id} of the colours in it.
+def folder_classes(file: Path) -> ClassTable:
+    """The classes of a file classes.json.
 
     A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
     ids, as PNGs with the classes' colours. ValueError for a file of another form.
@@ -61,15 +61,15 @@ def folder_classes(file: Path) -> tuple[ClassTable, dict[int, int]]:
             f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {_EXAMPLE}"
         ) from None
     others = distinct_colours(len(entries))
-    table = ClassTable(
+    return ClassTable(
         names=names,
         palette=tuple(colours.get(number, others[number]) for number in ids),
         official_ids=tuple(ids),
         label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
+        label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
         official_void=ignored[0] if ignored else _IGNORED,
         coloured_predictions=True,
     )
-    return table, {int.from_bytes(colour, "big"): number for number, colour in colours.items()}
 
 
 def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
@@ -102,15 +102,15 @@ def folder(
     (without `strict`: no image has one).
     """
     root = _LAYOUT.top(root)
-    own, drawn = root / split, folds is not None and split in DRAWN
-    listed = drawn or ((root / "images").is_dir() and not (own / "images").is_dir())
-    above = root if listed else own
+    above, drawn = root / split, folds is not None and split in DRAWN
+    if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
+        above = root
     images = _LAYOUT.files(root, above / "images", _IMAGES, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
     labels = {} if without else _LAYOUT.files(root, above / "labels", _LABELS, deep=True)
-    if listed:
-        names = _drawn(list(images), folds, fold, fold_seed) if folds is not None and drawn else None
-        chosen = names[split] if names else _on_list(root, split, images, strict)
+    if above == root:
+        names = list(images)
+        chosen = _drawn(names, split, folds, fold, fold_seed) if drawn else _on_list(root, split, images, strict)
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
@@ -122,12 +122,12 @@ def folder(
             root,
             fix=f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold",
         )
-    table, ids = folder_classes(root / CLASSES)
     fix = (
         f"Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as large "
         f"as viewers show their images: correct the label or the classes."
     )
-    decode = partial(_decode, ids)
+    table = folder_classes(root / CLASSES)
+    decode = partial(_decode, table.label_colours)
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
 
 
@@ -150,25 +150,23 @@ def _on_list(root: Path, split: str, images: Mapping[str, Path], strict: bool) -
     lines = read_list(file, "the name of an image")
     stems = {f"{name}{path.suffix}": name for name, path in images.items()}
     names = sorted({stems.get(line, line) for line in lines})
-    _LAYOUT.check_list(file, names, images, root, all=strict)
+    _LAYOUT.check_list(file, names, images, root, strict)
     return names
 
 
-def _drawn(names: Sequence[str], folds: int, fold: int, seed: int) -> dict[str, list[str]]:
-    """The images of each split."""
-    if len(names) < folds:
+def _drawn(names: Sequence[str], split: str, folds: int | None, fold: int, seed: int) -> list[str]:
+    """The images of "train" or "val"."""
+    if folds is None or len(names) < folds:
         raise ValueError(f"{len(names)} images cannot be divided into {folds} folds: expected fewer folds")
-    order = np.random.default_rng(seed).permutation(len(names)).tolist()
-    val = {*order[fold::folds]}
-    return {split: [name for i, name in enumerate(names) if (i in val) == (split == "val")] for split in DRAWN}
+    val = {*np.random.default_rng(seed).permutation(len(names))[fold::folds].tolist()}
+    return [name for number, name in enumerate(names) if (number in val) == (split == "val")]
 
 
 def colour_codes(file: Stored, window: Window = EVERYTHING) -> np.ndarray | None:
-    """0xRRGGBB of an RGB label's pixels, int64 (H, W); None for another PNG. Unreadable if it is none."""
-    _, data = checked_png(file)
-    if data[24:26] != bytes((8, formats.COLOUR)):  # depth and colour type
+    """0xRRGGBB of an RGB label's pixels, int32 (H, W); None for another file. Unreadable if it is damaged."""
+    if not file.data.startswith(formats.PNG) or file.data[24:26] != bytes((8, formats.COLOUR)):  # depth, colour type
         return None
-    red, green, blue = np.moveaxis(decode_image(file, window).astype(np.int64), 2, 0)
+    red, green, blue = np.moveaxis(decode_image(checked_png(file), window).astype(np.int32), 2, 0)
     return red << 16 | green << 8 | blue
 
 
@@ -177,7 +175,7 @@ def _decode(ids: Mapping[int, int], file: Stored, window: Window) -> np.ndarray:
     codes = colour_codes(file, window)
     if codes is None:
         return decode_label(file, window)
-    known = np.array(sorted(ids) or [-1])
+    known = np.array(sorted(ids) or [-1], np.int32)
     places = np.searchsorted(known, codes).clip(max=len(known) - 1)
     if (foreign := np.unique(codes[known[places] != codes])).size:
         named = ", ".join(str(tuple(int(code).to_bytes(3, "big"))) for code in foreign[:5])

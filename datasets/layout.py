@@ -91,10 +91,12 @@ class Layout:
             raise self.error(problem, root, missing=missing)
         return found
 
-    def check_list(self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, all: bool) -> None:
-        """ValueError unless `all` of the names (or just any) on a list have an image in the split's folder."""
+    def check_list(
+        self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, strict: bool
+    ) -> None:
+        """ValueError unless all names on a list (without `strict`: any) have an image in the split's folder."""
         missing = [name for name in names if name not in images]
-        if len(missing) == len(names) or (all and missing):
+        if len(missing) == len(names) or (strict and missing):
             count = f"{len(missing)} of its {len(names)} images"
             raise self.error(
                 f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root

@@ -253,11 +253,11 @@ class SegmentationDataset(Dataset):
     def fingerprint(self, version: int | list) -> str:
         """Hexadecimal hash under which results computed from the files are cached.
 
-        It covers the paths below the folder, sizes and modification times of all files, the class table's label ids,
-        and `version`, which identifies the code that reads them. It does not change if the whole folder is moved.
+        It covers the paths below the folder, sizes and modification times of all files, the class table's label ids
+        and colours, and `version`, which identifies the code that reads them. It does not change if the whole folder is moved.
         """
-        known_ids = sorted(self.table.label_ids.items())
-        digest = hashlib.sha256(json.dumps([version, self.name, self.split, known_ids]).encode())
+        known = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
+        digest = hashlib.sha256(json.dumps([version, self.name, self.split, *known]).encode())
         for path, name in self._paths():
             digest.update(f"{name}|{_state(path)}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()

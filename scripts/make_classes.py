@@ -72,8 +72,9 @@ def contents(path: Path) -> tuple[bool, dict[int, tuple | None]]:
     codes = colour_codes(file)
     if codes is not None:
         return True, {code: tuple(code.to_bytes(3, "big")) for code in np.unique(codes).tolist()}
+    ids = np.unique(decode_label(file)).tolist()
     palette = Image.open(path, formats=["PNG"]).getpalette() or []
-    return False, {i: tuple(palette[3 * i : 3 * i + 3]) or None for i in np.unique(decode_label(file)).tolist()}
+    return False, {number: tuple(palette[3 * number : 3 * number + 3]) or None for number in ids}
 
 
 @configured("make_classes", MakeClasses)

@@ -146,6 +146,10 @@ def test_labels_in_colours_or_with_a_palette_hold_the_same_ids(root):
         assert np.array_equal(coloured[index].label, label)
         window = slice(3, 11), slice(5, 30)
         assert np.array_equal(coloured.undecoded(index)[1][window], label[window])
+    before = coloured.fingerprint(0)
+    classes[0]["colour"], classes[1]["colour"] = classes[1]["colour"], classes[0]["colour"]
+    (root / "classes.json").write_text(json.dumps({"classes": classes, "ignored": [3]}))
+    assert folder(root, "train").fingerprint(0) != before  # of which the class index depends
     (root / "classes.json").write_text(json.dumps({"classes": [*classes[:2], {"name": "c"}], "ignored": [3]}))
     message = (
         r"labels/a/board.0.png: contains 2 colours that no class has, such as \(9, 2, 200\), \(9, 3, 200\). Labels hold"
