@@ -254,7 +254,8 @@ class SegmentationDataset(Dataset):
         """Hexadecimal hash under which results computed from the files are cached.
 
         It covers the paths below the folder, sizes and modification times of all files, the class table's label ids
-        and colours, and `version`, which identifies the code that reads them. It does not change if the whole folder is moved.
+        and colours, and `version`, which identifies the code that reads them. It does not change if the whole folder
+        is moved.
         """
         known = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
         digest = hashlib.sha256(json.dumps([version, self.name, self.split, *known]).encode())

@@ -53,50 +53,52 @@ def under_other_names(camvid: Path, root: Path) -> None:
             shutil.copy(file, target)
 
 
+def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
+    """The commands of the walk, their keys with paths in `folder`, and whether the text says that one resumes."""
+    text = (REPOSITORY / "docs" / "data.md").read_text()
+    (block,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "make_classes" in block]
+    commands = []
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        name = words[2 if words[1] == "-m" else 1].removeprefix("scripts.").removesuffix(".py")
+        keys = [re.sub(r"\b([A-Z]+2?)\b", rf"{folder}/\1", word) for word in words if "=" in word]
+        commands.append((name, keys, "resume=auto" in line))
+    return commands
+
+
 def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, capsys):
     """On CamVid's files under other names: trained and evaluated equal to data=camvid to the digit."""
     camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
     under_other_names(camvid, own)
-    text = (REPOSITORY / "docs" / "data.md").read_text()
-    (walk,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "make_classes" in block]
-    results = {}
-    for line in walk.splitlines():
-        words = shlex.split(line.partition("  #")[0].partition(" #")[0])
-        name = words[1 if words[1] != "-m" else 2].removeprefix("scripts.").removesuffix(".py")
-        keys = [
-            re.sub(r"\b(DIR|PAGES|RUN2?|PICTURES|IMAGES|PREDICTED)\b", lambda found: str(tmp_path / found[0]), word)
-            for word in words[words.index(next(word for word in words if "=" in word)) :]
-        ]
+    shutil.copytree(own / "test" / "images", tmp_path / "IMAGES")
+    results = []
+    for name, keys, resumes in walk(tmp_path):
         if name == "plan_memory":
             plan_memory.plan(composed("train_seg", *keys, *SMALL), SegmentationRun)
             continue
-        if name == "predict":
-            shutil.copytree(own / "test" / "images", tmp_path / "IMAGES")
-        results[name, len(results)] = COMMANDS[name](composed(name, *keys, *MORE.get(name, ())))
+        results.append(COMMANDS[name](composed(name, *keys, *MORE[name])))
+        if resumes:
+            again = train(composed(name, *keys, *SMALL, "resume=auto"))
+            assert again["confusion_matrix"] == results[-1]["confusion_matrix"]
         if name == "make_classes":
-            written = json.loads((own / "classes.json").read_text())
-            assert [entry["name"] for entry in written["classes"]] == [f"class_{number}" for number in range(12)]
-            table = camvid_classes()
-            names = [*table.names, "unlabelled"]
-            written = {"classes": [{"name": name} for name in names], "ignored": [11]}
-            (own / "classes.json").write_text(json.dumps(written))
-    made, verified, pages, trained, tuned, evaluated, predicted = results.values()
-    assert not any(report.problems for report in verified) and {report.split for report in verified} == {
-        *("train", "val", "test")
-    }
+            written = json.loads((own / "classes.json").read_text())["classes"]
+            assert [entry["name"] for entry in written] == [f"class_{number}" for number in range(12)]
+            names = [*camvid_classes().names, "unlabelled"]
+            named = {"classes": [{"name": name} for name in names], "ignored": [11]}
+            (own / "classes.json").write_text(json.dumps(named))
+    _, verified, pages, trained, tuned, evaluated, predicted = results
+    assert [(report.split, report.problems) for report in verified] == [("train", ()), ("val", ()), ("test", ())]
     assert len(pages) == 1 and len(predicted) == 2 and (tmp_path / "PICTURES").is_dir()
     assert evaluated["confusion_matrix"] == tuned["confusion_matrix"] and evaluated["dataset"] == "folder"
     assert "crops of 32x32 pixels on one device" in capsys.readouterr().out
 
-    official = train(
-        composed("train_seg", "data=camvid", f"data.root={camvid}", f"run_dir={tmp_path / 'official'}", *SMALL)
-    )
+    run = f"run_dir={tmp_path / 'official'}"
+    official = train(composed("train_seg", "data=camvid", f"data.root={camvid}", run, *SMALL))
     for part in ("miou", "iou", "pixel_accuracy", "confusion_matrix", "images"):
         assert trained[part] == official[part], part
-    states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official")]
-    assert same(*(state["network"] for state in states)) and states[0]["classes"] == states[1]["classes"]
-    start = checkpoint.load(tmp_path / "RUN2" / "checkpoints" / "last.pt")
-    assert start["config"]["sampler"]["name"] == "class_uniform"
+    states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official", "RUN2")]
+    assert same(*(state["network"] for state in states[:2])) and states[0]["classes"] == states[1]["classes"]
+    assert states[2]["config"]["sampler"]["name"] == "class_uniform"
 
 
 def test_rare_classes_weigh_more_and_training_on_the_validation_split_is_named(tmp_path, caplog):
