@@ -177,12 +177,13 @@ def _size(path: Path, file: BinaryIO, turned: bool) -> tuple[int, int]:
 
 
 def _orientation(file: BinaryIO) -> int:
-    """The EXIF orientation in a PNG's or JPEG's header, 1 (none) to 8."""
-    exif = Image.Exif()
-    with suppress(*_NOT_INTACT):
+    """The EXIF orientation in a PNG's or JPEG's header, 1 to 8; 1 if there is none."""
+    exif, found = Image.Exif(), 1
+    with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
         file.seek(0)
         exif.load(Image.open(file, formats=["PNG", "JPEG"]).info.get("exif", b""))
-    return exif.get(ExifTags.Base.Orientation, 1)
+        found = exif.get(ExifTags.Base.Orientation, 1)
+    return found if found in range(1, 9) else 1
 
 
 def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> None:

@@ -286,7 +286,8 @@ def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
     for part in parts[1:]:
         if part.table != first.table:
             raise ValueError(
-                f"the splits {first.split} and {part.split} of {first.name} have labels of different kinds"
+                f"the labels of the splits {first.split} and {part.split} of {first.name} number the classes "
+                f"differently; expected labels of one kind"
             )
     files = [entry for part in parts for entry in part.files]
     return replace(first, split="+".join(part.split for part in parts), files=files)

@@ -49,7 +49,7 @@ def verify(dataset: SegmentationDataset, workers: int | None = None, progress: P
 
 
 def verify_images(dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None) -> list[str]:
-    """Decode every image of a split. ValueError lists the first problems and counts all. Returns as `verify`: nothing.
+    """Decode every image of a split. ValueError lists the first problems and counts all. Returns [], unlike `verify`.
 
     The problems are the ones that would stop a training: files that are missing, truncated or no image. Images in
     memory have been checked. Arguments, memory of success and TimeoutError are as in `verify`.

@@ -205,8 +205,8 @@ def opened(
                 if data.verify and first:
                     absent = verify_with_progress(run.train_set, run.console, verify, data.on_error == "stop")
                     if absent:
-                        what = f"no pixel in the training split is of {', '.join(absent)}"
-                        logger.warning(f"{what}: check the labels, and the list of the classes")
+                        named = ", ".join(absent)
+                        logger.warning(f"no training image has a pixel of {named}: check the labels and the classes")
                     verify_with_progress(run.val_set, run.console, verify)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":

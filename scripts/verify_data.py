@@ -82,9 +82,9 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
     config = configuration.typed(values, VerifyData)
     console = make_console()
-    official = splits_of(config.data)
+    official = splits_of(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
-    if unknown or config.splits == [] or not official:
+    if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
     splits = config.splits or list(official)
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):

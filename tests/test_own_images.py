@@ -101,11 +101,14 @@ def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, 
     assert states[2]["config"]["sampler"]["name"] == "class_uniform"
 
 
-def test_rare_classes_weigh_more_and_training_on_the_validation_split_is_named(tmp_path, caplog):
+def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
     root = trees.folder(tmp_path / "boards")
+    classes = [*trees.FOLDER["classes"], {"name": "knot"}]
+    (root / "classes.json").write_text(json.dumps({**trees.FOLDER, "classes": classes}))
     keys = ("data=folder", f"data.root={root}", "data.train_split=[train,val]", "loss.class_weights=frequency", *SMALL)
     weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
-    assert "data.val_split=val is trained on" in (tmp_path / "weighted" / "log.txt").read_text()
+    log = (tmp_path / "weighted" / "log.txt").read_text()
+    assert "data.val_split=val is trained on" in log and "no training image has a pixel of knot" in log
     assert weighted["config"]["data"]["train_split"] == ["train", "val"]
     plain = train(composed("train_seg", f"run_dir={tmp_path / 'plain'}", *keys, "loss.class_weights=none"))
     assert weighted["confusion_matrix"] != plain["confusion_matrix"]

@@ -75,7 +75,7 @@ def training_images(data: Data) -> int:
         return len(own)
     if isinstance(data, SegmentationData):
         published = official_images(data)
-        return sum(published[split] or 0 for split in as_list(data.train_split))
+        return sum(published.get(split) or 0 for split in as_list(data.train_split))
     return classified_counts(cast(ClassificationData, data), classes_of(data))["train"] or 0
 
 
@@ -123,16 +123,8 @@ def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool
     keys = configuration.flat(configuration.plain(config))
     used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
     network = {name: value for name, value in keys.items() if name.startswith(used)}
-    about = [
-        network,
-        config.task,
-        classes_of(config.data),
-        crops,
-        config.data.crop(crop_size),
-        offloaded,
-        torch.__version__,
-        _code(),
-    ]
+    step = [crops, *config.data.crop(crop_size), offloaded]
+    about = [network, config.task, classes_of(config.data), *step, torch.__version__, _code()]
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     file = cache_folder() / "traces" / f"{name}.json"
     try:

@@ -98,7 +98,7 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
     assert names(far) == names(both) and far.split == "boards/train+other/val"
     other = folder(other, "val")
     other.table = ClassTable(("wood",), ((0, 0, 0),), (0,), {0: 0})
-    with pytest.raises(ValueError, match="train and val of folder have labels of different kinds"):
+    with pytest.raises(ValueError, match="splits train and val of folder number the classes differently"):
         joined([parts[0], other])
 
 
@@ -233,15 +233,19 @@ def encoded(pixels: np.ndarray, mode: str, kind: str, orientation: int) -> bytes
 
 
 PIXELS = trees.pair(7, [0], (24, 40))[0]
+TURNED = encoded(PIXELS, "RGB", "JPEG", 6)
 IMAGES = {
     "16 bits": png(PIXELS.astype(np.uint16) * 256 + 99),
     **{mode: encoded(PIXELS, mode, "PNG", 1) for mode in ("L", "LA", "RGBA", "P")},
-    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("PNG", "JPEG") for turn in range(1, 9)},
+    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("PNG", "JPEG") for turn in (0, *range(1, 10))},
+    "EXIF, a text for a number": TURNED.replace(b"\x01\x12\0\x03", b"\x01\x12\0\x02"),
+    "EXIF, damaged": TURNED.replace(b"MM\0*", b"MM\0\xff"),
 }
 
 
 def test_training_and_prediction_see_the_same_image(root, tmp_path):
     """Of 16 bits, gray, with alpha, a palette, or turned by its EXIF orientation, which scripts.predict does too."""
+    assert len({*IMAGES.values()}) == len(IMAGES)
     for kind, content in IMAGES.items():
         image, label = root / "val/images/a/board.0.jpg", root / "val/labels/a/board.0.png"
         image.write_bytes(content)
