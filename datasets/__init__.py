@@ -12,8 +12,9 @@ from datasets.classification import ClassificationDataset
 from datasets.classification_items import ClassificationCrops, EvaluatedImages, collated
 from datasets.coco_stuff import coco_stuff
 from datasets.colour_jitter import ColourJitter, Lighting
+from datasets.folder import folder
 from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
-from datasets.imagenet import imagenet
+from datasets.imagenet import image_folder, imagenet
 from datasets.inspection import Inspection, inspect, inspect_images
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch

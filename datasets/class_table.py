@@ -1,5 +1,6 @@
 """How classes are numbered in label files, in training and in the official evaluation."""
 
+import colorsys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +19,9 @@ class ClassTable:
     """The classes of a dataset in train-id order, with their numbers in its files and in its official evaluation.
 
     `names`, `palette` (RGB, 0-255) and `official_ids` have one entry per class. `label_ids` maps every raw value that a
-    label file may contain to a train id or to `ignore_index`; any other raw value is an error. Official prediction
-    files hold `official_void` for ignored pixels, and carry the palette if `coloured_predictions` is set.
+    label file may contain to a train id or to `ignore_index`; any other raw value is an error. `label_colours`,
+    {0xRRGGBB: raw value}, is for label files in colours. Official prediction files hold `official_void` for ignored
+    pixels, and carry the palette if `coloured_predictions` is set.
 
     The other fields are for the official evaluation, `benchmark`, if there is one. `official_only`: raw values of the
     classes that it counts but the paper does not; these come last in `names`, or are ignored in training.
@@ -30,6 +32,7 @@ class ClassTable:
     palette: tuple[tuple[int, int, int], ...]
     official_ids: tuple[int, ...]
     label_ids: Mapping[int, int]
+    label_colours: Mapping[int, int] = field(default_factory=dict)
     ignore_index: int = 255
     official_void: int = 0
     coloured_predictions: bool = False
@@ -99,6 +102,19 @@ class ClassTable:
         """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3); ignored pixels are black."""
         assert train_ids.dtype == np.uint8, f"train ids are uint8, got {train_ids.dtype}"
         return self._to_colour[train_ids]
+
+
+def rgb(values: Sequence[int]) -> tuple[int, int, int]:
+    """A colour from a file. Raises ValueError or TypeError unless given three integers from 0 to 255."""
+    red, green, blue = bytes([*values])
+    return red, green, blue
+
+
+def distinct_colours(count: int) -> tuple[tuple[int, int, int], ...]:
+    """Distinct RGB colours, always the same: hues in golden-ratio steps, in three alternating shades."""
+    shades = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, value)
+    colours = (colorsys.hsv_to_rgb(index * 0.6180339887 % 1, *shades[index % 3]) for index in range(count))
+    return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)
 
 
 def _shortened(values: list[int], limit: int = 8) -> str:

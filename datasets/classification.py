@@ -17,7 +17,7 @@ class ClassificationDataset(Dataset):
 
     `name`: the dataset's, e.g. "imagenet". `classes`: their names, by label. `labels`: the class of every image, int64
     (images,). `files`: what the dataset is read from, one image each, unless `pixels` holds all images: uint8 (images,
-    3, H, W) RGB, which are called `names`. `mean_image`: see `minus`.
+    3, H, W) RGB, which are called `names`. `mean_image`: see `minus`. `turned`: EXIF orientation counts.
     """
 
     palette = None  # classes have no colours
@@ -31,6 +31,7 @@ class ClassificationDataset(Dataset):
     pixels: np.ndarray | None = None
     names: np.ndarray | None = None
     mean_image: np.ndarray | None = None
+    turned: bool = False
 
     def __post_init__(self) -> None:
         assert (self.pixels is None) == (self.names is None)
@@ -68,14 +69,14 @@ class ClassificationDataset(Dataset):
         return chosen if self.mean_image is None else (chosen - self.mean_image).astype(np.float32)
 
     def image(self, number: int) -> np.ndarray:
-        """uint8 (H, W, 3) RGB as stored. EXIF orientation is ignored, as in published ImageNet results.
+        """uint8 (H, W, 3) RGB. Unless `turned`, EXIF orientation is ignored, as in published ImageNet results.
 
         ValueError if the file is missing, truncated or neither PNG nor JPEG, whatever its suffix.
         """
         if self.pixels is not None:
             return np.ascontiguousarray(self.pixels[number].transpose(1, 2, 0))
         with restorable():
-            return decode_image(self.path(number))
+            return decode_image(self.path(number), turned=self.turned)
 
 
 def mean_image(dataset: ClassificationDataset) -> np.ndarray:

@@ -1,12 +1,11 @@
 """COCO-Stuff (2017): photographs with 91 stuff classes. Reads either of its two label archives."""
 
-import colorsys
 import os
 from pathlib import Path
 
-from datasets.class_table import ClassTable
-from datasets.layout import Layout, list_files
-from datasets.segmentation import RESTORE, Files, SegmentationDataset
+from datasets.class_table import ClassTable, distinct_colours
+from datasets.layout import Layout, list_files, read_list
+from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
 
 # Official split sizes, by list of images.
@@ -70,7 +69,7 @@ def coco_stuff_classes(stuffthingmaps: bool = False, other_class: bool = False) 
         label_ids = {**stuff, 0: 255}
     return ClassTable(
         names=_CLASSES + ("other",) * other_class,
-        palette=_colours(len(_CLASSES)) + ((255, 255, 255),) * other_class,
+        palette=distinct_colours(len(_CLASSES)) + ((255, 255, 255),) * other_class,
         official_ids=tuple(stuff) + (_OTHER_ID,) * other_class,
         label_ids={**label_ids, **dict.fromkeys(others, other)},
         official_void=0,
@@ -155,27 +154,9 @@ def _listed(root: Path, split: str, images: dict[str, Path], strict: bool, lists
             f"in {root}, which contains the lists",
         )
     names = []
-    try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8. {RESTORE}") from None
-    for line in filter(None, map(str.strip, lines)):
+    for line in read_list(file, "one image id (a number)"):
         if not line.isdecimal():
             raise ValueError(f"{file}: contains {line[:40]!r}; expected one image id (a number) per line")
         names.append(f"{int(line):012d}")
-    if not names:
-        raise ValueError(f"{file}: the list is empty; expected one image id (a number) per line. {RESTORE}")
-    missing = [name for name in names if name not in images]
-    if len(missing) == len(names) or (strict and missing):
-        count = f"{len(missing)} of its {len(names)} images"
-        raise _LAYOUT.error(
-            f"coco_stuff: {file}: {count}, such as {missing[0]}.jpg, are missing from the split's folder", root
-        )
+    _LAYOUT.check_list(file, names, images, root, strict)
     return sorted(set(names))
-
-
-def _colours(count: int) -> tuple[tuple[int, int, int], ...]:
-    """Distinct RGB colours, always the same: hues in golden-ratio steps, in three alternating shades."""
-    shades = ((1.0, 1.0), (0.55, 0.9), (0.9, 0.6))  # (saturation, value)
-    colours = (colorsys.hsv_to_rgb(index * 0.6180339887 % 1, *shades[index % 3]) for index in range(count))
-    return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)

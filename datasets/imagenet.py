@@ -1,6 +1,7 @@
 """ImageNet (ILSVRC 2012): 1000 classes in class folders. Any other tree of class folders works too."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from datasets.classification import ClassificationDataset
@@ -17,69 +18,85 @@ _SORT_FLAT = """move each image into a folder named after its class, val/WNID/NA
 With the original archives, put ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz into DIR, remove val, and run
     python -c 'import torchvision; torchvision.datasets.ImageNet("DIR", "val")'"""
 
+_TREE = """
+DIR/train/CLASS/*.JPEG    CLASS: n01440764 … in ImageNet, any names in your own data
+DIR/val/CLASS/*.JPEG      the same classes; .jpg, .jpeg and .png files, in lower or upper case
+"""
 _LAYOUT = Layout(
     name="imagenet",
     splits=tuple(IMAGES),
-    tree="""
-DIR/train/CLASS/*.JPEG    CLASS: n01440764 … in ImageNet, any names in your own data
-DIR/val/CLASS/*.JPEG      the same classes; .jpg, .jpeg and .png files, in lower or upper case
-""",
+    tree=_TREE,
     source="unpack ILSVRC2012_img_train.tar, the archive of each class in it into a folder of its own, and the "
     "validation images into folders of the same names",
 )
+_OWN = Layout("image_folder", ("train", "val", "test"), _TREE, source="sort your images into a folder for each class")
 
 
 def imagenet(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     """The class folders in `root`/`split`: split "train" (1,281,167 images) or "val" (50,000).
 
-    A label is the position of the folder's name among the sorted names. If both splits are there, they must have the
-    same classes; a folder may be empty. The list of files is cached: `list_classes` says which changes go unnoticed.
+    A label is the position of the folder's name among the sorted names. All splits that are there must have the same
+    classes; a folder may be empty. The list of files is cached: `list_classes` says which changes go unnoticed.
     ValueError if the split is unknown, a folder or all images are missing, the splits have different classes, or images
     lie outside the class folders.
     """
+    return _in_folders(_LAYOUT, root, split)
+
+
+def image_folder(root: str | os.PathLike | None, split: str) -> ClassificationDataset:
+    """As `imagenet`, for other images: split "train", "val" or "test", seen as their EXIF orientation says."""
+    return replace(_in_folders(_OWN, root, split), turned=True)
+
+
+def own_splits(root: str | os.PathLike | None) -> list[str]:
+    """The splits of `image_folder` that are there."""
+    top = _OWN.top(root)
+    return [split for split in _OWN.splits if (top / split).is_dir()]
+
+
+def _in_folders(layout: Layout, root: str | os.PathLike | None, split: str) -> ClassificationDataset:
     with limited():
-        root = _LAYOUT.check(root, split)
+        root = layout.check(root, split)
         folder = root / split
         if not folder.is_dir():
-            raise _LAYOUT.error(f"imagenet: the folder {folder} is missing", root, missing=[folder])
+            raise layout.error(f"{layout.name}: the folder {folder} is missing", root, missing=[folder])
         classes = class_folders(folder)
-        _check_flat(root, folder, bool(classes))
-        _check_classes(root, split, classes)
+        _check_flat(layout, root, folder, bool(classes))
+        for other in layout.splits:
+            if other != split and (root / other).is_dir():
+                _check_classes(layout, root, {split: classes, other: class_folders(root / other)})
     files, labels = list_classes(folder, classes, _SUFFIXES)
     if not len(files):
         looked_for = f"{folder}/*/*{{{','.join(_SUFFIXES)}}}"
-        raise _LAYOUT.error(f"imagenet: no images in split {split!r}, looked for {looked_for}", root)
-    return ClassificationDataset("imagenet", split, classes, labels, files)
+        raise layout.error(f"{layout.name}: no images in split {split!r}, looked for {looked_for}", root)
+    return ClassificationDataset(layout.name, split, classes, labels, files)
 
 
-def _check_flat(root: Path, folder: Path, has_classes: bool) -> None:
+def _check_flat(layout: Layout, root: Path, folder: Path, has_classes: bool) -> None:
     """ValueError if images lie in the split's folder itself."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if entry.name.lower().endswith(_SUFFIXES) and entry.is_file()]
     if names:
         beside = "beside" if has_classes else "without"
-        raise _LAYOUT.error(
-            f"imagenet: {folder} holds {len(names)} images {beside} class folders, such as {min(names)}; expected "
+        raise layout.error(
+            f"{layout.name}: {folder} holds {len(names)} images {beside} class folders, such as {min(names)}; expected "
             "images in class folders alone",
             root,
             fix=_SORT_FLAT,
         )
 
 
-def _check_classes(root: Path, split: str, classes: tuple[str, ...]) -> None:
-    """ValueError if the other split is there and has other classes."""
-    (other,) = {*IMAGES} - {split}
-    if not (root / other).is_dir():
-        return
-    others = class_folders(root / other)
+def _check_classes(layout: Layout, root: Path, classes: dict[str, tuple[str, ...]]) -> None:
+    """ValueError if two splits have different classes, unless one has none."""
+    (split, own), (other, others) = classes.items()
     differences = [
         f"{len(alone)} only in {where} ({first_of(alone)})"
-        for where, alone in ((split, sorted({*classes} - {*others})), (other, sorted({*others} - {*classes})))
+        for where, alone in ((split, sorted({*own} - {*others})), (other, sorted({*others} - {*own})))
         if alone
     ]
     if others and differences:
-        raise _LAYOUT.error(
-            f"imagenet: the splits have different classes: {' and '.join(differences)}; expected the same",
+        raise layout.error(
+            f"{layout.name}: the splits have different classes: {' and '.join(differences)}; expected the same",
             root,
             fix="complete the splits; a class without images needs an empty folder",
         )

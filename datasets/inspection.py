@@ -78,7 +78,8 @@ def _inspected(dataset: SegmentationDataset, index: int) -> tuple[list[Problem],
     """An image's problems, and the number of its pixels of each train id, int64 (256,)."""
     try:
         with _printed_by_decoders():  # hidden: a bad label also raises an error
-            problems, label = check(dataset, index, _decoded_size, dataset.read_label)
+            size_of = partial(_decoded_size, turned=dataset.turned)
+            problems, label = check(dataset, index, size_of, dataset.read_label)
     except Exception as error:
         problems, label = [_unexpected(dataset.files[index], error)], None
     return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
@@ -101,10 +102,10 @@ def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
 
 
 @restorable()
-def _decoded_size(path: Path) -> tuple[int, int]:
+def _decoded_size(path: Path, turned: bool = False) -> tuple[int, int]:
     """(width, height) of an image, after decoding all its pixels. ValueError also if the decoder reports damage."""
     with _printed_by_decoders() as lines:
-        size = decode_image(path).shape[1::-1]
+        size = decode_image(path, turned=turned).shape[1::-1]
     complaint = next(filter(_DAMAGE.search, lines), None)
     if complaint is not None:
         raise ValueError(f"{path}: damaged pixels, the decoder says {complaint!r}. {RESTORE}")

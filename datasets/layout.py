@@ -23,6 +23,10 @@ class Layout:
         """Return the root folder as a Path. ValueError if it does not exist or the split is unknown."""
         if split not in self.splits:
             raise ValueError(f"split {split!r} is unknown to {self.name}; expected one of {', '.join(self.splits)}")
+        return self.top(root)
+
+    def top(self, root: str | os.PathLike | None) -> Path:
+        """Return the root folder as a Path. ValueError if it does not exist."""
         if root is None or str(root) == "":
             raise self.error(f"no folder is given; {self.name} needs the folder that holds its files", None)
         root = Path(root).expanduser()
@@ -69,20 +73,34 @@ class Layout:
         missing: Sequence[Path] = (),
         in_folders: bool = False,
         images_of: str | None = None,
+        deep: bool = False,
     ) -> dict[str, Path]:
         """`list_files` of a folder below `root`, or of every folder in it. ValueError if the folder is missing.
 
         `archives`, `missing`: see `error`. `images_of`: the split whose images they are, of which it must have some.
+        `deep`: see `list_files`.
         """
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
         folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
-        found = {stem: path for each in folders for stem, path in list_files(each, suffixes).items()}
+        found = {stem: path for each in folders for stem, path in list_files(each, suffixes, deep).items()}
         if images_of is not None and not found:
-            looked_for = " and ".join(f"{folder}/{'*/' * in_folders}*{suffix}" for suffix in suffixes)
+            between = "**/" if deep else "*/" * in_folders
+            looked_for = " and ".join(f"{folder}/{between}*{suffix}" for suffix in suffixes)
             problem = f"{self.name}: no images in split {images_of!r}, looked for {looked_for}"
             raise self.error(problem, root, missing=missing)
         return found
+
+    def check_list(
+        self, file: Path, names: Sequence[str], images: Mapping[str, Path], root: Path, strict: bool
+    ) -> None:
+        """ValueError unless all names on a list (without `strict`: any) have an image in the split's folder."""
+        missing = [name for name in names if name not in images]
+        if len(missing) == len(names) or (strict and missing):
+            count = f"{len(missing)} of its {len(names)} images"
+            raise self.error(
+                f"{self.name}: {file}: {count}, such as {missing[0]}, are missing from the split's folder", root
+            )
 
     def pair(
         self,
@@ -106,21 +124,40 @@ class Layout:
         return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
 
 
-def list_files(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
-    """{stem: path} of the files in `folder` with one of `suffixes`, sorted. ValueError if two files share a stem."""
+def list_files(folder: Path, suffixes: Sequence[str], deep: bool = False) -> dict[str, Path]:
+    """{stem: path} of the files in `folder` with one of `suffixes`, sorted. ValueError if two files share a stem.
+
+    `deep`: also of those in its folders, whose stems are paths below `folder`. Hidden files and folders do not count.
+    """
     found: dict[str, Path] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
             suffix = next((suffix for suffix in suffixes if entry.name.lower().endswith(suffix.lower())), None)
-            if suffix is None or entry.name.startswith("."):
+            if entry.name.startswith("."):
                 continue
-            stem = entry.name[: -len(suffix)]
-            if stem in found:
-                raise ValueError(
-                    f"{folder} holds both {found[stem].name} and {entry.name}: expected one file per name. Remove one."
-                )
-            found[stem] = folder / entry.name
+            if deep and entry.is_dir():
+                inside = list_files(folder / entry.name, suffixes, deep)
+                found |= {f"{entry.name}/{stem}": path for stem, path in inside.items()}
+            elif suffix is not None:
+                stem = entry.name[: -len(suffix)]
+                if stem in found:
+                    raise ValueError(
+                        f"{folder} holds both {found[stem].name} and {entry.name}: expected one file per name. Remove "
+                        f"one."
+                    )
+                found[stem] = folder / entry.name
     return dict(sorted(found.items()))
+
+
+def read_list(file: Path, of: str) -> list[str]:
+    """The lines of a list that are not empty, without blanks around them. ValueError if there are none, or no text."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: cannot be read ({error}); expected text in UTF-8, {of} per line") from None
+    if not any(lines):
+        raise ValueError(f"{file}: the list is empty; expected {of} per line")
+    return [line for line in lines if line]
 
 
 def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | None:

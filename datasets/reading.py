@@ -1,13 +1,14 @@
 """Reads image files, with the checks that decoders leave out. Every error names the file and says what is wrong."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from datasets import file_formats as formats
 
@@ -15,6 +16,7 @@ _MOST_PIXELS = 2 * 89_478_485  # above this, Pillow refuses to open an image
 _NEARLY_ALL = 0.9  # of a PNG's rows: OpenCV decodes all of them sooner than Pillow decodes these
 # Names in Pillow. Its readers of other formats may start programs (EPS: Ghostscript), whatever a file's name is.
 PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP")
+_ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
 
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
@@ -31,10 +33,9 @@ class Stored(NamedTuple):
     path: Path
     data: bytes
 
-    @property
-    def size(self) -> tuple[int, int]:
+    def size(self, turned: bool = False) -> tuple[int, int]:
         """(width, height), as from `read_size`."""
-        return _size(self.path, BytesIO(self.data))
+        return _size(self.path, BytesIO(self.data), turned)
 
 
 def read(path: Path) -> Stored:
@@ -55,15 +56,20 @@ def complete(path: Path, data: bytes) -> Stored:
 def decode_image(file: Path | Stored, window: Window = EVERYTHING, turned: bool = False) -> np.ndarray:
     """Decode a PNG or JPEG to uint8 (H, W, 3) RGB. Unreadable if the file is missing, truncated or of another kind.
 
-    EXIF orientation is ignored unless `turned`, because labels match the pixels as stored. Rows far below `window` are
-    neither decoded nor checked.
+    Gray values count for all three channels, of 16 bits the higher eight, and alpha is left out. `turned`: as the EXIF
+    orientation says, which is ignored otherwise, because published labels match the pixels as stored. Rows far below
+    `window` are neither decoded nor checked.
     """
     path, data = _stored(file)
-    if not turned and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
+    turn = _orientation(BytesIO(data)) if turned else 1
+    if turn == 1 and window != EVERYTHING and (part := _decode_window(data, window, formats.COLOUR)) is not None:
         return part
-    image = _decode(data, cv2.IMREAD_COLOR_RGB if turned else cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
+    image = _decode(data, cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION)
     if image is None:
         raise Unreadable(f"{path}: cannot be decoded as an image; expected an intact PNG or JPEG.")
+    if turn > 1:
+        image = image.swapaxes(0, 1) if turn in _ON_ITS_SIDE else image
+        image = np.ascontiguousarray(image[:: -1 if turn in (3, 4, 7, 8) else 1, :: -1 if turn in (2, 3, 6, 7) else 1])
     return image[window]
 
 
@@ -72,7 +78,7 @@ def decode_label(file: Path | Stored, window: Window = EVERYTHING) -> np.ndarray
 
     Rows far below `window` are not decoded, but the checksums of the whole file are verified.
     """
-    path, data = _checked_png(file)
+    path, data = checked_png(file)
     if window != EVERYTHING and (part := _decode_window(data, window, formats.GRAY, formats.PALETTE)) is not None:
         return part
     depth, colour_type = data[24:26]
@@ -98,7 +104,7 @@ def decode_instance_classes(file: Path | Stored, window: Window = EVERYTHING) ->
 
 def decode_uint16(file: Path | Stored) -> np.ndarray:
     """Decode an instance file to uint16 (H, W). ValueError if it holds anything else."""
-    path, data = _checked_png(file)
+    path, data = checked_png(file)
     raw = _decode(data, cv2.IMREAD_UNCHANGED)
     if raw is None:
         raise Unreadable(f"{path}: cannot be decoded as instances; expected an intact PNG.")
@@ -134,7 +140,7 @@ def decode_photograph(path: Path) -> np.ndarray:
         raise Unreadable(f"{path}: cannot be decoded as an image ({type(error).__name__}: {error}).") from None
 
 
-def read_size(path: Path) -> tuple[int, int]:
+def read_size(path: Path, turned: bool = False) -> tuple[int, int]:
     """(width, height) of an image, from its header. Unreadable if the file is missing, truncated or of another kind.
 
     Unreadable also above Pillow's limit, 178 megapixels: only a damaged header claims that many. Damage behind the
@@ -146,12 +152,12 @@ def read_size(path: Path) -> tuple[int, int]:
             file.seek(max(0, file.seek(0, 2) - len(formats.PNG_END)))
             _check_complete(path, head, file.read(), path.read_bytes)
             file.seek(0)
-            return _size(path, file)
+            return _size(path, file, turned)
     except OSError as error:
         raise missing(path, error) from None
 
 
-def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
+def _size(path: Path, file: BinaryIO, turned: bool) -> tuple[int, int]:
     """`read_size` of an open file that is complete."""
     try:
         head = file.read(33)
@@ -167,29 +173,34 @@ def _size(path: Path, file: BinaryIO) -> tuple[int, int]:
     if size[0] * size[1] > _MOST_PIXELS:
         limit = _MOST_PIXELS // 10**6
         raise Unreadable(f"{path}: the header claims more than {limit} megapixels; expected fewer.")
-    return size
+    return size[::-1] if turned and _orientation(file) in _ON_ITS_SIDE else size
+
+
+def _orientation(file: BinaryIO) -> int:
+    """The EXIF orientation in a PNG's or JPEG's header, 1 to 8; 1 if there is none."""
+    exif, found = Image.Exif(), 1
+    with suppress(Exception):  # Pillow raises whatever Python does for damaged EXIF data
+        file.seek(0)
+        exif.load(Image.open(file, formats=["PNG", "JPEG"]).info.get("exif", b""))
+        found = exif.get(ExifTags.Base.Orientation, 1)
+    return found if found in range(1, 9) else 1
 
 
 def _check_values(path: Path, raw: np.ndarray, dtype: type, expected: str) -> None:
     if raw.ndim != 2 or raw.dtype != dtype:
         channels = 1 if raw.ndim == 2 else raw.shape[2]
-        raise ValueError(
-            f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}. Use the original label "
-            "files of the dataset."
-        )
+        raise Unreadable(f"{path}: has {channels} channel(s) of {raw.dtype}; expected {expected}.")
 
 
 def _stored(file: Path | Stored) -> Stored:
     return file if isinstance(file, Stored) else read(file)
 
 
-def _checked_png(file: Path | Stored) -> Stored:
+def checked_png(file: Path | Stored) -> Stored:
     """A label file, read if it is not yet, with right checksums: not all decoders verify them."""
     path, data = stored = _stored(file)
     if not data.startswith(formats.PNG):
-        raise ValueError(
-            f"{path}: is a JPEG, which changes values; expected a PNG. Use the original label files of the dataset."
-        )
+        raise Unreadable(f"{path}: is a JPEG, which changes values; expected a PNG.")
     if not formats.png_is_intact(data):
         raise Unreadable(f"{path}: damaged pixels or header, so it cannot be decoded; expected an intact PNG.")
     return stored

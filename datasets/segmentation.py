@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -53,12 +53,12 @@ class Undecoded:
 
 
 @contextmanager
-def restorable() -> Iterator[None]:
+def restorable(fix: str = RESTORE) -> Iterator[None]:
     """Context or decorator for reading a dataset's file: an error about an unreadable file ends with the fix."""
     try:
         yield
     except Unreadable as error:
-        raise ValueError(f"{error} {RESTORE}") from None
+        raise ValueError(f"{error} {fix}") from None
 
 
 @dataclass(eq=False, repr=False)
@@ -67,7 +67,8 @@ class SegmentationDataset(Dataset):
 
     `name`: the dataset's, e.g. "cityscapes". `files`: its images in a fixed order. `decode_label` returns the raw
     values in a window of a label file, uint8 (H, W). `decode_instances` reads an instance file and returns what
-    `scored` does. Reading checks the files: a ValueError names the file, the problem, what was expected and the fix.
+    `scored` does. `turned`: EXIF orientation counts. Reading checks the files: a ValueError names the file, the
+    problem, what was expected and the fix; `label_fix` is the fix of a wrong label, if files cannot be restored.
     """
 
     mean_image = None  # only small images have one
@@ -78,6 +79,8 @@ class SegmentationDataset(Dataset):
     table: ClassTable
     decode_label: Callable[[Stored, Window], np.ndarray] = decode_label
     decode_instances: Callable[[Path], np.ndarray] | None = None
+    turned: bool = False
+    label_fix: str | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -126,7 +129,7 @@ class SegmentationDataset(Dataset):
         assert entry.instances is not None and self.decode_instances is not None
         with restorable():
             instances = self.decode_instances(entry.instances)
-        _check_same_size(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
+        self._check_same_size(entry._replace(label=entry.instances), sample.label.shape[::-1], instances.shape[::-1])
         return sample, instances
 
     def _sample(self, index: int, ids: Callable[[np.ndarray], np.ndarray]) -> Sample:
@@ -134,16 +137,16 @@ class SegmentationDataset(Dataset):
         image = self.read_image(index)
         label = None if entry.label is None else self._decode_label(self._stored_label(index), ids)
         if label is not None:
-            _check_same_size(entry, image.shape[1::-1], label.shape[::-1])
+            self._check_same_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)
 
     def size(self, index: int) -> tuple[int, int]:
         """(H, W) of image `index`, from the headers of its files. ValueError if its label has another size."""
         entry = self.files[index]
+        size = self.image_size(self._image_path(index))
         with restorable():
-            size = read_size(self._image_path(index))
             label_size = size if entry.label is None else read_size(entry.label)
-        _check_same_size(entry, size, label_size)
+        self._check_same_size(entry, size, label_size)
         return size[::-1]
 
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
@@ -154,31 +157,35 @@ class SegmentationDataset(Dataset):
         """
         with restorable():
             image = read(self._image_path(index))
-            size = image.size
+            size = image.size(self.turned)
             label = self._stored_label(index)
-            label_size = label.size
-        _check_same_size(self.files[index], size, label_size)
+            label_size = label.size()
+        self._check_same_size(self.files[index], size, label_size)
         shape = size[::-1]
         return (
-            Undecoded(shape, restorable()(partial(decode_image, image))),
+            Undecoded(shape, restorable()(partial(decode_image, image, turned=self.turned))),
             Undecoded(shape, partial(self._decode_label, label, self.table.train_ids)),
         )
 
     def read_image(self, index: int) -> np.ndarray:
         """Image `index`, uint8 (H, W, 3) RGB. ValueError if the file is missing, truncated or not an image."""
         with restorable():
-            return decode_image(self._image_path(index))
+            return decode_image(self._image_path(index), turned=self.turned)
 
     def read_label(self, index: int) -> np.ndarray:
         """Label of image `index` as train ids, uint8 (H, W). ValueError if the file is bad or holds an unknown id."""
         return self._decode_label(self._stored_label(index), self.table.train_ids)
+
+    @restorable()
+    def image_size(self, path: Path) -> tuple[int, int]:
+        """(width, height) of an image file, from its header. ValueError if it is missing, truncated or not an image."""
+        return read_size(path, self.turned)
 
     def _image_path(self, index: int) -> Path:
         path = self.files[index].image
         assert path is not None, f"{self.files[index].name} has no image"
         return path
 
-    @restorable()
     def _stored_label(self, index: int) -> Stored:
         path = self.files[index].label
         if path is None:
@@ -186,20 +193,31 @@ class SegmentationDataset(Dataset):
                 f"{self.name} has no labels in split {self.split!r} ({self.files[index].name}); "
                 "choose a split with labels, such as val"
             )
-        return read(path)
+        with restorable(self.label_fix or RESTORE):
+            return read(path)
 
     def _decode_label(
         self, file: Stored, ids: Callable[[np.ndarray], np.ndarray], window: Window = EVERYTHING
     ) -> np.ndarray:
-        with restorable():
-            raw = self.decode_label(file, window)
         try:
-            return ids(raw)
+            with restorable(self.label_fix or RESTORE):
+                return ids(self.decode_label(file, window))
         except UnknownIds as error:
-            raise UnknownIds(
-                f"{file.path}: {error}. Check that this is an original label file of {self.name} (not a colour picture "
-                "or labels converted by another tool)."
-            ) from None
+            original = f"Check that this is an original label file of {self.name} (not a colour picture or labels "
+            fix = self.label_fix or f"{original}converted by another tool)."
+            raise UnknownIds(f"{file.path}: {error}. {fix}") from None
+
+    def size_mismatch(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> str:
+        """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
+        return (
+            f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
+            f"{image_size[0]}x{image_size[1]}; expected the same size. {self.label_fix or RESTORE}"
+        )
+
+    def _check_same_size(self, entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:
+        """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
+        if label_size != image_size:
+            raise ValueError(self.size_mismatch(entry, image_size, label_size))
 
     def encode_prediction(self, train_ids: np.ndarray) -> np.ndarray:
         """Predicted train ids, uint8 (H, W) -> values of the official prediction file, uint8 (H, W)."""
@@ -235,11 +253,12 @@ class SegmentationDataset(Dataset):
     def fingerprint(self, version: int | list) -> str:
         """Hexadecimal hash under which results computed from the files are cached.
 
-        It covers the paths below the folder, sizes and modification times of all files, the class table's label ids,
-        and `version`, which identifies the code that reads them. It does not change if the whole folder is moved.
+        It covers the paths below the folder, sizes and modification times of all files, the class table's label ids
+        and colours, and `version`, which identifies the code that reads them. It does not change if the whole folder
+        is moved.
         """
-        known_ids = sorted(self.table.label_ids.items())
-        digest = hashlib.sha256(json.dumps([version, self.name, self.split, known_ids]).encode())
+        known = [sorted(self.table.label_ids.items()), *sorted(self.table.label_colours.items())]
+        digest = hashlib.sha256(json.dumps([version, self.name, self.split, *known]).encode())
         for path, name in self._paths():
             digest.update(f"{name}|{_state(path)}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()
@@ -261,15 +280,14 @@ def _state(path: str) -> str:
     return f"{stat.st_size}|{stat.st_mtime_ns}"
 
 
-def _check_same_size(entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> None:
-    """ValueError if the sizes of an image and its label, (width, height) in pixels, differ."""
-    if label_size != image_size:
-        raise ValueError(size_mismatch(entry, image_size, label_size))
-
-
-def size_mismatch(entry: Files, image_size: tuple[int, ...], label_size: tuple[int, ...]) -> str:
-    """Message for an image and a label of different sizes; sizes are (width, height) in pixels."""
-    return (
-        f"{entry.label}: the label is {label_size[0]}x{label_size[1]} pixels and its image {entry.image} is "
-        f"{image_size[0]}x{image_size[1]}; expected the same size. {RESTORE}"
-    )
+def joined(parts: Sequence[SegmentationDataset]) -> SegmentationDataset:
+    """Several splits of a dataset as one, in this order. ValueError if their labels number the classes differently."""
+    first = parts[0]
+    for part in parts[1:]:
+        if part.table != first.table:
+            raise ValueError(
+                f"the labels of the splits {first.split} and {part.split} of {first.name} number the classes "
+                f"differently; expected labels of one kind"
+            )
+    files = [entry for part in parts for entry in part.files]
+    return replace(first, split="+".join(part.split for part in parts), files=files)

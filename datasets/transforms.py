@@ -31,7 +31,8 @@ class TrainingTransform:
     """A random crop of a randomly scaled and flipped image, with its label.
 
     `crop_size`: (height, width) in pixels. `scale`: range of the uniform scale factor. `flip`: probability of
-    mirroring left to right. `base_size`: length of the longest side at scale 1, in pixels; None keeps the image's size.
+    mirroring left to right. `base_size`: length of the image's `base_side` ("longest" or "shortest") at scale 1, in
+    pixels; None keeps the image's size.
     `fill`: RGB (0-255) of the padding around a scaled image that is smaller than the crop; if it is the mean of the
     normalisation, the network sees zeros. The label of the padding is `ignore_index`. `colour_jitter` changes the
     colours of the scaled image, but not the padding. `antialias`: see `scale_and_crop`. ValueError for a value out of
@@ -42,6 +43,7 @@ class TrainingTransform:
     scale: tuple[float, float] = (0.7, 2.0)
     flip: float = 0.5
     base_size: int | None = None
+    base_side: str = "longest"
     fill: tuple[float, float, float] = (124, 116, 104)
     ignore_index: int = 255
     colour_jitter: ColourJitter | None = None
@@ -103,7 +105,7 @@ class TrainingTransform:
             )
         mirrored = rng.random() < self.flip
         scale = rng.uniform(*self.scale)
-        scaled_size = scaled(size, scale * base_scale(size, self.base_size))
+        scaled_size = scaled(size, scale * base_scale(size, self.base_size, self.base_side))
         top, left = (
             int(rng.integers(*_offsets(*axis)))
             for axis in zip(size, scaled_size, self.crop_size, pixel or (None, None), strict=True)
@@ -142,9 +144,9 @@ def _offsets(original: int, size: int, crop: int, pixel: int | None) -> tuple[in
     return low, high + 1
 
 
-def base_scale(size: tuple[int, int], base_size: int | None) -> float:
-    """The factor that makes the longest side of (H, W) `base_size` pixels long; 1 if `base_size` is None."""
-    return 1.0 if base_size is None else base_size / max(size)
+def base_scale(size: tuple[int, int], base_size: int | None, base_side: str = "longest") -> float:
+    """The factor that makes the longest or shortest side of (H, W) `base_size` pixels long; 1 if that is None."""
+    return 1.0 if base_size is None else base_size / (max(size) if base_side == "longest" else min(size))
 
 
 def scale_and_crop(

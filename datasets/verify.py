@@ -1,8 +1,8 @@
 """Checks a whole split before a training. Success is remembered."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +11,10 @@ import numpy as np
 from datasets.cache import cache_folder
 from datasets.class_table import UnknownIds
 from datasets.classification import ClassificationDataset
-from datasets.reading import read_size
-from datasets.segmentation import SegmentationDataset, restorable, size_mismatch
+from datasets.segmentation import SegmentationDataset
 from datasets.workers import Progress, in_order
 
-_CHECKS = 3  # increment when the checks change: all data is then checked again
+_CHECKS = 4  # increment when the checks change: all data is then checked again
 _SHOWN = 5
 
 _Split = SegmentationDataset | ClassificationDataset
@@ -28,8 +27,10 @@ class Problem(NamedTuple):
     message: str
 
 
-def verify(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> None:
+def verify(dataset: SegmentationDataset, workers: int | None = None, progress: Progress = None) -> list[str]:
     """Check every image and label of a split. ValueError lists the first problems and counts all.
+
+    Returns the classes without a pixel, unless a benchmark has chosen the classes.
 
     TimeoutError names the first image that takes longer than the `reading_limit` around this call.
 
@@ -39,31 +40,48 @@ def verify(dataset: SegmentationDataset, workers: int | None = None, progress: P
     time.
     """
 
-    def problems(index: int) -> list[Problem]:
-        return check(dataset, index, restorable()(read_size), dataset.read_label)[0]
+    def look(index: int) -> tuple[list[Problem], set[int]]:
+        problems, label = check(dataset, index, dataset.image_size, dataset.read_label)
+        return problems, set() if label is None else {*np.flatnonzero(np.bincount(label.reshape(-1))).tolist()}
 
-    _check_once(dataset, problems, dataset.fingerprint(_CHECKS), workers, progress)
+    seen = _check_once(dataset, look, dataset.fingerprint(_CHECKS), workers, progress)
+    return [name for number, name in enumerate(dataset.classes) if number not in seen and not dataset.table.benchmark]
 
 
-def verify_images(dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None) -> None:
-    """Decode every image of a split. ValueError lists the first problems and counts all.
+def verify_images(dataset: ClassificationDataset, workers: int | None = None, progress: Progress = None) -> list[str]:
+    """Decode every image of a split. ValueError lists the first problems and counts all. Returns [], unlike `verify`.
 
     The problems are the ones that would stop a training: files that are missing, truncated or no image. Images in
     memory have been checked. Arguments, memory of success and TimeoutError are as in `verify`.
     """
     if dataset.pixels is None:
-        problems = partial(image_problems, dataset.image)
-        _check_once(dataset, problems, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
+
+        def look(number: int) -> tuple[list[Problem], set[int]]:
+            return image_problems(dataset.image, number), set()
+
+        _check_once(dataset, look, dataset.files.fingerprint([_CHECKS, dataset.name]), workers, progress)
+    return []
 
 
 def _check_once(
-    dataset: _Split, check_image: Callable[[int], list[Problem]], key: str, workers: int | None, progress: Progress
-) -> None:
-    """ValueError for the problems of any image. Success is remembered as `key`, and nothing is checked again."""
+    dataset: _Split,
+    look: Callable[[int], tuple[list[Problem], set[int]]],
+    key: str,
+    workers: int | None,
+    progress: Progress,
+) -> set[int]:
+    """The union of what is in the images. ValueError for the problems of any.
+
+    `look(index)` returns an image's problems, and what is in it. Success is remembered as `key`: nothing is checked
+    again.
+    """
     remembered = cache_folder() / "verified" / key
-    if remembered.is_file():
-        return
-    problems = [problem for found in every(dataset, check_image, workers, progress) for problem in found]
+    with suppress(OSError, ValueError):
+        return {*json.loads(remembered.read_text())}
+    problems, seen = [], set[int]()
+    for found, held in every(dataset, look, workers, progress):
+        problems += found
+        seen |= held
     if problems:
         listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
         more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -73,7 +91,8 @@ def _check_once(
         )
     with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
-        remembered.touch()
+        remembered.write_text(json.dumps(sorted(seen)))
+    return seen
 
 
 def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:
@@ -120,7 +139,7 @@ def check(
 
     def compare(file: Path | None, size: tuple[int, int] | None) -> None:
         if image_size is not None and size is not None and size != image_size:
-            message = size_mismatch(entry._replace(label=file), image_size, size)
+            message = dataset.size_mismatch(entry._replace(label=file), image_size, size)
             problems.append(Problem("sizes differ", message))
 
     image_size = None if entry.image is None else attempted("image", size_of, entry.image)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from datasets.class_table import ClassTable
+from datasets.class_table import ClassTable, rgb
 from datasets.layout import Layout, list_files
 from datasets.reading import Stored, Window, decode_instance_classes, decode_label
 from datasets.segmentation import RESTORE, Files, SegmentationDataset
@@ -39,7 +39,7 @@ def vistas_classes(config: Path) -> ClassTable:
     """
     try:
         content = json.loads(config.read_text(encoding="utf-8-sig"))
-        labels = [(str(entry["readable"]), _colour(entry["color"]), entry["evaluate"]) for entry in content["labels"]]
+        labels = [(str(entry["readable"]), rgb(entry["color"]), entry["evaluate"]) for entry in content["labels"]]
         version = str(content.get("version")).lstrip("v")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
@@ -92,12 +92,6 @@ def vistas(root: str | os.PathLike | None, split: str, strict: bool = True) -> S
         looked_for = f"{folder}/labels/NAME.png and v1.2/labels/NAME.png"
         files = _LAYOUT.pair(images, labels, root, looked_for, strict)
     return SegmentationDataset("vistas", split, files, table, decode_label=_decode)
-
-
-def _colour(values: list[int]) -> tuple[int, int, int]:
-    """Raises ValueError or TypeError unless given three integers from 0 to 255."""
-    red, green, blue = bytes([*values])
-    return red, green, blue
 
 
 def _config(root: Path) -> Path:

@@ -101,7 +101,7 @@ class Run(Generic[Config, Split]):
         if peak is None:
             return None
         forward = self.learner.forward.through(self.learner.network)
-        return training_flops(forward, self.config.data.crop_size) / (peak * self.world.size)
+        return training_flops(forward, self.config.data.crop()) / (peak * self.world.size)
 
     def save(self, step: int, best: bool = False) -> None:
         """Start to write the last checkpoint, or the `best`. Every rank must call it.
@@ -170,14 +170,15 @@ class Run(Generic[Config, Split]):
 
 @contextmanager
 def opened(
-    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], verify: Callable[..., None]
+    config: Config, command: str, find: Callable[[Any], tuple[Split, Split]], verify: Callable[..., list[str]]
 ) -> Iterator[Run[Config, Split]]:
     """Join the other ranks, find the data and the checkpoint to resume, open the log, check the data.
 
     Args:
         command: how the run was started, kept in config.yaml.
         find: find(config.data) returns the training and the validation split.
-        verify: verify(split, progress=function of (done, total)) raises ValueError if files are missing or damaged.
+        verify: verify(split, progress=function of (done, total)) raises ValueError if files are missing or damaged, and
+            returns the classes that never occur.
 
     Raises:
         ValueError: configuration, data and run directory do not fit each other, or differ between ranks.
@@ -202,7 +203,10 @@ def opened(
                 directory.config.write_text(head + configuration.yaml(config), "utf-8", "backslashreplace")
             with world.first_goes_ahead() as first:
                 if data.verify and first:
-                    verify_with_progress(run.train_set, run.console, verify, stops=data.on_error == "stop")
+                    absent = verify_with_progress(run.train_set, run.console, verify, data.on_error == "stop")
+                    if absent:
+                        named = ", ".join(absent)
+                        logger.warning(f"no training image has a pixel of {named}: check the labels and the classes")
                     verify_with_progress(run.val_set, run.console, verify)
             arithmetic(trainer, fixed_sizes=True)
             if world.device.type == "cpu":
@@ -245,12 +249,15 @@ def _agree(
     return Run(config, world, stop, directory, train_set, val_set, schedule, files, console, resumed, start_step)
 
 
-def verify_with_progress(dataset: Dataset, console: Console, verify: Callable[..., None], stops: bool = True) -> None:
+def verify_with_progress(
+    dataset: Dataset, console: Console, verify: Callable[..., list[str]], stops: bool = True
+) -> list[str]:
     """Run `verify` with a progress bar. Unless errors stop the run, a ValueError becomes a warning."""
     try:
         with counted(console, f"checking {dataset.name} {dataset.split}") as progress:
-            verify(dataset, progress=progress)
+            return verify(dataset, progress=progress)
     except ValueError as error:
         if stops:
             raise
         logger.warning(f"unreadable images will be skipped: {error}")
+        return []

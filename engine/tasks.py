@@ -90,9 +90,9 @@ class Task(NamedTuple):
     schema: type[TrainingRun]  # its configuration
     network: Callable[..., nn.Module]  # (configuration, number of classes, process group of norms) -> network
     dataset: Callable[[Any, str, dict], Any]  # (keys of data, split, content of a checkpoint) -> split for evaluation
-    verify: Callable[..., None]  # checks the files of a dataset
+    verify: Callable[..., list[str]]  # checks the files of a dataset
     evaluate: Callable[..., Evaluated]  # scores a split, see `segment`
-    labels: Callable[[int, int], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
+    labels: Callable[[int, tuple[int, int]], Tensor]  # (crops, their size) -> a minibatch of labels, all zero
     loss: Callable[[Any], Loss]  # configuration -> loss of logits and labels
 
 
@@ -104,7 +104,7 @@ TASKS = {
         lambda data, split, _: assemble.dataset(data, split),
         verify,
         segment,
-        lambda crops, size: torch.zeros(crops, size, size, dtype=torch.uint8),
+        lambda crops, size: torch.zeros(crops, *size, dtype=torch.uint8),
         lambda config: assemble.loss(config.loss, ignore_index=255),
     ),
     ClassificationRun.task: Task(

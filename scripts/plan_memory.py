@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, replace
+from math import prod
 from typing import NamedTuple
 
 from omegaconf import DictConfig
@@ -47,6 +48,7 @@ class Fit(NamedTuple):
     crops: int  # per minibatch
     share: int  # on each device
     crop_size: int
+    crop: str  # height x width
     bytes: int  # on each device
 
 
@@ -55,7 +57,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
-    share, size = planner.share_of(config, devices), config.data.crop_size
+    share, size, crop = planner.share_of(config, devices), config.data.crop_size, planner.crop_text(config.data)
     trace = planner.step_memory(config, share, size, devices)
     budget, found = config.memory.available(devices), []
     fails = budget is not None and trace.peak > budget
@@ -64,17 +66,17 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         less = config.memory.deductions(devices)
         console.print(f"{verdict}: less {less}, {planner.gib(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
-    console.print(f"{share} crops of {size}x{size} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
+    console.print(f"{share} crops of {crop} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
     at_peak = ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
     console.print(f"kept for the backward pass: {planner.gib(sum(trace.saved.values()))}")
-    console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * size**2))
+    console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * prod(config.data.crop())))
     if config.memory.fit is not None:
         found = list(fits(config, devices))
         console.print(f"memory.fit={config.memory.fit}, {FITS[config.memory.fit]}, {each}:")
         console.print(fit_table(found))
     if config.memory.gpus == 1:
-        console.print(f"{share} crops of {size}x{size} pixels on one device, with the memory that CUDA itself needs:")
+        console.print(f"{share} crops of {crop} pixels on one device, with the memory that CUDA itself needs:")
         console.print(combination_table(config))
     host = planner.step_memory(config, share, size, devices, offloaded=True)
     console.print(
@@ -119,7 +121,7 @@ def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
         chosen = planner.fitting(changed, devices)
         share, size = planner.share_of(chosen, devices), chosen.data.crop_size
         peak = planner.step_memory(chosen, share, size, devices).peak
-        yield Fit(norm, chosen.data.crops_per_minibatch, share, size, peak)
+        yield Fit(norm, chosen.data.crops_per_minibatch, share, size, planner.crop_text(chosen.data), peak)
 
 
 def _as(name: str, norm: Norm) -> Norm:
@@ -135,8 +137,7 @@ def fit_table(found: list[Fit]) -> Table:
     first = found[0].crops * found[0].crop_size ** 2
     for fit in found:
         more = fit.crops * fit.crop_size**2 / first - 1
-        crop = f"{fit.crop_size}x{fit.crop_size}"
-        table.add_row(fit.norm, str(fit.crops), str(fit.share), crop, planner.gib(fit.bytes), f"{more:+.0%}")
+        table.add_row(fit.norm, str(fit.crops), str(fit.share), fit.crop, planner.gib(fit.bytes), f"{more:+.0%}")
     return table
 
 

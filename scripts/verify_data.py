@@ -52,7 +52,7 @@ class SplitReport:
 
     split: str
     images: int
-    official_images: int
+    official_images: int | None  # None: nothing is published
     classes: tuple[str, ...]
     problems: tuple[Problem, ...]
     inspection: Inspection | None
@@ -66,7 +66,11 @@ class SplitReport:
 
     def plain(self) -> dict:
         """For JSON."""
-        report = {"images": self.images, "official_images": self.official_images, "problems": self.by_kind()}
+        report: dict[str, object] = {
+            "images": self.images,
+            "official_images": self.official_images,
+            "problems": self.by_kind(),
+        }
         if self.inspection is not None:
             counts = zip(self.inspection.pixels.tolist(), self.inspection.images.tolist(), strict=True)
             columns = ({"pixels": pixels, "images": images} for pixels, images in counts)
@@ -79,7 +83,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
     config = configuration.typed(values, VerifyData)
     console = make_console()
-    official = splits_of(config.data)
+    official = splits_of(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
@@ -92,15 +96,17 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     return reports
 
 
-def splits_of(config: Data) -> dict[str, int]:
-    """The official number of images of every split."""
+def splits_of(config: Data) -> dict[str, int | None]:
+    """The official number of images of every split; None if nothing is published."""
     if isinstance(config, SegmentationData):
         return assemble.official_images(config)
     assert isinstance(config, ClassificationData), config
     return assemble.classified_counts(config, assemble.IMAGENET_CLASSES)
 
 
-def check_split(config: Data, split: str, official_images: int, workers: int | None, console: Console) -> SplitReport:
+def check_split(
+    config: Data, split: str, official_images: int | None, workers: int | None, console: Console
+) -> SplitReport:
     """Inspect a whole split, which may be incomplete."""
     inspection = None
     try:
@@ -109,7 +115,7 @@ def check_split(config: Data, split: str, official_images: int, workers: int | N
             with counted(console, f"checking {photographs.name} {split}") as progress:
                 problems = inspect_images(photographs, workers, progress)
             images, classes = len(photographs), photographs.classes
-            official_images = assemble.classified_counts(config, len(classes)).get(split, images)
+            official_images = assemble.classified_counts(config, len(classes))[split]
         else:
             assert isinstance(config, SegmentationData), config
             dataset = assemble.dataset(config, split, strict=False, draw=True)
@@ -120,7 +126,7 @@ def check_split(config: Data, split: str, official_images: int, workers: int | N
             images = sum(entry.image is not None for entry in dataset.files)
     except ValueError as error:
         return SplitReport(split, 0, official_images, (), (Problem("split cannot be opened", str(error)),), None)
-    if images != official_images:
+    if official_images is not None and images != official_images:
         message = f"expected {official_images}, found {images}: an incomplete dataset, or an archive not unpacked"
         problems = (Problem("number of images", message), *problems)
     return SplitReport(split, images, official_images, classes, problems, inspection)
@@ -154,7 +160,8 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     for report in reports:
         style = "bold red" if report.problems else "green"
         summary.add_row(
-            report.split, str(report.images), str(report.official_images), str(len(report.problems)), style=style
+            *(report.split, str(report.images), str(report.official_images or "–"), str(len(report.problems))),
+            style=style,
         )
     console.print(summary)
 

@@ -25,11 +25,12 @@ OFFICIAL = {
         "miou",
         *(f"{mean}{of}" for mean in ("", "mean_") for of in ("category_iou", "iiou", "category_iiou")),
     },
+    "folder": set(),
     "coco_stuff": {"miou", "iou", "pixel_accuracy", "mean_accuracy", "frequency_weighted_iou"},
     "vistas": {"miou"},
 }
 
-CLASSES = {"camvid": 11, "cityscapes": 19, "coco_stuff": 91, "vistas": 65}
+CLASSES = {"camvid": 11, "cityscapes": 19, "coco_stuff": 91, "folder": 3, "vistas": 65}
 
 
 @pytest.mark.parametrize("name", trees.SEGMENTATION)
@@ -52,7 +53,7 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     scores = evaluate(composed("eval", *last, "data.split=test", f"predictions={tmp_path / 'predictions'}"))
     dataset = assemble.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "test")
     assert bool(scores) == dataset.has_labels
-    files = {path.name: path for path in (tmp_path / "predictions").iterdir()}
+    files = {str(path.relative_to(tmp_path / "predictions")): path for path in tmp_path.glob("predictions/**/*.png")}
     assert set(files) == {dataset.prediction_filename(entry.name) for entry in dataset.files} and len(files) == 2
     for index, entry in enumerate(dataset.files):
         file = files[dataset.prediction_filename(entry.name)]
@@ -60,9 +61,10 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
         height, width = dataset.read_image(index).shape[:2]
         assert written.size == (width, height)
         assert set(np.unique(written)) <= set(dataset.table.official_ids)
-        if name == "vistas":
+        if name in ("folder", "vistas"):
             assert written.mode == "P"
             colours = np.array([label["color"] for label in trees.vistas_config()["labels"]], np.uint8)
+            colours = colours if name == "vistas" else np.array(dataset.palette, np.uint8)
             assert np.array_equal(np.asarray(written.convert("RGB")), colours[np.asarray(written)])
         else:
             assert written.mode == "L" and cv2.imread(str(file), cv2.IMREAD_UNCHANGED).ndim == 2
@@ -114,5 +116,18 @@ def test_options_reach_the_dataset_and_messages_name_the_keys_to_change(tmp_path
     assert len(dataset) == 4 and dataset.classes[-1] == "other" and len(dataset.classes) == 92
     with pytest.raises(ConfigCompositionException, match="data.lists"):  # an option of another dataset
         composed("train_seg", "data=camvid", "data.lists=full")
+    both = assemble.dataset(run_config(*data, "data.lists=full", "data.train_split=[train,val]").data, ["train", "val"])
+    assert len(both) == 6 and both.split == "train+val"
+    crops = run_config(
+        *data, "data.crop_size=20", "data.crop_aspect=1.5", "data.base_size=40", "data.base_side=shortest"
+    )
+    assert assemble.training_crops(crops.data, both, seed=0)[0, 5]["image"].shape == (3, 20, 30)
+    assert assemble.training_crops(crops.data, both, seed=0).transform.base_side == "shortest"
+    for split in ("[]", "[train,train]", "[1]", "null"):
+        with pytest.raises(ValueError, match="data.train_split=.*: expected a name or a list of different names"):
+            run_config(*data, f"data.train_split={split}")
+    for keys in ("data.base_side=shortest", "data=folder data.fold=1", "data=folder data.folds=3 data.fold=3"):
+        with pytest.raises(ValueError, match="needs data.base_size|data.fold=.: expected less than data.folds="):
+            run_config("run_dir=unused", *keys.split())
     with pytest.raises(ValueError, match="data.lists=half: expected one of challenge, full"):
         run_config(*data, "data.lists=half")

@@ -154,5 +154,27 @@ def vistas(root: Path, versioned: bool = False) -> Path:
     return root
 
 
+FOLDER = {
+    "classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, {"name": "rot"}, {"name": "scale"}],
+    "ignored": [255, 3],
+}
+
+
+def folder(root: Path) -> Path:
+    """Own images in folders, with labels of mode L; the test split has none."""
+    for split, count in (("train", 6), ("val", 2), ("test", 2)):
+        for index in range(count):
+            image, label = pair(index, [0, 0, 0, 0, 1, 1, 2, 3, 255])
+            name = f"{'ab'[index % 2]}/board.{index}"
+            write(root / split / "images" / f"{name}{('.jpg', '.PNG')[index % 2]}", image)
+            if split != "test":
+                write(root / split / "labels" / f"{name}.png", label)
+    (root / "classes.json").write_text(json.dumps(FOLDER))
+    return root
+
+
 # By the name of the function that reads them.
-SEGMENTATION = {"camvid": camvid_folders, "cityscapes": cityscapes, "coco_stuff": coco_stuff, "vistas": vistas}
+SEGMENTATION = {
+    **{"camvid": camvid_folders, "cityscapes": cityscapes, "coco_stuff": coco_stuff},
+    **{"folder": folder, "vistas": vistas},
+}

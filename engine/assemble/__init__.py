@@ -11,6 +11,7 @@ from engine.assemble.classification import (
     evaluated_split,
 )
 from engine.assemble.data import (
+    class_counts,
     dataset,
     evaluation_loader,
     labelled_dataset,

@@ -21,12 +21,14 @@ from datasets import (
     cifar10,
     cifar100,
     collated,
+    image_folder,
     imagenet,
     shapes,
 )
 from datasets.cifar import IMAGES as CIFAR_IMAGES
 from datasets.classification import mean_image
 from datasets.imagenet import IMAGES as IMAGENET_IMAGES
+from datasets.imagenet import own_splits
 from datasets.shapes import IMAGES as SHAPES_IMAGES
 from datasets.workers import Loader
 from engine.assemble.data import evaluation_loader, loader, order_of
@@ -45,6 +47,7 @@ from models.recomputation import choose_recomputation
 _SOURCES: dict[str, tuple[Callable[..., ClassificationDataset], dict[str, int]]] = {
     "cifar10": (cifar10, CIFAR_IMAGES),
     "cifar100": (cifar100, CIFAR_IMAGES),
+    "image_folder": (image_folder, {}),
     "imagenet": (imagenet, IMAGENET_IMAGES),
     "shapes": (shapes, SHAPES_IMAGES),
 }
@@ -89,12 +92,12 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
     return dataset.minus(mean.numpy())
 
 
-def classified_counts(config: ClassificationData, classes: int) -> dict[str, int]:
-    """The published number of images in each split of the dataset; none for other images in ImageNet's layout."""
-    if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES:
-        return {}
+def classified_counts(config: ClassificationData, classes: int) -> dict[str, int | None]:
+    """The published number of images in each split of the dataset; None for other images in ImageNet's layout."""
+    if config.name == "image_folder":
+        return dict.fromkeys(own_splits(config.root))
     _, images = _SOURCES[config.name]
-    return images
+    return dict.fromkeys(images) if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES else {**images}
 
 
 def classification_network(

@@ -4,30 +4,48 @@ from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, index_classes, synthetic, vistas
+from datasets import (
+    ClassIndex,
+    SegmentationDataset,
+    camvid,
+    cityscapes,
+    coco_stuff,
+    folder,
+    index_classes,
+    synthetic,
+    vistas,
+)
 from datasets.camvid import IMAGES as CAMVID_IMAGES
 from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
 from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
 from datasets.colour_jitter import ColourJitter
+from datasets.folder import folder_splits
 from datasets.loading import TrainingCrops
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard
+from datasets.segmentation import joined
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
 from datasets.transforms import TrainingTransform
 from datasets.vistas import IMAGES as VISTAS_IMAGES
 from datasets.workers import Loader
 from engine.console import logger
 from engine.distributed import World
-from engine.schema.data import ClassUniformSampler, CocoStuffData, Data, SegmentationData
+from engine.schema.data import ClassUniformSampler, CocoStuffData, Data, FolderData, SegmentationData
+from engine.schema.keys import as_list
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import TrainingRun
 
 
 def dataset(
-    config: SegmentationData, split: str, strict: bool = True, key: str | None = None, draw: bool = False
+    config: SegmentationData,
+    split: str | list[str],
+    strict: bool = True,
+    key: str | None = None,
+    draw: bool = False,
 ) -> SegmentationDataset:
-    """One split of the dataset; its files are paired and counted but not yet read.
+    """One split of the dataset, or several as one; its files are paired and counted but not yet read.
 
     `key`: the config key of `split`, for messages; None if it is a choice for this command alone, `data.split`.
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
@@ -36,29 +54,35 @@ def dataset(
     ValueError: the dataset has no such split, or files are missing.
     """
     make, images = _source(config, draw)
-    if split not in images:
-        known = ", ".join(images)
-        raise ValueError(
-            f"{key or 'data.split'}={split}: split {split!r} is unknown to {config.name}; expected one of {known}"
-        )
-    try:
-        return make(config.root, split, strict=strict)
-    except ValueError as error:
-        chosen_split = f"{key}={split}: " if key else ""
-        raise ValueError(f"{chosen_split}data.root={config.root}: {error}") from error
+    parts = []
+    for name in as_list(split):
+        if images and name not in images:
+            known = ", ".join(images)
+            raise ValueError(
+                f"{key or 'data.split'}={name}: split {name!r} is unknown to {config.name}; expected one of {known}"
+            )
+        try:
+            parts.append(make(config.root, name, strict=strict))
+        except ValueError as error:
+            chosen_split = f"{key}={name}: " if key else ""
+            raise ValueError(f"{chosen_split}data.root={config.root}: {error}") from error
+    return joined(parts)
 
 
-def official_images(config: SegmentationData) -> dict[str, int]:
-    """The published number of images in each split of the dataset."""
-    _, images = _source(config)
-    return images
+def official_images(config: SegmentationData) -> dict[str, int | None]:
+    """The published number of images in each split of the dataset; None for the splits of a folder."""
+    if isinstance(config, FolderData):
+        return dict.fromkeys(folder_splits(config.root, config.folds))
+    return {**_source(config)[1]}
 
 
 def _source(config: SegmentationData, draw: bool = False) -> tuple[Callable[..., SegmentationDataset], dict[str, int]]:
-    """The function that makes a split, and `official_images`."""
+    """The function that makes a split, and the published numbers of images."""
     if isinstance(config, CocoStuffData):
         make = partial(coco_stuff, lists=config.lists, other_class=config.other_class, lists_key="data.lists")
         return make, COCO_STUFF_IMAGES[config.lists]
+    if isinstance(config, FolderData):
+        return partial(folder, folds=config.folds, fold=config.fold, fold_seed=config.fold_seed), {}
     sources: dict[str, tuple[Callable[..., SegmentationDataset], dict[str, int]]] = {
         "camvid": (camvid, CAMVID_IMAGES),
         "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
@@ -74,7 +98,7 @@ def labelled_splits(config: SegmentationData) -> tuple[SegmentationDataset, Segm
     return train_set, labelled_dataset(config, "data.val_split", config.val_split)
 
 
-def labelled_dataset(config: SegmentationData, key: str, split: str) -> SegmentationDataset:
+def labelled_dataset(config: SegmentationData, key: str, split: str | list[str]) -> SegmentationDataset:
     """As `dataset`, but ValueError if the split's labels are withheld. `key` is the config key of `split`."""
     built = dataset(config, split, key=key, draw=True)
     if not built.has_labels:
@@ -100,14 +124,7 @@ def training_loader(
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     if isinstance(sampler, ClassUniformSampler):
-        index = index_classes(
-            dataset,
-            sampler.folder,
-            sampler.positions,
-            progress=progress,
-            skip_unreadable=data.on_error == "skip",
-            folder_key="sampler.folder",
-        )
+        index = _index(config, dataset, progress)
         absent = index.absent()
         if absent and world.first:
             logger.warning(
@@ -118,6 +135,28 @@ def training_loader(
     else:
         minibatches = ShuffledMinibatches(len(dataset), **order)
     return loader(training_crops(data, dataset, config.seed), data, world, batch_sampler=minibatches)
+
+
+def class_counts(
+    config: SegmentationRun, dataset: SegmentationDataset, progress: Callable[[int, int], None] | None = None
+) -> np.ndarray | None:
+    """Pixels of each class in the training split, int64 (classes,), if the loss needs them. ValueError: `_index`."""
+    return _index(config, dataset, progress).counts.sum(axis=0) if config.loss.class_weights == "frequency" else None
+
+
+def _index(
+    config: SegmentationRun, dataset: SegmentationDataset, progress: Callable[[int, int], None] | None
+) -> ClassIndex:
+    """The class index of the training split, from where the sampler keeps it. ValueError: see `index_classes`."""
+    sampler = config.sampler if isinstance(config.sampler, ClassUniformSampler) else ClassUniformSampler()
+    return index_classes(
+        dataset,
+        sampler.folder,
+        sampler.positions,
+        progress=progress,
+        skip_unreadable=config.data.on_error == "skip",
+        folder_key="sampler.folder",
+    )
 
 
 def order_of(config: TrainingRun, total_steps: int, world: World, start_step: int = 0) -> dict:
@@ -137,10 +176,11 @@ def training_crops(config: SegmentationData, dataset: SegmentationDataset, seed:
     jitter, (lowest, highest) = config.colour_jitter, config.scale
     red, green, blue = (255 * value for value in config.mean)
     transform = TrainingTransform(
-        (config.crop_size, config.crop_size),
+        config.crop(),
         scale=(lowest, highest),
         flip=config.flip,
         base_size=config.base_size,
+        base_side=config.base_side,
         fill=(red, green, blue),
         ignore_index=dataset.ignore_index,
         colour_jitter=ColourJitter(**vars(jitter)) if any(vars(jitter).values()) else None,

@@ -1,5 +1,7 @@
 """Configuration keys -> segmentation network, loss and views."""
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -8,7 +10,7 @@ from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
 from engine.schema.segmentation import BootstrappedLoss, Loss, SegmentationRun
 from engine.segmentation.inference import Views
-from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
+from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy, inverse_frequencies
 from models.heads import DeepLabV3
 from models.recomputation import choose_recomputation
 from models.segmentation import SegmentationNetwork
@@ -26,14 +28,19 @@ def segmentation_network(
     return network
 
 
-def loss(config: Loss, ignore_index: int) -> nn.Module:
-    """Build the loss: logits (N, K, H, W), labels (N, H, W) -> scalar."""
+def loss(config: Loss, ignore_index: int, counts: np.ndarray | None = None) -> nn.Module:
+    """Build the loss: logits (N, K, H, W), labels (N, H, W) -> scalar.
+
+    `counts`: pixels of each class in the training split, for class weights; None: equal weights.
+    """
+    weights = None if counts is None else inverse_frequencies(torch.from_numpy(counts))
     if isinstance(config, BootstrappedLoss):
-        return BootstrappedCrossEntropy(config.fraction, ignore_index)
-    return CrossEntropy(ignore_index)
+        return BootstrappedCrossEntropy(config.fraction, ignore_index, weights)
+    return CrossEntropy(ignore_index, weights)
 
 
 def views(options: TrainedNetwork, data: SegmentationData) -> Views:
     """The views of each image; `data`: the training's, perhaps changed by the command."""
     window, tta = options.window, options.tta
-    return Views(data.base_size, data.antialias, window.size, window.overlap, tuple(tta.scales), tta.flip)
+    scales = tuple(tta.scales)
+    return Views(data.base_size, data.antialias, window.size, window.overlap, scales, tta.flip, data.base_side)

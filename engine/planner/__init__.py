@@ -1,4 +1,14 @@
 """The memory of a training step, and the minibatch that fits into a device, without a device."""
 
-from engine.planner.fit import classes_of, fake_step, fitted, fitting, gib, share_of, step_memory, training_images
+from engine.planner.fit import (
+    classes_of,
+    crop_text,
+    fake_step,
+    fitted,
+    fitting,
+    gib,
+    share_of,
+    step_memory,
+    training_images,
+)
 from engine.planner.trace import FakeTensors

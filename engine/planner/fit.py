@@ -20,12 +20,13 @@ from datasets.camvid import camvid_classes
 from datasets.cityscapes import cityscapes_classes
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.shapes import CLASSES as SHAPES
-from engine.assemble.classification import IMAGENET_CLASSES, classified_counts
-from engine.assemble.data import official_images
+from engine.assemble.classification import IMAGENET_CLASSES, classified_counts, classified_split
+from engine.assemble.data import dataset, official_images
 from engine.assemble.network import forward
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
 from engine.console import log_to, logger, make_console
+from engine.dataset import Dataset
 from engine.distributed import World, device_of
 from engine.learner import Learner
 from engine.loop import Loss
@@ -33,7 +34,8 @@ from engine.memory import peak_memory_mib
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
-from engine.schema.data import CocoStuffData, Data, SegmentationData
+from engine.schema.data import CocoStuffData, Data, FolderData, SegmentationData
+from engine.schema.keys import as_list
 from engine.schema.memory import Memory
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
@@ -49,7 +51,9 @@ _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2,
 
 
 def classes_of(data: Data) -> int:
-    """The number of classes of a dataset, whose files are not needed."""
+    """The number of classes of a dataset, whose files are not needed unless they are people's own."""
+    if (own := _own(data)) is not None:
+        return len(own.classes)
     if isinstance(data, CocoStuffData):
         return len(coco_stuff_classes(other_class=data.other_class).names)
     known: dict[str, int] = {
@@ -66,10 +70,22 @@ def classes_of(data: Data) -> int:
 
 
 def training_images(data: Data) -> int:
-    """The published number of training images of a dataset, whose files are not needed."""
+    """The number of training images of a dataset, whose files are not needed unless they are people's own."""
+    if (own := _own(data)) is not None:
+        return len(own)
     if isinstance(data, SegmentationData):
-        return official_images(data)["train"]
-    return classified_counts(cast(ClassificationData, data), classes_of(data))["train"]
+        published = official_images(data)
+        return sum(published.get(split) or 0 for split in as_list(data.train_split))
+    return classified_counts(cast(ClassificationData, data), classes_of(data))["train"] or 0
+
+
+def _own(data: Data) -> Dataset | None:
+    """The training split of people's own images, of which nothing is published; None for other datasets."""
+    if isinstance(data, FolderData):
+        return dataset(data, data.train_split, key="data.train_split")
+    if data.name == "image_folder":
+        return classified_split(cast(ClassificationData, data), data.train_split, "data.train_split")
+    return None
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
@@ -88,12 +104,13 @@ def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner,
     learner.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would look at the gradients
     for group in learner.optimizer.param_groups:
         group["foreach"] = True
-    images = torch.zeros(crops, 3, crop_size, crop_size, dtype=torch.uint8)
-    return learner, task.loss(config), {"image": images, "label": task.labels(crops, crop_size)}
+    size = config.data.crop(crop_size)
+    images = torch.zeros(crops, 3, *size, dtype=torch.uint8)
+    return learner, task.loss(config), {"image": images, "label": task.labels(crops, size)}
 
 
 def step_memory(config: TrainingRun, crops: int, crop_size: int, devices: int = 1, offloaded: bool = False) -> Trace:
-    """The memory of one device in a step on square crops. With several devices, DDP also holds all gradients.
+    """The memory of one device in a step on crops of `crop_size`. With several devices, DDP also holds all gradients.
 
     `offloaded`: see `engine.planner.trace.traced`.
     """
@@ -106,7 +123,8 @@ def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool
     keys = configuration.flat(configuration.plain(config))
     used = ("norm.", "body.", "head.", "loss.", "optim.", "trainer.")
     network = {name: value for name, value in keys.items() if name.startswith(used)}
-    about = [network, config.task, classes_of(config.data), crops, crop_size, offloaded, torch.__version__, _code()]
+    step = [crops, *config.data.crop(crop_size), offloaded]
+    about = [network, config.task, classes_of(config.data), *step, torch.__version__, _code()]
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
     file = cache_folder() / "traces" / f"{name}.json"
     try:
@@ -155,8 +173,8 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     if found is None:
         raise ValueError(
             f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
-            f"{smallest[1]}x{smallest[1]} pixels already need {gib(peak(*smallest))} on a device, and {gib(budget)} "
-            f"are left for tensors"
+            f"{crop_text(config.data, smallest[1])} pixels already need {gib(peak(*smallest))} on a device, and "
+            f"{gib(budget)} are left for tensors"
         )
     chosen = deepcopy(config)
     if memory.fit == "batch":
@@ -224,7 +242,7 @@ def fitted(config: Config) -> Iterator[Config]:
     chosen = _begun(config) or (fitting(config, processes, _images(config)) if memory.fit else deepcopy(config))
     data, share = chosen.data, share_of(chosen, processes)
     needed = step_memory(chosen, share, data.crop_size, processes).peak
-    step = f"{share} crops of {data.crop_size}x{data.crop_size} pixels on each device need {gib(needed)}"
+    step = f"{share} crops of {crop_text(data)} pixels on each device need {gib(needed)}"
     if needed > budget:
         raise ValueError(
             f"memory.budget={memory.budget}: {step}, and {gib(budget)} are left for tensors; memory.fit=batch or "
@@ -264,6 +282,11 @@ def _begun(config: Config) -> Config | None:
     chosen.data.crops_per_minibatch = before["data.crops_per_minibatch"]
     chosen.data.crop_size = before["data.crop_size"]
     return chosen
+
+
+def crop_text(data: Data, crop_size: int | None = None) -> str:
+    """A crop's height x width as text."""
+    return "x".join(map(str, data.crop(crop_size)))
 
 
 def gib(count: int) -> str:

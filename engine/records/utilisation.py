@@ -24,15 +24,16 @@ def peak_flops(device_name: str, precision: str, tf32: bool) -> float | None:
     return next((1e12 * peaks[column] for name, peaks in _PEAKS.items() if name in device_name), None)
 
 
-def training_flops(forward: Forward, crop_size: int) -> int:
+def training_flops(forward: Forward, crop: tuple[int, int]) -> int:
     """Floating-point operations for one crop in a training step: three times the forward pass's convolutions.
 
-    Norms and activations do not count. Leaves the network in the mode it was in.
+    `crop`: (height, width) in pixels. Norms and activations do not count. Leaves the network in the mode
+    it was in.
     """
-    crop = torch.zeros(1, 3, crop_size, crop_size, dtype=torch.uint8)
+    images = torch.zeros(1, 3, *crop, dtype=torch.uint8)
     was_training = forward.network.training
     forward.network.eval()
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
-        forward(crop)
+        forward(images)
     forward.network.train(was_training)
     return 3 * counter.get_total_flops()

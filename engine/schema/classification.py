@@ -49,6 +49,7 @@ class SmallImagesData(ClassificationData):
 CLASSIFICATION_DATASETS: dict[str, type[ClassificationData]] = {
     "cifar10": SmallImagesData,
     "cifar100": SmallImagesData,
+    "image_folder": ImageNetData,
     "imagenet": ImageNetData,
     "shapes": SmallImagesData,
 }

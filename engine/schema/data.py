@@ -1,6 +1,7 @@
 """Keys of datasets and samplers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -14,7 +15,7 @@ class Data:
     root: str | None = key(None, per_machine=True)  # the dataset's folder; null: the cache folder (synthetic only)
     train_split: str = "train"
     val_split: str = "val"
-    crop_size: int = key(MISSING, above=0)  # pixels, square
+    crop_size: int = key(MISSING, above=0)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
     mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))  # 0 to 1
@@ -27,6 +28,10 @@ class Data:
     max_skipped: int = key(100, least=0, free_on_resume=True)
     # The run stops if the workers deliver no minibatch in this time.
     timeout_seconds: int = key(300, above=0, per_machine=True)
+
+    def crop(self, size: int | None = None) -> tuple[int, int]:
+        """(height, width) of a crop, or of one with another data.crop_size."""
+        return size or self.crop_size, size or self.crop_size
 
     def check_skipped(self, images: int) -> None:
         """Raise ValueError if a run has skipped too many images."""
@@ -49,9 +54,12 @@ class ColourJitter:
 
 @dataclass
 class SegmentationData(Data):
-    # Longest side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is always counted
-    # at the label's own size.
+    train_split: Any = key("train", names=True)  # or a list of splits, which are trained as one
+    crop_aspect: float = key(1.0, above=0)  # width of a crop over its height, which is crop_size
+    # Longest (or shortest) side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is
+    # always counted at the label's own size.
     base_size: int | None = key(None, above=0)
+    base_side: str = key("longest", one_of=("longest", "shortest"))
     # Smooth images that shrink: in evaluation as Pillow does, in training where they shrink to about half or less.
     antialias: bool = True
     scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
@@ -63,7 +71,13 @@ class SegmentationData(Data):
         """Whether no image shrinks so far that `antialias` has an effect (`datasets.transforms.scale_and_crop`)."""
         return self.base_size is None and self.scale[0] > 1 / 1.875
 
+    def crop(self, size: int | None = None) -> tuple[int, int]:
+        height = size or self.crop_size
+        return height, max(1, round(height * self.crop_aspect))
+
     def check(self) -> None:
+        if self.base_side == "shortest" and self.base_size is None:
+            raise ValueError("data.base_side=shortest needs data.base_size=PIXELS, the length of that side")
         if self.scale[0] > self.scale[1]:
             raise ValueError(f"data.scale={self.scale}: expected the lowest factor first")
 
@@ -72,6 +86,20 @@ class SegmentationData(Data):
 class CocoStuffData(SegmentationData):
     lists: str = key("challenge", one_of=LISTS)  # the 40k / 5k images of the 2017 challenge, or all 118k / 5k
     other_class: bool = False  # things become a 92nd class, "other"; false: they are ignored
+
+
+@dataclass
+class FolderData(SegmentationData):
+    # Draw the splits train and val from one folder: val is one of this many equal parts; null: splits are folders or
+    # lists.
+    folds: int | None = key(None, least=2)
+    fold: int = key(0, least=0)  # which part is val, from 0
+    fold_seed: int = key(0, least=0)
+
+    def check(self) -> None:
+        super().check()
+        if self.fold >= (self.folds or 1):
+            raise ValueError(f"data.fold={self.fold}: expected less than data.folds={self.folds}, the number of parts")
 
 
 @dataclass
@@ -98,6 +126,7 @@ SEGMENTATION_DATASETS = {
     "camvid": SegmentationData,
     "cityscapes": SegmentationData,
     "coco_stuff": CocoStuffData,
+    "folder": FolderData,
     "synthetic": SegmentationData,
     "vistas": SegmentationData,
 }

@@ -150,7 +150,7 @@ class Evaluation(TrainedNetwork):
             *changed(self.resize, None, "resize{}"),
         ]
         folder = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-        return folder / f"{'_'.join(['results', *words])}.json"
+        return folder / f"{'_'.join(['results', *words]).replace('/', '-')}.json"  # splits may be paths
 
 
 def changed(value: object, usual: object, word: str = "{}") -> list[str]:

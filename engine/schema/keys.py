@@ -33,6 +33,7 @@ def key(
     most: float | None = None,
     one_of: tuple | None = None,
     entries: tuple[str, ...] | None = None,
+    names: bool = False,
     free_on_resume: bool = False,
     per_machine: bool = False,
     task: str | None = None,
@@ -43,11 +44,12 @@ def key(
         above, least, most: a number must be > above, >= least, <= most.
         one_of: the allowed values.
         entries: names of the list's entries, which fix its length.
+        names: the value is a name or a list of different names.
         free_on_resume: a resumed run may change the key, which says where or how to compute, not what.
         per_machine: ranks may have different values too.
         task: the only task that has the key, see `refuse_other_tasks`.
     """
-    bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries}
+    bounds = {"above": above, "least": least, "most": most, "one_of": one_of, "entries": entries, "names": names}
     free = {"free_on_resume": free_on_resume or per_machine, "per_machine": per_machine}
     return field(default_factory=lambda: deepcopy(default), metadata={**bounds, **free, "task": task})
 
@@ -111,7 +113,7 @@ def check_values(config: Keys, prefix: str = "") -> None:
                 raise ValueError(f"{name}.name={selected} does not change the {name}: give {name}={selected}")
         if isinstance(value, Keys):
             check_values(value, f"{name}.")
-        elif value is not None:
+        elif value is not None or entry.metadata.get("names"):
             _check_bounds(name, value, entry.metadata)
     if isinstance(config, _WithRules):
         config.check()
@@ -121,6 +123,8 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     if one_of is not None and value not in one_of:
         raise ValueError(f"{name}={value}: expected one of {', '.join(map(str, one_of))}")
+    if bounds.get("names") and not as_list(value):
+        raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [train,val]")
     if entries is not None and len(value) != len(entries):
         raise ValueError(f"{name}={value}: expected {len(entries)} numbers: {', '.join(entries)}")
     if above is None and least is None:
@@ -137,6 +141,12 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     ):
         low = f"a number above {above}" if least is None else f"{least} or more"
         raise ValueError(f"{name}={value}: expected {low}{'' if most is None else f', at most {most}'}")
+
+
+def as_list(value: Any) -> list[str]:
+    """A key of `names` as a list; [] for any other value."""
+    given = value if isinstance(value, list) else [value]
+    return given if len({*map(str, given)}) == len(given) and all(isinstance(each, str) for each in given) else []
 
 
 def _numbers(value: Any) -> list[float]:

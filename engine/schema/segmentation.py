@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork, changed
-from engine.schema.keys import by_name, group, key
+from engine.schema.keys import as_list, by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun, fewer_at_once
 
@@ -18,6 +18,8 @@ _FEWEST_OF_A_FULL_NETWORK = 20_000_000
 @dataclass
 class Loss:
     name: str = MISSING
+    # frequency: a pixel weighs 1 / (classes x its class's share of the training pixels), which is 1 on average.
+    class_weights: str = key("none", one_of=("none", "frequency"))
 
 
 @dataclass
@@ -61,6 +63,8 @@ class SegmentationRun(TrainingRun):
     sampler: Sampler = group(SAMPLERS)
 
     def doubts(self, parameters: int, classes: int) -> str | None:
+        if self.data.val_split in as_list(self.data.train_split):
+            return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"
         if self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
             return None
         return (

@@ -148,7 +148,7 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
             dataset,
             UntilStopped(loader, run.stop, run.world),
             batch_size=trainer.evaluate_batch_size,
-            views=Views(data.base_size, data.antialias),
+            views=Views(data.base_size, data.antialias, base_side=data.base_side),
             world=run.world,
             progress=run.metrics.progress,
             memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
@@ -161,13 +161,13 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
         }
         layers = {}
         if run.world.first:
-            crops = corner_crops(loader.dataset[0]["image"], data.crop_size)  # the same at every evaluation
+            crops = corner_crops(loader.dataset[0]["image"], *data.crop())  # the same at every evaluation
             layers = layer_health(network, crops, forward=run.learner.forward.through(network))
         return replace(evaluated, pictures=shown, layers=layers)
 
     return evaluate
 
 
-def corner_crops(image: Tensor, size: int) -> Tensor:
-    """The top-left and bottom-right `size` x `size` crops of an image (3, H, W), cut to fit it: (2, 3, h, w)."""
-    return torch.stack([image[:, :size, :size], image[:, -size:, -size:]])
+def corner_crops(image: Tensor, height: int, width: int) -> Tensor:
+    """The top-left and bottom-right crops of an image (3, H, W), cut to fit it: (2, 3, h, w)."""
+    return torch.stack([image[:, :height, :width], image[:, -height:, -width:]])

@@ -2,20 +2,26 @@
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class CrossEntropy(nn.Module):
-    """Mean over crops of each crop's mean loss over its labelled pixels; zero for a crop without any."""
+    """Mean over crops of each crop's mean loss over its labelled pixels; zero for a crop without any.
 
-    def __init__(self, ignore_index: int = 255):
+    `weights`: of the classes, (K,), by which their pixels' losses are multiplied; None: 1.
+    """
+
+    def __init__(self, ignore_index: int = 255, weights: Tensor | None = None):
         super().__init__()
         self.ignore_index = ignore_index
+        self.weights: Tensor | None
+        self.register_buffer("weights", weights)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (N, K, H, W) of any floating dtype, labels (N, H, W) of any integer dtype -> float32 scalar."""
-        losses = pixel_losses(logits, labels, self.ignore_index)
+        losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
         labelled = (labels != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
         return (losses.sum(dim=1) / labelled).mean()
 
@@ -24,25 +30,39 @@ class BootstrappedCrossEntropy(nn.Module):
     """Online bootstrapping (paper, section 4.2, with p = 1 and m = 25%): only the hardest pixels of a crop count.
 
     A crop's loss is the mean of its k = ceil(fraction * H * W) largest pixel losses. Ignored pixels have zero loss and
-    gradient, so they dilute only crops with less than `fraction` of their pixels labelled.
+    gradient, so they dilute only crops with less than `fraction` of their pixels labelled. `weights`: see
+    `CrossEntropy`; the hardest pixels are those with the largest weighted loss.
     """
 
-    def __init__(self, fraction: float = 0.25, ignore_index: int = 255):
+    def __init__(self, fraction: float = 0.25, ignore_index: int = 255, weights: Tensor | None = None):
         super().__init__()
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction={fraction}: expected a share of the pixels, above 0 and at most 1")
         self.fraction = fraction
         self.ignore_index = ignore_index
+        self.weights: Tensor | None
+        self.register_buffer("weights", weights)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (N, K, H, W) of any floating dtype, labels (N, H, W) of any integer dtype -> float32 scalar."""
-        losses = pixel_losses(logits, labels, self.ignore_index)
+        losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
         k = math.ceil(self.fraction * losses.shape[1])
         return losses.topk(k, dim=1, sorted=False).values.mean()
 
 
-def pixel_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Cross-entropy of every pixel, (N, H * W), at least float32; zero where the label is `ignore_index`."""
+def pixel_losses(logits: Tensor, labels: Tensor, ignore_index: int, weights: Tensor | None = None) -> Tensor:
+    """Cross-entropy of every pixel times its class's weight, (N, H * W), at least float32; zero for `ignore_index`."""
     if logits.dtype.itemsize < 4:
         logits = logits.float()
-    return F.cross_entropy(logits, labels.long(), ignore_index=ignore_index, reduction="none").flatten(1)
+    weights = None if weights is None else weights.to(logits.dtype)
+    return F.cross_entropy(logits, labels.long(), weights, ignore_index=ignore_index, reduction="none").flatten(1)
+
+
+def inverse_frequencies(counts: Tensor) -> Tensor:
+    """1 / (K f) for K classes with shares f of the labelled pixels, float32 (K,): pixels weigh 1 on average.
+
+    `counts`: pixels, int64 (classes,). Classes without a pixel do not count in K and have weight 0.
+    """
+    present = counts > 0
+    weights = counts.sum() / (present.sum() * counts.double())
+    return torch.where(present, weights, 0.0).float()

@@ -92,7 +92,7 @@ def test_lists_are_the_challenge_or_everything(coco_root):
 def test_a_list_that_does_not_fit_is_an_error(coco_root):
     file = coco_root / "annotations" / "deprecated-challenge2017" / "train-ids.txt"
     for content, message in (
-        (b"9\n77\n78\n", "2 of its 3 images, such as 000000000077.jpg, are missing"),
+        (b"9\n77\n78\n", "2 of its 3 images, such as 000000000077, are missing"),
         (b"9\nabc\n", "contains 'abc'; expected one image id"),
         (b"", "the list is empty; expected one image id"),
         (b"\n \n", "the list is empty; expected one image id"),

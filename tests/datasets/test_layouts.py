@@ -75,7 +75,10 @@ def test_a_test_split_may_have_no_labels_and_there_are_no_other_splits(root, kin
         assert dataset.scored(0)[1] is None
         with pytest.raises(ValueError, match="no labels in split 'test'.*such as val"):
             dataset.read_label(0)
-    assert refusal(kind, root, "validation").startswith(f"split 'validation' is unknown to {kind}; expected one of ")
+    unknown = f"split 'validation' is unknown to {kind}; expected one of "
+    if kind == "folder":  # its splits have any names
+        unknown = f"folder: the folder {root}/validation/images is missing."
+    assert refusal(kind, root, "validation").startswith(unknown)
 
 
 @pytest.mark.parametrize("given", [None, "", "/nowhere/camvid", "archive"])
@@ -95,7 +98,7 @@ def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kin
     if kind == "camvid":  # in the other layout, a split without images is not a missing folder
         root = trees.camvid_annot(root.parent / "annot")
     files = opened(kind, root).files[0]
-    above = 1 if kind == "cityscapes" else 0  # its cities have folders of their own
+    above = 1 if kind in ("cityscapes", "folder") else 0  # they have folders of cities, or any
     images, labels = (path.parents[above] for path in (files.image, files.label))
     aside = root.parent / "aside"
     if kind == "coco_stuff":
@@ -144,7 +147,10 @@ def test_files_without_counterparts_are_named(kind, root):
     assert refusal(kind, root, strict=False).startswith(missing)
 
 
-INSIDE = {"camvid": "train", "cityscapes": "leftImg8bit", "coco_stuff": "annotations", "vistas": "training"}
+INSIDE = {
+    **{"camvid": "train", "cityscapes": "leftImg8bit", "coco_stuff": "annotations"},
+    **{"folder": "train", "vistas": "training"},
+}
 
 
 def test_a_root_one_level_off_is_recognised(kind, root):
@@ -175,7 +181,7 @@ def test_parts_missing_at_the_right_root_are_not_sought_elsewhere(kind, root, pa
     for path in [path for path in root.rglob("*") if path.is_dir()]:
         if any(path.name.startswith(part) or f"_{part}2017" in path.name for part in parts) and path.exists():
             shutil.rmtree(path)
-    assert re.search("\nFix: (download|unpack) ", refusal(kind, root, parts[0]))
+    assert re.search("\nFix: (download|sort|unpack) ", refusal(kind, root, parts[0]))
 
 
 PHOTOGRAPHS, FINE = "leftImg8bit_trainvaltest.zip", "gtFine_trainvaltest.zip"

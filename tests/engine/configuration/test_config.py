@@ -318,7 +318,7 @@ def test_data_keys_reach_the_loader():
         *("data.crop_size=24", "data.scale=[0.8,0.9]", "data.flip=0.25", "data.mean=[0.1,0.2,0.4]"),
         *("data.std=[0.25,0.5,1]", "data.crops_per_minibatch=5", "seed=3", "data.workers=0"),
     )
-    dataset = assemble.dataset(config.data, "train")
+    dataset = assemble.dataset(config.data, "train", draw=True)
     loader = assemble.training_loader(config, dataset, total_steps=9, world=World(), start_step=2)
     transform = loader.dataset.transform
     assert (transform.crop_size, transform.scale, transform.flip) == ((24, 24), (0.8, 0.9), 0.25)
@@ -330,7 +330,7 @@ def test_data_keys_reach_the_loader():
 def test_sampler_keys_reach_the_loader(tmp_path):
     sampling = ("sampler=class_uniform", "sampler.fraction=0.75", "sampler.positions=5", f"sampler.folder={tmp_path}")
     config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
-    dataset = assemble.dataset(config.data, "train")
+    dataset = assemble.dataset(config.data, "train", draw=True)
     seen = []
     loader = assemble.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
     assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))

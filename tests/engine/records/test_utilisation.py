@@ -13,7 +13,7 @@ def test_the_operations_of_a_step_are_those_of_its_convolutions():
     network = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), InPlaceABN(8), nn.Conv2d(8, 4, 1, stride=2))
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     by_hand = 2 * (3 * 8 * 9 * 16 * 16 + 8 * 4 * 8 * 8)
-    assert training_flops(forward_of(network), crop_size=16) == 3 * by_hand
+    assert training_flops(forward_of(network), crop=(16, 16)) == 3 * by_hand
     assert network.training and all(tensor.equal(before[name]) for name, tensor in network.state_dict().items())
 
 

@@ -177,9 +177,9 @@ def test_a_batch_of_equal_sizes_is_joined_before_another_image_is_read():
 
 def test_the_crops_are_within_the_image():
     image = torch.arange(3 * 6 * 9).view(3, 6, 9)
-    first, second = corner_crops(image, 4)
+    first, second = corner_crops(image, 4, 4)
     assert torch.equal(first, image[:, :4, :4]) and torch.equal(second, image[:, 2:, 5:])
-    assert torch.equal(corner_crops(image, 7)[1], image[:, :, 2:])
+    assert torch.equal(corner_crops(image, 7, 7)[1], image[:, :, 2:])
 
 
 def table_lines(scores: dict) -> list[list[str]]:

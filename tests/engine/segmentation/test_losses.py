@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy
+from engine.segmentation.losses import BootstrappedCrossEntropy, CrossEntropy, inverse_frequencies
 
 IGNORE = 255
 
@@ -60,3 +60,21 @@ def test_half_precision_logits_are_summed_in_float32_and_a_crop_without_labels_g
 def test_fraction_outside_its_range_is_refused(fraction):
     with pytest.raises(ValueError, match=f"^fraction={fraction}: expected a share .*, above 0 and at most 1$"):
         BootstrappedCrossEntropy(fraction)
+
+
+def test_weights_multiply_the_losses_of_their_classes_and_are_1_on_average():
+    """Frequent classes count less; the mean over the pixels that they were counted on is that of equal weights."""
+    logits, labels = crops()
+    counts = torch.bincount(labels[labels != 255].flatten().long(), minlength=6)
+    weights = inverse_frequencies(counts)
+    share = counts / counts.sum()
+    assert torch.allclose(weights[:5], 1 / (5 * share[:5])) and weights[5] == 0  # the sixth class never occurs
+    assert torch.allclose((weights * counts).sum(), counts.sum().float())
+    weights = weights[:5]
+    plain = F.cross_entropy(logits, labels.long(), ignore_index=255, reduction="none")
+    weighted = torch.where(labels == 255, 0, plain * weights.double()[labels.clamp(max=4).long()]).flatten(1)
+    labelled = (labels != 255).flatten(1).sum(1)
+    assert torch.allclose(CrossEntropy(weights=weights)(logits, labels), (weighted.sum(1) / labelled).mean())
+    hardest = weighted.topk(11, dim=1).values.mean()  # a quarter of 42 pixels
+    assert torch.allclose(BootstrappedCrossEntropy(weights=weights)(logits, labels), hardest)
+    assert CrossEntropy(weights=weights)(logits.bfloat16(), labels).dtype == torch.float32

@@ -1,0 +1,183 @@
+"""People's own images: any folders of images with labels of the same names, and a file that names the classes."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from datasets import file_formats as formats
+from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
+from datasets.layout import Layout, read_list
+from datasets.reading import EVERYTHING, Stored, Window, checked_png, decode_image, decode_label
+from datasets.segmentation import Files, SegmentationDataset
+from datasets.time_limit import limited
+
+CLASSES = "classes.json"
+DRAWN, WITHHELD = ("train", "val"), "test"
+_IGNORED = 255  # unless the file says otherwise
+
+_IMAGES = (".png", ".jpg", ".jpeg")
+_LABELS = (*_IMAGES, ".bmp", ".tif", ".tiff", ".webp")  # all but PNGs are refused by name, not overlooked
+_EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, …], "ignored": [255]}'
+
+_LAYOUT = Layout(
+    name="folder",
+    splits=(),
+    tree="""
+DIR/classes.json              the classes, in the order of their ids
+DIR/train/images/**           or    DIR/images/**             PNG or JPEG
+DIR/train/labels/**                 DIR/labels/**             PNGs of the same names
+DIR/val/...                         DIR/train.txt, val.txt    names of images, one per line
+""",
+    source="sort your images like this, or have train and val drawn (docs/data.md),",
+)
+
+
+def folder_classes(file: Path) -> ClassTable:
+    """The classes of a file classes.json.
+
+    A class's position is its id. Ids in "ignored" are not trained, nor are the classes that have them. Predictions hold
+    ids, as PNGs with the classes' colours. ValueError for a file of another form.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+        entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
+        unknown = content.keys() - {"classes", "ignored"} | {key for entry in entries for key in entry}
+        if unknown := sorted(unknown - {"name", "colour"}):
+            raise ValueError(f"the key {unknown[0]!r} is unknown")
+        colours = {number: rgb(entry["colour"]) for number, entry in enumerate(entries) if "colour" in entry}
+        ids = [number for number in range(len(entries)) if number not in ignored]
+        names = tuple(str(entries[number]["name"]) for number in ids)
+        for what, values in (("names", names), ("colours", tuple(colours.values()))):
+            if repeated := sorted({str(value) for value in values if values.count(value) > 1}):
+                raise ValueError(f"two {what} are {repeated[0]}, expected different ones")
+        if not 0 < len(ids) < 254 or len(entries) > 256:
+            raise ValueError(f"{len(ids)} classes are not ignored, expected 1 to 253")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {_EXAMPLE}"
+        ) from None
+    others = distinct_colours(len(entries))
+    return ClassTable(
+        names=names,
+        palette=tuple(colours.get(number, others[number]) for number in ids),
+        official_ids=tuple(ids),
+        label_ids={**dict.fromkeys(ignored, 255), **{number: train_id for train_id, number in enumerate(ids)}},
+        label_colours={int.from_bytes(colour, "big"): number for number, colour in colours.items()},
+        official_void=ignored[0] if ignored else _IGNORED,
+        coloured_predictions=True,
+    )
+
+
+def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
+    """The splits that are folders or lists in `root`, and those drawn with `folds`; train and val come first."""
+    root = _LAYOUT.top(root)
+    lists = root.glob("*.txt") if (root / "images").is_dir() else ()
+    folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
+    found = {path.relative_to(root).as_posix() for path in folders} | {path.stem for path in lists}
+    if folds is not None:
+        found |= {*DRAWN}
+    return sorted(found, key=lambda split: (split not in DRAWN, split))
+
+
+@limited()
+def folder(
+    root: str | os.PathLike | None,
+    split: str,
+    strict: bool = True,
+    folds: int | None = None,
+    fold: int = 0,
+    fold_seed: int = 0,
+) -> SegmentationDataset:
+    """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
+
+    The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
+    `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
+    folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the classes' colours, on the
+    images as viewers show them: EXIF orientation counts.
+    ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
+    (without `strict`: no image has one).
+    """
+    root = _LAYOUT.top(root)
+    above, drawn = root / split, folds is not None and split in DRAWN
+    if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
+        above = root
+    images = _LAYOUT.files(root, above / "images", _IMAGES, images_of=split, deep=True)
+    without = split == WITHHELD and not (above / "labels").is_dir()
+    labels = {} if without else _LAYOUT.files(root, above / "labels", _LABELS, deep=True)
+    if above == root:
+        names = list(images)
+        chosen = _drawn(names, split, folds, fold, fold_seed) if drawn else _on_list(root, split, images, strict)
+        images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
+    if split == WITHHELD and not labels:
+        files = [Files(name, path) for name, path in images.items()]
+    else:
+        files = _LAYOUT.pair(images, labels, root, looked_for=f"{above}/labels/NAME.png", strict=strict)
+    if not (root / CLASSES).is_file():
+        raise _LAYOUT.error(
+            f"folder: {root / CLASSES} is missing",
+            root,
+            fix=f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold",
+        )
+    fix = (
+        f"Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as large "
+        f"as viewers show their images: correct the label or the classes."
+    )
+    table = folder_classes(root / CLASSES)
+    decode = partial(_decode, table.label_colours)
+    return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
+
+
+def folder_labels(root: str | os.PathLike | None) -> list[Path]:
+    """All label files in a folder, of every split."""
+    root = _LAYOUT.top(root)
+    folders = [path for path in sorted(root.rglob("labels")) if path.is_dir()]
+    found = [path for each in folders for path in _LAYOUT.files(root, each, _LABELS, deep=True).values()]
+    if not found:
+        raise _LAYOUT.error(f"folder: no labels in {root}", root)
+    return found
+
+
+def _on_list(root: Path, split: str, images: Mapping[str, Path], strict: bool) -> list[str]:
+    """The names on the list of a split, which may have the images' suffixes."""
+    file = root / f"{split}.txt"
+    if not file.is_file():
+        own, known = root / split / "images", [root / each / "images" for each in (split, *DRAWN)]
+        raise _LAYOUT.error(f"folder: neither the folder {own} nor the list {file} exists", root, missing=known)
+    lines = read_list(file, "the name of an image")
+    stems = {f"{name}{path.suffix}": name for name, path in images.items()}
+    names = sorted({stems.get(line, line) for line in lines})
+    _LAYOUT.check_list(file, names, images, root, strict)
+    return names
+
+
+def _drawn(names: Sequence[str], split: str, folds: int | None, fold: int, seed: int) -> list[str]:
+    """The images of "train" or "val"."""
+    if folds is None or len(names) < folds:
+        raise ValueError(f"{len(names)} images cannot be divided into {folds} folds: expected fewer folds")
+    val = {*np.random.default_rng(seed).permutation(len(names))[fold::folds].tolist()}
+    return [name for number, name in enumerate(names) if (number in val) == (split == "val")]
+
+
+def colour_codes(file: Stored, window: Window = EVERYTHING) -> np.ndarray | None:
+    """0xRRGGBB of an RGB label's pixels, int32 (H, W); None for another file. Unreadable if it is damaged."""
+    if not file.data.startswith(formats.PNG) or file.data[24:26] != bytes((8, formats.COLOUR)):  # depth, colour type
+        return None
+    red, green, blue = np.moveaxis(decode_image(checked_png(file), window).astype(np.int32), 2, 0)
+    return red << 16 | green << 8 | blue
+
+
+def _decode(ids: Mapping[int, int], file: Stored, window: Window) -> np.ndarray:
+    """A label's ids, uint8 (H, W); those of an RGB file by `ids`, {0xRRGGBB: id}."""
+    codes = colour_codes(file, window)
+    if codes is None:
+        return decode_label(file, window)
+    known = np.array(sorted(ids) or [-1], np.int32)
+    places = np.searchsorted(known, codes).clip(max=len(known) - 1)
+    if (foreign := np.unique(codes[known[places] != codes])).size:
+        named = ", ".join(str(tuple(int(code).to_bytes(3, "big"))) for code in foreign[:5])
+        raise UnknownIds(f"contains {len(foreign)} colours that no class has, such as {named}")
+    return np.array([ids.get(code, 0) for code in known.tolist()], np.uint8)[places]

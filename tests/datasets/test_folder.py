@@ -1,0 +1,297 @@
+"""Own images: which files make a split, what labels may hold, and what is said about those that are wrong."""
+
+import json
+import re
+import shutil
+from io import BytesIO
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from datasets import ClassTable, camvid, folder, image_folder, index_classes, inspect, verify
+from datasets.folder import folder_classes, folder_splits
+from datasets.reading import decode_photograph
+from datasets.segmentation import joined
+from scripts.make_classes import make_classes
+from tests import trees
+from tests.runs import composed
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    return trees.folder(tmp_path / "boards")
+
+
+def flat(root: Path) -> Path:
+    """Images and labels of all splits in one folder each, below `root`."""
+    for folder_of_kind in root.glob("*/*"):
+        split, kind = folder_of_kind.relative_to(root).parts
+        (root / kind).mkdir(exist_ok=True)
+        folder_of_kind.rename(root / kind / split)
+        if not [*(root / split).iterdir()]:
+            (root / split).rmdir()
+    return root
+
+
+def names(dataset) -> list[str]:
+    return [entry.name for entry in dataset.files]
+
+
+def test_images_are_paired_with_labels_by_their_paths(root):
+    train = folder(root, "train")
+    assert names(train) == ["a/board.0", "a/board.2", "a/board.4", "b/board.1", "b/board.3", "b/board.5"]
+    for entry in train.files:
+        assert entry.image.relative_to(root / "train/images").with_suffix("").as_posix() == entry.name
+        assert entry.label == root / "train/labels" / f"{entry.name}.png"
+    assert folder_splits(root) == ["train", "val", "test"]
+    table = train.table  # "scale" is class 3, which is ignored
+    assert (table.names, table.official_ids, table.palette[0]) == (("wood", "bark", "rot"), (0, 1, 2), (120, 80, 40))
+    assert len({*table.palette}) == 3 and table.label_ids == {0: 0, 1: 1, 2: 2, 3: 255, 255: 255}
+    assert np.array_equal(train.colour(train[0].label)[train[0].label == 0][0], (120, 80, 40))
+
+
+def test_splits_are_lists_or_are_drawn(root):
+    every = names(folder(root, "train")) + names(folder(root, "val"))
+    assert len(every) == 8
+    flat(root)
+    (root / "train.txt").write_text("\n train/b/board.1\r\ntrain/a/board.0.jpg \n\ntest/a/board.0\n")
+    with pytest.raises(ValueError, match="1 of 3 images have no label: test/a/board.0"):
+        folder(root, "train")
+    (root / "train.txt").write_text("train/b/board.1\ntrain/a/board.0.jpg\n")
+    (root / "test.txt").write_text("test/a/board.0")
+    assert names(folder(root, "train")) == ["train/a/board.0", "train/b/board.1"]
+    assert not folder(root, "test").has_labels and folder_splits(root, folds=2) == ["train", "val", "test"]
+    with pytest.raises(ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"):
+        folder(root, "val")
+    (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
+    with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
+        folder(root, "val")
+    for image in [*(root / "images/test").rglob("*.*")]:
+        image.unlink()
+    folds = [names(folder(root, "val", folds=3, fold=fold)) for fold in range(3)]
+    assert sorted(map(len, folds)) == [2, 3, 3]
+    assert len({*sum(folds, [])}) == 8
+    for fold, val in enumerate(folds):
+        assert {*names(folder(root, "train", folds=3, fold=fold))} == {*sum(folds, [])} - {*val}
+    assert folds != [names(folder(root, "val", folds=3, fold=fold, fold_seed=1)) for fold in range(3)]
+    with pytest.raises(ValueError, match="8 images cannot be divided into 9 folds"):
+        folder(root, "val", folds=9)
+
+
+def test_splits_that_are_joined_hold_all_images_of_each(root):
+    parts = [folder(root, split) for split in ("train", "val")]
+    both = joined(parts)
+    assert both.split == "train+val" and names(both) == names(parts[0]) + names(parts[1])
+    assert np.array_equal(both[7].label, parts[1][1].label)
+    counts = [index_classes(part, root / "index", workers=0).counts for part in (*parts, both)]
+    assert np.array_equal(np.concatenate(counts[:2]), counts[2])
+    above = root.parent  # of two datasets
+    other = trees.folder(above / "other")
+    shutil.copy(other / "classes.json", above)
+    assert folder_splits(above) == [
+        f"{name}/{split}" for name in ("boards", "other") for split in ("test", "train", "val")
+    ]
+    far = joined([folder(above, "boards/train"), folder(above, "other/val")])
+    assert names(far) == names(both) and far.split == "boards/train+other/val"
+    other = folder(other, "val")
+    other.table = ClassTable(("wood",), ((0, 0, 0),), (0,), {0: 0})
+    with pytest.raises(ValueError, match="splits train and val of folder number the classes differently"):
+        joined([parts[0], other])
+
+
+WRONG_CLASSES = {
+    "{": "JSONDecodeError",
+    "[]": "TypeError",
+    '{"classes": []}': "0 classes are not ignored, expected 1 to 253",
+    '{"classes": [{"name": "a"}], "ignored": [0]}': "0 classes are not ignored",
+    '{"classes": [{"name": "a"}], "ignored": [256]}': "256",
+    '{"classes": [{"name": "a"}], "ignore": [0]}': "the key 'ignore' is unknown",
+    '{"classes": [{"name": "a", "color": [0, 0, 0]}]}': "the key 'color' is unknown",
+    '{"classes": [{"name": "a", "colour": [0, 0]}]}': "not enough values",
+    '{"classes": [{"colour": [0, 0, 0]}]}': "KeyError: 'name'",
+    '{"classes": [{"name": "a"}, {"name": "a"}]}': "two names are a, expected different ones",
+    '{"classes": [{"name": "a", "colour": [0, 0, 7]}, {"name": "b", "colour": [0, 0, 7]}]}': "two colours are",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_CLASSES)
+def test_a_wrong_list_of_classes_is_named_with_an_example(text, tmp_path):
+    file = tmp_path / "classes.json"
+    file.write_text(text)
+    with pytest.raises(
+        ValueError, match=f'^{file}: .*{WRONG_CLASSES[text]}.*; expected {{"classes": .{{"name": "wood"'
+    ):
+        folder_classes(file)
+
+
+def test_labels_in_colours_or_with_a_palette_hold_the_same_ids(root):
+    """Also in a window; the colours of classes without one in classes.json are not known."""
+    train = folder(root, "train")
+    expected = [train[index].label for index in range(6)]
+    assert verify(train, workers=0) == []
+    classes = [{"name": name, "colour": [9, number, 200]} for number, name in enumerate("abcd")]
+    (root / "classes.json").write_text(json.dumps({"classes": classes, "ignored": [3]}))
+    colours = np.array([entry["colour"] for entry in classes], np.uint8)
+    for entry in train.files[:4]:
+        raw = np.minimum(cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED), 3)
+        trees.write(entry.label, np.ascontiguousarray(colours[raw][..., ::-1]))
+    for entry in train.files[4:]:
+        raw = np.minimum(cv2.imread(str(entry.label), cv2.IMREAD_UNCHANGED), 3)
+        trees.write_palette(entry.label, raw, [(255 - i, i, 7) for i in range(4)])
+    coloured = folder(root, "train")
+    for index, label in enumerate(expected):
+        assert np.array_equal(coloured[index].label, label)
+        window = slice(3, 11), slice(5, 30)
+        assert np.array_equal(coloured.undecoded(index)[1][window], label[window])
+    before = coloured.fingerprint(0)
+    classes[0]["colour"], classes[1]["colour"] = classes[1]["colour"], classes[0]["colour"]
+    (root / "classes.json").write_text(json.dumps({"classes": classes, "ignored": [3]}))
+    assert folder(root, "train").fingerprint(0) != before  # of which the class index depends
+    (root / "classes.json").write_text(json.dumps({"classes": [*classes[:2], {"name": "c"}], "ignored": [3]}))
+    message = (
+        r"labels/a/board.0.png: contains 2 colours that no class has, such as \(9, 2, 200\), \(9, 3, 200\). Labels hold"
+    )
+    with pytest.raises(ValueError, match=message):
+        folder(root, "train").read_label(0)
+
+
+def jpeg(label: np.ndarray) -> bytes:
+    return cv2.imencode(".jpg", label)[1].tobytes()
+
+
+def png(pixels: np.ndarray) -> bytes:
+    return cv2.imencode(".png", pixels)[1].tobytes()
+
+
+# A label's name and content; and what is said about it.
+WRONG = {
+    "jpeg": ("a/board.0.jpg", jpeg, "is a JPEG, which changes values; expected a PNG"),
+    "jpeg by another name": ("a/board.0.png", jpeg, "is a JPEG, which changes values; expected a PNG"),
+    "bmp": ("a/board.0.bmp", lambda label: cv2.imencode(".bmp", label)[1].tobytes(), "is neither PNG nor JPEG"),
+    "16 bits": (
+        "a/board.0.png",
+        lambda label: png(label.astype(np.uint16)),
+        "has 1 channel.* of uint16; expected a label",
+    ),
+    "alpha": ("a/board.0.png", lambda label: png(np.dstack([label] * 4)), "has 4 channel.* of uint8; expected a label"),
+    "an id without a class": (
+        "a/board.0.png",
+        lambda label: png(label + np.uint8(2)),
+        "contains the ids 4, .*0-3, 255",
+    ),
+    "another size": (
+        "a/board.0.png",
+        lambda label: png(label.T.copy()),
+        "the label is 24x40 .* 40x24; expected the same",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_labels_are_named_with_the_fix(what, root):
+    """In the check before a training, in the full check, and when they are read."""
+    name, content, problem = WRONG[what]
+    file = root / "train/labels/a/board.0.png"
+    label = cv2.imread(str(file), cv2.IMREAD_UNCHANGED)
+    file.unlink()
+    file = root / "train/labels" / name
+    file.write_bytes(content(label))
+    train = folder(root, "train")
+    message = (
+        f"{file}: .*{problem}.* Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root}/classes.json"
+    )
+    for read in (lambda: verify(train, workers=0), lambda: train[0]):
+        with pytest.raises(ValueError, match=message):
+            read()
+    (found,) = inspect(train, workers=0).problems
+    assert re.match(message, found.message)
+
+
+def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_path):
+    (root / "train/labels/b/board.3.png").rename(root / "train/labels/b/board.x.png")
+    with pytest.raises(ValueError, match="folder: 1 of 6 images have no label: b/board.3; looked for .*/train/labels/"):
+        folder(root, "train")
+    problems = inspect(folder(root, "train", strict=False), workers=0).problems
+    assert [problem.kind for problem in problems] == ["image without label", "label without image"]
+    (root / "classes.json").write_text(json.dumps({"classes": [*trees.FOLDER["classes"], {"name": "knot"}]}))
+    for _ in range(2):  # the second time it is remembered
+        assert verify(folder(root, "val"), workers=0) == ["knot"]
+    (root / "classes.json").unlink()
+    with pytest.raises(ValueError, match=f"{root}/classes.json is missing[^$]*python -m scripts.make_classes"):
+        folder(root, "val")
+    assert verify(camvid(trees.camvid_folders(tmp_path / "camvid"), "train"), workers=0) == []
+
+
+def encoded(pixels: np.ndarray, mode: str, kind: str, orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(pixels).convert(mode).save(file := BytesIO(), kind, exif=exif)
+    return file.getvalue()
+
+
+PIXELS = trees.pair(7, [0], (24, 40))[0]
+TURNED = encoded(PIXELS, "RGB", "JPEG", 6)
+IMAGES = {
+    "16 bits": png(PIXELS.astype(np.uint16) * 256 + 99),
+    **{mode: encoded(PIXELS, mode, "PNG", 1) for mode in ("L", "LA", "RGBA", "P")},
+    **{f"{kind} {turn}": encoded(PIXELS, "RGB", kind, turn) for kind in ("PNG", "JPEG") for turn in (0, *range(1, 10))},
+    "EXIF, a text for a number": TURNED.replace(b"\x01\x12\0\x03", b"\x01\x12\0\x02"),
+    "EXIF, damaged": TURNED.replace(b"MM\0*", b"MM\0\xff"),
+}
+
+
+def test_training_and_prediction_see_the_same_image(root, tmp_path):
+    """Of 16 bits, gray, with alpha, a palette, or turned by its EXIF orientation, which scripts.predict does too."""
+    assert len({*IMAGES.values()}) == len(IMAGES)
+    for kind, content in IMAGES.items():
+        image, label = root / "val/images/a/board.0.jpg", root / "val/labels/a/board.0.png"
+        image.write_bytes(content)
+        expected = decode_photograph(image)
+        size = (40, 24) if kind[-1] in "5678" else (24, 40)
+        trees.write(label, np.zeros(size, np.uint8))
+        val = folder(root, "val")
+        assert np.array_equal(val[0].image, expected) and val.size(0) == expected.shape[:2] == size, kind
+        window = slice(3, 11), slice(5, 20)
+        assert np.array_equal(val.undecoded(0)[0][window], expected[window])
+        verify(val, workers=0)
+        assert inspect(val, workers=0).problems == ()
+        classes = tmp_path / kind / "train" / "cats"
+        classes.mkdir(parents=True)
+        image.rename(classes / "1.jpg")
+        assert np.array_equal(image_folder(tmp_path / kind, "train").image(0), expected)
+
+
+def made(root: Path) -> dict:
+    (root / "classes.json").unlink()
+    file = make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
+    assert file == root / "classes.json"
+    with pytest.raises(ValueError, match=f"{file} is there already"):
+        make_classes(composed("make_classes", f"data.root={root}"))
+    return json.loads(file.read_text())
+
+
+def test_the_classes_are_written_that_the_labels_hold(root):
+    label = root / "train/labels/a/board.0.png"
+    ids = np.full((24, 40), 6, np.uint8)
+    trees.write_palette(label, ids, [(i, 255 - i, 7) for i in range(8)])
+    written = made(root)
+    named = [{"name": f"class_{number}"} for number in range(7)]
+    named[6]["colour"] = [6, 249, 7]
+    assert written == {"classes": named, "ignored": [4, 5, 255]}
+    assert folder(root, "train").classes == ("class_0", "class_1", "class_2", "class_3", "class_6")
+    verify(folder(root, "train"), workers=0)
+    trees.write(label, np.dstack([ids, ids, ids]))
+    with pytest.raises(ValueError, match="some labels hold ids, others colours"):
+        made(root)
+    for file in root.glob("*/labels/*/*.png"):
+        trees.write(file, np.dstack([ids, ids, ids // 2]))
+    (root / "classes.json").write_text("")
+    assert made(root) == {"classes": [{"name": "class_0", "colour": [3, 6, 6]}], "ignored": [255]}
+    assert not folder(root, "train")[0].label.any()
+    label.write_bytes(jpeg(ids))
+    (root / "classes.json").write_text("")
+    with pytest.raises(ValueError, match=f"{label}: is a JPEG.*Labels are 8-bit PNGs"):
+        made(root)

@@ -1,0 +1,144 @@
+"""From people's own images and masks to predictions, by the commands of docs/data.md."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datasets.camvid import camvid_classes
+from engine import planner
+from engine.checkpoint import files as checkpoint
+from engine.schema.segmentation import SegmentationRun
+from eval import evaluate
+from scripts import plan_memory
+from scripts.browse_data import browse
+from scripts.make_classes import make_classes
+from scripts.predict import predict
+from scripts.verify_data import verify_data
+from tests import trees
+from tests.datasets import classification_trees
+from tests.runs import REPOSITORY, classification_config, composed, run_config, same
+from train_seg import train
+
+COMMANDS = {
+    "make_classes": make_classes,
+    "verify_data": verify_data,
+    "browse_data": browse,
+    "train_seg": train,
+    "eval": evaluate,
+    "predict": predict,
+}
+SMALL = ("data.crop_size=32", "data.workers=0", "debug=smoke", "trainer.device=cpu")
+MORE = {
+    "make_classes": ("workers=0",),
+    "verify_data": ("workers=0",),
+    "browse_data": ("data.crop_size=32", "data.crops_per_minibatch=2", "data.workers=0", "count=2"),
+    "train_seg": SMALL,
+    "eval": ("device=cpu", "workers=0"),
+    "predict": ("device=cpu",),
+}
+
+
+def under_other_names(camvid: Path, root: Path) -> None:
+    """CamVid's images and labels in folders of their own, in the same order."""
+    for number, image in enumerate(sorted(camvid.glob("*/images/*"))):
+        label, split = image.parents[1] / "labels" / f"{image.stem}.png", image.parents[1].name
+        for file, kind in ((image, "images"), (label, "labels")):
+            target = root / split / kind / f"tour {number // 4:03d}" / f"{number}{file.suffix}".rjust(9, "0")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+
+
+def walk(folder: Path) -> list[tuple[str, list[str], bool]]:
+    """The commands of the walk, their keys with paths in `folder`, and whether the text says that one resumes."""
+    text = (REPOSITORY / "docs" / "data.md").read_text()
+    (block,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "make_classes" in block]
+    commands = []
+    for line in block.splitlines():
+        words = shlex.split(line, comments=True)
+        name = words[2 if words[1] == "-m" else 1].removeprefix("scripts.").removesuffix(".py")
+        keys = [re.sub(r"\b([A-Z]+2?)\b", rf"{folder}/\1", word) for word in words if "=" in word]
+        commands.append((name, keys, "resume=auto" in line))
+    return commands
+
+
+def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, capsys):
+    """On CamVid's files under other names: trained and evaluated equal to data=camvid to the digit."""
+    camvid, own = trees.camvid_folders(tmp_path / "camvid"), tmp_path / "DIR"
+    under_other_names(camvid, own)
+    shutil.copytree(own / "test" / "images", tmp_path / "IMAGES")
+    results = []
+    for name, keys, resumes in walk(tmp_path):
+        if name == "plan_memory":
+            plan_memory.plan(composed("train_seg", *keys, *SMALL), SegmentationRun)
+            continue
+        results.append(COMMANDS[name](composed(name, *keys, *MORE[name])))
+        if resumes:
+            again = train(composed(name, *keys, *SMALL, "resume=auto"))
+            assert again["confusion_matrix"] == results[-1]["confusion_matrix"]
+        if name == "make_classes":
+            written = json.loads((own / "classes.json").read_text())["classes"]
+            assert [entry["name"] for entry in written] == [f"class_{number}" for number in range(12)]
+            names = [*camvid_classes().names, "unlabelled"]
+            named = {"classes": [{"name": name} for name in names], "ignored": [11]}
+            (own / "classes.json").write_text(json.dumps(named))
+    _, verified, pages, trained, tuned, evaluated, predicted = results
+    assert [(report.split, report.problems) for report in verified] == [("train", ()), ("val", ()), ("test", ())]
+    assert len(pages) == 1 and len(predicted) == 2 and (tmp_path / "PICTURES").is_dir()
+    assert evaluated["confusion_matrix"] == tuned["confusion_matrix"] and evaluated["dataset"] == "folder"
+    assert "crops of 32x32 pixels on one device" in capsys.readouterr().out
+
+    run = f"run_dir={tmp_path / 'official'}"
+    official = train(composed("train_seg", "data=camvid", f"data.root={camvid}", run, *SMALL))
+    for part in ("miou", "iou", "pixel_accuracy", "confusion_matrix", "images"):
+        assert trained[part] == official[part], part
+    states = [checkpoint.load(tmp_path / run / "checkpoints" / "last.pt") for run in ("RUN", "official", "RUN2")]
+    assert same(*(state["network"] for state in states[:2])) and states[0]["classes"] == states[1]["classes"]
+    assert states[2]["config"]["sampler"]["name"] == "class_uniform"
+
+
+def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
+    root = trees.folder(tmp_path / "boards")
+    classes = [*trees.FOLDER["classes"], {"name": "knot"}]
+    (root / "classes.json").write_text(json.dumps({**trees.FOLDER, "classes": classes}))
+    keys = ("data=folder", f"data.root={root}", "data.train_split=[train,val]", "loss.class_weights=frequency", *SMALL)
+    weighted = train(composed("train_seg", f"run_dir={tmp_path / 'weighted'}", *keys))
+    log = (tmp_path / "weighted" / "log.txt").read_text()
+    assert "data.val_split=val is trained on" in log and "no training image has a pixel of knot" in log
+    assert weighted["config"]["data"]["train_split"] == ["train", "val"]
+    plain = train(composed("train_seg", f"run_dir={tmp_path / 'plain'}", *keys, "loss.class_weights=none"))
+    assert weighted["confusion_matrix"] != plain["confusion_matrix"]
+    last = f"checkpoint={tmp_path / 'weighted' / 'checkpoints' / 'last.pt'}"
+    again = evaluate(composed("eval", last, "device=cpu", "workers=0"))
+    assert again["confusion_matrix"] == weighted["confusion_matrix"]
+
+
+def test_own_images_are_planned_from_their_files(tmp_path):
+    root = trees.folder(tmp_path / "boards")
+    data = run_config("run_dir=unused", "data=folder", f"data.root={root}", "data.train_split=[train,val]").data
+    assert (planner.classes_of(data), planner.training_images(data)) == (3, 8)
+    assert (
+        planner.training_images(run_config("run_dir=unused", "data=camvid", "data.train_split=[train,val]").data) == 468
+    )
+    root = classification_trees.imagenet(tmp_path / "flowers")
+    config = classification_config("run_dir=unused", "data=image_folder", f"data.root={root}")
+    assert (planner.classes_of(config.data), planner.training_images(config.data)) == (3, 6)
+    (root / "val").rename(root / "test")
+    reports = verify_data(composed("verify_data", "data=image_folder", f"data.root={root}", "workers=0"))
+    assert [(report.split, report.images, report.problems) for report in reports] == [("train", 6, ()), ("test", 3, ())]
+    (root / "test" / next((root / "test").iterdir()).name).rename(root / "test" / "weeds")
+    with pytest.raises(ValueError, match=r"image_folder: the splits have different classes: .* only in test \(weeds\)"):
+        planner.classes_of(config.data)
+
+
+def test_rectangular_crops_are_planned_with_their_width():
+    config = run_config("run_dir=unused", "data.crop_aspect=1.5", "norm.backend=eager")
+    with planner.FakeTensors():
+        _, _, minibatch = planner.fake_step(config, 2, 64)
+    assert minibatch["image"].shape == (2, 3, 64, 96) and minibatch["label"].shape == (2, 64, 96)
+    assert planner.crop_text(config.data, 64) == "64x96"
+    assert np.prod(config.data.crop()) == 128 * 192
