@@ -53,7 +53,7 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
-    assert needed == ["Requires-Dist: torch>=2.11"]
+    assert needed == ["Requires-Dist: torch>=2.6"]
 
 
 @pytest.fixture(scope="module")
