@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .inputs import check_module
 from .norms.activations import Activation, invert_activation
 from .norms.backends import Affine, Running, backend_for
 from .norms.backends.interface import per_channel
@@ -39,6 +40,7 @@ def layer_health(
         largest_drift: over the modules with an attribute `reversible_blocks`, see `drift`.
         Keys are missing if the network has no such layers. NaN is more extreme than any number.
     """
+    check_module(network, "layer_health")
     norms = {name: layer for name, layer in network.named_modules() if hasattr(layer, "running_mean")}
     gammas = [(name, training_gamma(layer).abs().min()) for name, layer in norms.items() if layer.weight is not None]
     errors: list[tuple[str, Tensor]] = []

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import nn
 
+from ..inputs import check_module
 from ..private import InstanceNormBase
 from .abn import ABN
 from .bn_act import Strategy
@@ -122,6 +123,7 @@ class InPlaceABNSync(InPlaceABN):
             report: called with the `Report`, which names every norm that was left alone, e.g. `print`. By default it is
                 logged, as a warning if there are such norms.
         """
+        check_module(module, "InPlaceABNSync.convert")
         result = Report()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):
