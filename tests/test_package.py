@@ -1,5 +1,7 @@
 """The wheel: pure, small, complete, and usable beside another project's folders."""
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -62,7 +64,8 @@ def installed(wheel, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", folder, wheel], check=True)
-    return {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    packages = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": packages, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
 
 def run(program: str, folder: Path, environment: dict[str, str]) -> str:
@@ -78,6 +81,80 @@ def test_the_examples_of_its_page_run(installed, tmp_path):
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
     assert len(examples) == 5
     run("\n".join(examples), tmp_path, installed)
+
+
+SMALL = """
+import torch
+from keepless import recompute_activations
+from keepless.saved import kept_bytes
+if PLAIN:
+    recompute_activations = torch.nn.Module.requires_grad_  # any method that returns the network
+torch.manual_seed(0)
+images, masks = torch.randn(4, 3, 64, 64), torch.randint(3, (4, 64, 64))
+network = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.SiLU(), torch.nn.AdaptiveAvgPool2d(1),
+    torch.nn.Flatten(), torch.nn.Linear(4, 3),
+)
+"""
+AROUND = {  # what a recipe needs before and after it
+    "lightning": (
+        """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network
+    def training_step(self, batch, number):
+        return self.network(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+""",
+        """
+off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+trainer = lightning.Trainer(max_steps=2, accelerator="cpu", callbacks=[Recompute()], **off)
+trainer.fit(Module(), torch.utils.data.DataLoader(images, batch_size=2))
+""",
+    ),
+    "transformers": (
+        """
+import transformers
+options = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+network = transformers.ResNetForImageClassification(transformers.ResNetConfig(**options))
+data = [{"pixel_values": image, "labels": torch.tensor(number % 3)} for number, image in enumerate(images)]
+""",
+        """
+options = dict(max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no")
+arguments = transformers.TrainingArguments("runs", disable_tqdm=True, **options)
+transformers.Trainer(network, arguments, train_dataset=data, callbacks=[Recompute()]).train()
+""",
+    ),
+    "timm": ("import timm\nimport timm.optim\nloader = [(images, torch.arange(4))] * 2\n", ""),
+    "segmentation_models_pytorch": ("import segmentation_models_pytorch as smp\n", ""),
+}
+RESULT = """
+network.train()
+gradients = [p.grad for p in network.parameters() if p.grad is not None]
+values = [*network.state_dict().values(), *gradients]
+output = lambda: getattr(result := network(images), "logits", result)
+print(sum(value.double().sum().item() for value in values).hex(), kept_bytes(network, output, [images]))
+"""
+
+
+@pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.slow) for name in AROUND])
+def test_the_recipes_of_its_page_train_the_same_in_less_memory(installed, tmp_path, package):
+    """With the real package: the same weights and gradients to the bit as without the recipe's line."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install .[recipes]")
+    page = (REPOSITORY / "docs" / "layers.md").read_text()
+    (recipe,) = re.findall(rf"(?ms)^```python {package}\n(.*?)^```", page)
+    assert 3 <= len(recipe.splitlines()) <= 5
+    before, after = AROUND[package]
+    results = []
+    for plain in (True, False):
+        program = SMALL.replace("PLAIN", str(plain)) + before + recipe + after + RESULT
+        results.append(run(program, tmp_path, installed).split()[-2:])
+    (expected, all_bytes), (found, few_bytes) = results
+    assert found == expected and int(few_bytes) < 0.7 * int(all_bytes)
 
 
 def test_a_project_with_folders_of_the_same_names_trains_a_step(wheel, installed, tmp_path):
