@@ -50,7 +50,7 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     assert names == {
         f"keepless/{file.relative_to(layers).as_posix()}"
         for file in layers.rglob("*")
-        if file.suffix == ".py" or file.name == "py.typed"
+        if file.suffix == ".py" or file.name in ("py.typed", "CHANGELOG.md")
     }
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
