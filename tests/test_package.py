@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -27,16 +28,22 @@ print(__version__)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy in which an older build has left a file."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "LICENSE", "docs/layers.md"):
+def source(tmp_path_factory) -> Path:
+    """A copy of what is packed, in which an older build has left a file."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/layers.md", "tests/test_package.py"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
     shutil.copytree(REPOSITORY / "models" / "layers", source / "models" / "layers")
     left = source / "build" / "lib" / "keepless" / "gone.py"
     left.parent.mkdir(parents=True)
     left.write_text("")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    built = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--wheel-dir", built, source], check=True)
     (file,) = built.iterdir()
@@ -56,6 +63,18 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert needed == ["Requires-Dist: torch>=2.6"]
+
+
+@pytest.mark.slow
+def test_the_source_archive_holds_what_the_wheel_needs(wheel, source, tmp_path):
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("keepless-*.tar.gz")
+    names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
+    modules = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("keepless/")}
+    assert {name.replace("keepless/", "models/layers/", 1) for name in modules} <= names
+    assert {"pyproject.toml", "setup.py", "LICENSE", "docs/layers.md"} <= names
+    assert not any(name.startswith(("tests", "build")) for name in names)
 
 
 @pytest.fixture(scope="module")
