@@ -68,8 +68,12 @@ class InPlaceABN(in_place.InPlaceABN, ABN):
     def strategy(self) -> Strategy:
         return super().strategy()._replace(gamma_floor=0.0)  # eps is one
 
+    def training_scale(self, weight: Tensor) -> Tensor:
+        return released_scale(weight, self.eps)
+
     def _bn_act(self, x: Tensor, own: Own, *args: Any) -> Tensor:
-        return super()._bn_act(x, own._replace(weight=released_scale(own.weight, self.eps)), *args)
+        scaled = own if own.weight is None else own._replace(weight=self.training_scale(own.weight))
+        return super()._bn_act(x, scaled, *args)
 
 
 class InPlaceABNSync(in_place.InPlaceABNSync, InPlaceABN):

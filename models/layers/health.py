@@ -12,7 +12,7 @@ from .inputs import check_module
 from .norms.activations import Activation, invert_activation
 from .norms.backends import Affine, Running, backend_for
 from .norms.backends.interface import per_channel
-from .norms.bn_act import floored, is_packed
+from .norms.bn_act import is_packed
 from .norms.inplace_abn import InPlaceABN
 from .reversible.drift import drift
 
@@ -71,7 +71,7 @@ def training_gamma(layer: nn.Module) -> Tensor:
     """The scale (C,) that a norm with a weight uses in training; |gamma| of in-place layers has a floor."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    return floored(weight, layer.gamma_floor) if isinstance(layer, InPlaceABN) else weight
+    return layer.training_scale(weight) if isinstance(layer, InPlaceABN) else weight
 
 
 @torch.no_grad()

@@ -83,11 +83,10 @@ def _inplace_abn(
     if training and group is None and x.numel() <= x.shape[1]:
         raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: one value per channel has no variance")
     call = Call(training, momentum, eps, activation, group)
-    return BatchNormActivation.apply(
-        x, released_scale(weight, eps), bias, running_mean, running_var, call, _KEEP_OUTPUT
-    )
+    scale = None if weight is None else released_scale(weight, eps)
+    return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, call, _KEEP_OUTPUT)
 
 
-def released_scale(weight: Tensor | None, eps: float) -> Tensor | None:
+def released_scale(weight: Tensor, eps: float) -> Tensor:
     """|weight| + eps; as in the released package, the gradient at 0 is that of positive weights, not 0."""
-    return None if weight is None else torch.where(weight < 0, -weight, weight) + eps
+    return torch.where(weight < 0, -weight, weight) + eps

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..private import InstanceNormBase
 from .abn import ABN
-from .bn_act import Strategy
+from .bn_act import Strategy, floored
 from .report import Report, log_report
 
 VARIANTS = ("I", "II")
@@ -76,6 +76,10 @@ class InPlaceABN(ABN):
             overwrite_input=self.overwrite_input,
             backend=self.backend,
         )
+
+    def training_scale(self, weight: Tensor) -> Tensor:
+        """The scale gamma (C,) that a weight stands for with minibatch statistics."""
+        return floored(weight, self.gamma_floor)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", variant={self.variant}"

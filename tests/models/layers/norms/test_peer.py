@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine import assemble
-from models.layers import InPlaceABN, drop_in, from_released, inplace_abn, inplace_abn_sync
+from models.layers import InPlaceABN, drop_in, from_released, inplace_abn, inplace_abn_sync, layer_health
 from models.package import package_abn
 from tests.bodies import small_resnext, small_wider, trained
 from tests.ranks import Ranks
@@ -209,6 +209,9 @@ def test_a_subclass_overrides_the_stand_in():
     y = network[:2](x)
     torch.testing.assert_close(y, 2 * drop_in.ABN.forward(network[1], network[0](x)))
     assert all(isinstance(layer, drop_in.ABN) for layer in (network[1], network[2], drop_in.InPlaceABNSync(4)))
+    with torch.no_grad():
+        network[2].weight[1] = -1e-7
+    assert layer_health(network, x)["smallest_gamma"] == ("2", pytest.approx(1e-7 + network[2].eps))
     copied = copy.deepcopy(network)
     copied.load_state_dict(network.state_dict())
     assert torch.equal(copied(x), network(x))
