@@ -10,7 +10,7 @@ from torch import Tensor
 from models.layers.norms.activations import Activation
 from models.layers.norms.backends import compiled
 from models.layers.norms.backends.eager import EagerBackend
-from models.layers.norms.backends.interface import Affine, Backend, BackwardInputs
+from models.layers.norms.backends.interface import UNTRACKED, Affine, Backend, BackwardInputs
 
 EAGER = EagerBackend()
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}
@@ -58,7 +58,7 @@ def double(kept: BackwardInputs) -> BackwardInputs:
 def keep(case: Case, what: str, eps: float = 1e-5) -> BackwardInputs:
     """What a forward pass on a case keeps, with statistics and values rounded to the dtypes they are kept in."""
     x, _, gamma, beta, activation = case
-    z, mean, invstd = EAGER.forward(x.double(), Affine(gamma.double(), beta.double(), activation), eps)
+    z, mean, invstd = EAGER.forward(x.double(), Affine(gamma.double(), beta.double(), activation), eps, UNTRACKED)
     mean, invstd = mean.to(gamma.dtype), invstd.to(gamma.dtype)
     zero, one = torch.zeros_like(gamma), torch.ones_like(gamma)
     if what == "z":
@@ -79,8 +79,8 @@ def assert_forward(backend: Backend, case: Case) -> None:
     x, _, gamma, beta, activation = case
     unit = _unit(gamma)
     exact = Affine(gamma.double(), beta.double(), activation)
-    wanted, wanted_mean, wanted_invstd = EAGER.forward(x.double(), exact, 1e-5)
-    z, mean, invstd = backend.forward(x, case.affine, 1e-5)
+    wanted, wanted_mean, wanted_invstd = EAGER.forward(x.double(), exact, 1e-5, UNTRACKED)
+    z, mean, invstd = backend.forward(x, case.affine, 1e-5, UNTRACKED)
     assert (z.dtype, z.shape, z.stride()) == (x.dtype, x.shape, x.stride())
     assert mean.dtype == invstd.dtype == gamma.dtype
     assert_close(mean, wanted_mean, 1e-6 * unit, 1.0)

@@ -30,6 +30,7 @@ LAYERS_IMPORT |= {
     "logging",
     "math",
     "operator",
+    "os",
     "random",
     "sys",
     "threading",

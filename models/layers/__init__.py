@@ -19,7 +19,13 @@ from .norms.released import from_released
 from .norms.statistics import renew_statistics
 from .recompute.network import recompute_activations, recomputing, report, undo
 from .reversible.checks import checking_repetitions
-from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
+from .reversible.couplings import (
+    AdditiveCoupling,
+    AffineAdapterNaive,
+    AffineAdapterSigmoid,
+    AffineCoupling,
+    create_coupling,
+)
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "ReversibleSequence",
     "__version__",
     "checking_repetitions",
+    "create_coupling",
     "from_released",
     "inplace_abn",
     "inplace_abn_sync",

@@ -7,30 +7,18 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from .private import FakeTensor, Hooks, StorageWeakRef, address, has_storage
 
 T = TypeVar("T")
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
-def current_hooks() -> Hooks | None:
-    """The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-
-def hooks_are_allowed() -> bool:
-    """Whether saved-tensor hooks may be set, which `torch.func.grad` and `disable_saved_tensors_hooks` forbid."""
-    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is None
-
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
 
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
-    return type(tensor) in _PLAIN and torch._C._has_storage(tensor) and not tensor.is_inference()
+    return type(tensor) in _PLAIN and has_storage(tensor) and not tensor.is_inference()
 
 
 class Kept:
@@ -81,7 +69,7 @@ class Kept:
     def _is_same_memory(self, tensor: Tensor) -> bool:
         if self.storage is None or not is_ordinary(tensor):
             return False
-        return tensor.untyped_storage()._cdata == self.storage.cdata
+        return address(tensor.untyped_storage()) == self.storage.cdata
 
 
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
@@ -141,11 +129,11 @@ class SavedTensors(saved_tensors_hooks):
         Not counted: the storages of the tensors `without`, e.g. parameters, and what autograd saved and dropped again,
         e.g. between two reversible modules.
         """
-        left_out = {tensor.untyped_storage()._cdata for tensor in without}
+        left_out = {address(tensor.untyped_storage()) for tensor in without}
         found: dict[int, SavedTensor] = {}
         for packed in (reference() for reference in self.packed):
-            if packed is not None and (address := packed.tensor.untyped_storage()._cdata) not in left_out:
-                found.setdefault(address, SavedTensor(packed.tensor, packed.place))
+            if packed is not None and (storage := address(packed.tensor.untyped_storage())) not in left_out:
+                found.setdefault(storage, SavedTensor(packed.tensor, packed.place))
         return list(found.values())
 
 

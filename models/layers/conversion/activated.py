@@ -11,10 +11,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..norms.abn import ABN
 from ..norms.activations import Activation
+from ..private import register_pytree_node
 
 # What a network may ask about the norm's output, because the activation does not change it.
 METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")
@@ -54,7 +54,7 @@ for _name in _OPERATIONS.split():
 
 
 # FSDP2 looks for the tensors in a module's output: in dataclasses, or else in such nodes.
-pytree.register_pytree_node(
+register_pytree_node(
     Activated,
     lambda activated: ([activated.tensor], (activated.activation, activated.with_grad)),
     lambda tensors, context: Activated(*tensors, *context),

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..inputs import check_module
 from ..norms.abn import ABN
 from ..norms.activations import Activation
 from ..norms.inplace_abn import InPlaceABN
 from ..norms.report import Report, log_report
+from ..private import BatchNormBase
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
 from .example import NormsOnExample
@@ -57,11 +58,12 @@ def to_inplace(
     """
     if relu_slope is not None and not relu_slope > 0:
         raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0 (0.01 in the paper), or None")
+    check_module(module, "to_inplace")
     tree = CallOrder(module)
     on_example = None if example is None else NormsOnExample(tree, module, example)
 
     def planned(layer: nn.Module) -> Replacement | None:
-        if isinstance(layer, _BatchNorm):
+        if isinstance(layer, BatchNormBase):
             if on_example is not None:
                 return on_example.batch_norm_to_inplace(layer, relu_slope)
             return batch_norm_to_inplace(tree, layer, relu_slope)
@@ -79,6 +81,8 @@ def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_r
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
     """
+
+    check_module(module, "to_standard")
 
     def planned(layer: nn.Module) -> Replacement | None:
         if not isinstance(layer, ABN) or type(layer) is ABN:

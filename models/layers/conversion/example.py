@@ -10,14 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ..norms.abn import ABN
 from ..norms.inplace_abn import InPlaceABN
+from ..private import BatchNormBase, StorageWeakRef, tree_leaves, tree_map, without_function_modes
 from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
@@ -197,7 +195,7 @@ class _Observer(TorchFunctionMode):
             return None
         if call is not None:
             if _storage_of(output) in self.outputs:  # then readers of the norm's output and of this one look the same
-                with torch._C.DisableTorchFunction():
+                with without_function_modes():
                     output = output.clone()
             self.activated[_storage_of(output)] = call
             return output
@@ -213,13 +211,13 @@ class _Observer(TorchFunctionMode):
         if len(args) != 1 or output.is_meta or self.functions.pop(norm, []) != ["batch_norm"]:
             return False
         twin = self.twins[norm].train(norm.training)
-        with torch._C.DisableTorchFunction():
+        with without_function_modes():
             theirs, ours = [output, *norm.buffers()], [twin(*args), *twin.buffers()]
             return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(theirs, ours, strict=True))
 
 
 def _storage_of(tensor: Tensor) -> Storage:
-    with torch._C.DisableTorchFunction():
+    with without_function_modes():
         return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
@@ -244,7 +242,7 @@ class NormsOnExample:
 
     def __init__(self, tree: CallOrder, network: nn.Module, example: Any):
         self.tree = tree
-        norms = [module for module in tree.names if isinstance(module, (_BatchNorm, ABN))]
+        norms = [module for module in tree.names if isinstance(module, (BatchNormBase, ABN))]
         activations = {module for module in tree.names if type(module) in ACTIVATIONS and not is_customised(module)}
         self.calls = calls_on_example(network, example, norms, activations, _twin)
 
@@ -254,7 +252,7 @@ class NormsOnExample:
         _check_output_is_left_alone(self.calls[layer])
         return replacement
 
-    def batch_norm_to_inplace(self, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
+    def batch_norm_to_inplace(self, layer: BatchNormBase, relu_slope: float | None) -> Replacement:
         """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example."""
         calls = self.calls[layer]
         if not calls:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from ..norms.abn import ABN
 from ..norms.checkpointed_abn import CheckpointedABN
 from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from ..private import BatchNormBase, LazyNormBase
 from .activated import hand_over, hands_over
 from .call_order import CallOrder, Place, is_customised
 
@@ -40,7 +40,7 @@ def own_to_inplace(tree: CallOrder, layer: ABN, relu_slope: float | None) -> Rep
     return Replacement(layer, like(layer, InPlaceABN, **options), f"{type(layer).__name__}({layer.activation})")
 
 
-def batch_norm_to_inplace(tree: CallOrder, layer: _BatchNorm, relu_slope: float | None) -> Replacement:
+def batch_norm_to_inplace(tree: CallOrder, layer: BatchNormBase, relu_slope: float | None) -> Replacement:
     """The in-place layer for a norm of PyTorch and the activation behind it in an `nn.Sequential`."""
     check_batch_norm(layer)
     places = tree.places[layer]
@@ -77,9 +77,9 @@ def check_plain(layer: nn.Module, classes: tuple[type[nn.Module], ...], with_act
         raise ValueError("it has parameters, buffers or modules of its own, which would be lost")
 
 
-def check_batch_norm(layer: _BatchNorm, with_activation: bool = False) -> None:
+def check_batch_norm(layer: BatchNormBase, with_activation: bool = False) -> None:
     """Raise ValueError if an in-place layer cannot replace a batch normalisation, whatever follows it."""
-    if isinstance(layer, _LazyNormBase):
+    if isinstance(layer, LazyNormBase):
         raise ValueError("its number of channels is not known before the first forward pass")
     check_plain(layer, BATCH_NORMS, with_activation)
     statistics = [getattr(layer, name) is not None for name in STATE[2:]]

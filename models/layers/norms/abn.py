@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..private import backward_runs
 from .activations import Activation, activate_, check_activation
 from .backends import EagerBackend, backend_for, check_backend
 from .bn_act import BatchNormActivation, Call, Strategy, is_misread, statistics_dtype
@@ -238,4 +239,4 @@ def _is_inference(strategy: Strategy, x: Tensor) -> bool:
 
 def _is_recomputation() -> bool:
     """Whether a backward pass is running: `torch.utils.checkpoint` then repeats a forward pass already counted."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and backward_runs()

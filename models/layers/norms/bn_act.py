@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from ..private import node_class
 from .activations import Activation
 from .backends import Affine, BackwardInputs, Running, backend_for
 from .synchronisation import joint_moments, joint_sums
@@ -134,7 +135,7 @@ _backward_once = once_differentiable(_backward)
 
 def is_node(value: object) -> TypeGuard[Node]:
     """Whether a value is a `BatchNormActivation` node."""
-    return isinstance(value, BatchNormActivation._backward_cls)
+    return isinstance(value, node_class(BatchNormActivation))
 
 
 def kept_by(node: Node) -> BackwardInputs:

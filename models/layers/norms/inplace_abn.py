@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch import Tensor, nn
 
+from ..inputs import check_module
+from ..private import InstanceNormBase
 from .abn import ABN
-from .bn_act import Strategy
+from .bn_act import Strategy, floored
 from .report import Report, log_report
 
 VARIANTS = ("I", "II")
@@ -76,6 +77,10 @@ class InPlaceABN(ABN):
             backend=self.backend,
         )
 
+    def training_scale(self, weight: Tensor) -> Tensor:
+        """The scale gamma (C,) that a weight stands for with minibatch statistics."""
+        return floored(weight, self.gamma_floor)
+
     def extra_repr(self) -> str:
         return super().extra_repr() + f", variant={self.variant}"
 
@@ -122,6 +127,7 @@ class InPlaceABNSync(InPlaceABN):
             report: called with the `Report`, which names every norm that was left alone, e.g. `print`. By default it is
                 logged, as a warning if there are such norms.
         """
+        check_module(module, "InPlaceABNSync.convert")
         result = Report()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):
@@ -132,7 +138,7 @@ class InPlaceABNSync(InPlaceABN):
                 result.replaced[name] = f"{before} -> {type(layer).__name__}({layer.activation}, sync=True)"
             elif isinstance(layer, nn.SyncBatchNorm):
                 result.kept[name] = "SyncBatchNorm: it is synchronised over its own process_group"
-            elif "running_mean" in layer._buffers and not isinstance(layer, _InstanceNorm):
+            elif "running_mean" in layer._buffers and not isinstance(layer, InstanceNormBase):
                 result.kept[name] = (
                     f"{type(layer).__name__}: not a layer of this package; use to_inplace before, or "
                     f"nn.SyncBatchNorm.convert_sync_batchnorm"

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves
+
+from ..private import OpOverload, OpOverloadPacket, tree_leaves, written_arguments
 
 _OPERATORS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
@@ -45,12 +45,7 @@ def _writes(name: str) -> bool:
 def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
     """Positions and names of the arguments that an operator writes over, in any of its overloads."""
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
-    return frozenset(
-        (position, argument.name)
-        for overload in overloads
-        for position, argument in enumerate(overload._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    return frozenset((position, name) for overload in overloads for position, name in written_arguments(overload))
 
 
 def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from ..inputs import check_module
+from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, tree_leaves
 from ..reversible.couplings import Coupling
-from ..saved import current_hooks, hooks_are_allowed
 from .recording import Recording, is_running
 from .report import KeptTensor, Report, summary
 
@@ -41,7 +41,8 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
             branches of couplings inside are prepared as well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
     """
-    if isinstance(network, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())):
+    check_module(network, "recompute_activations")
+    if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
     for module in _recorded_by_themselves(network):
@@ -55,6 +56,7 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
 
 def undo(network: nn.Module) -> nn.Module:
     """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
+    check_module(network, "undo")
     for module in network.modules():
         _take_off(module)
     return network
@@ -65,6 +67,7 @@ def report(network: nn.Module) -> Report:
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
+    check_module(network, "report")
     hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
     if not hooks or hooks[0].kept is None:
         raise ValueError(
@@ -137,9 +140,7 @@ class _Hooks:
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if not self.checkpointed_only:
-                from torch._dynamo.comptime import comptime  # the import takes a second
-
-                comptime(_say_that_the_compiler_decides)
+                call_at_compilation(_say_that_the_compiler_decides)
             return
         _drop_abandoned()
         recording, frame = None, sys._getframe(1)

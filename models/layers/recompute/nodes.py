@@ -4,14 +4,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.modules._functions import SyncBatchNorm
 
 from ..norms.bn_act import is_node, recompute_output
-from ..saved import is_ordinary
+from ..private import packed_by_synchronised_norm
+from ..saved import Kept, is_ordinary
 from .rules import normalised, saved_value
 from .values import KnownValues, Recipe, Value, laid_out
-
-_SYNCHRONISED = SyncBatchNorm._backward_cls
 
 
 class Recorded(Protocol):
@@ -36,8 +34,8 @@ def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | Non
             return Value(Recipe(recompute_output, (node,), tensor))  # the node also holds the result while it is read
     elif tensor._version:
         return None
-    elif type(node) is _SYNCHRONISED:
-        return _of_synchronised_norm(recording, tensor, node)
+    elif packed := packed_by_synchronised_norm(node):
+        return _of_synchronised_norm(recording, tensor, node, packed)
     elif recording.arguments:
         name = type(node).__name__
         if name in ("ToCopyBackward0", "CloneBackward0"):
@@ -65,9 +63,11 @@ def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tup
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-def _of_synchronised_norm(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+def _of_synchronised_norm(recording: Recorded, tensor: Tensor, node: Any, packed: tuple[Any, ...]) -> Value | None:
     """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
-    x, weight, mean, invstd, *_ = (saved_value(saved) for saved in node._raw_saved_tensors)
+    x, weight, mean, invstd, *_ = map(saved_value, packed)
+    if not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
+        return None
     bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
     if bias is None:
         return None

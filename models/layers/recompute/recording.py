@@ -37,18 +37,26 @@ The rules, which this folder keeps together:
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import methodcaller
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
-from ..saved import Hooks, Kept, current_hooks, is_ordinary
+from ..private import (
+    Hooks,
+    StorageWeakRef,
+    address,
+    current_function_mode,
+    current_hooks,
+    next_node_number,
+    node_number,
+    tree_leaves,
+    unpack,
+)
+from ..saved import Kept, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
 from .report import KeptTensor, Log
@@ -80,7 +88,7 @@ class Recording(TorchFunctionMode):
         frame: FrameType | None = None,
     ):
         super().__init__()
-        self.outside = {tensor.untyped_storage()._cdata for tensor in inputs if is_ordinary(tensor)}
+        self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
         self.frame = frame
@@ -102,8 +110,8 @@ class Recording(TorchFunctionMode):
 
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
-        self.start = torch.autograd._get_sequence_nr()
-        self.hooks = saved_tensors_hooks(self._pack, methodcaller("get"))
+        self.start = next_node_number()
+        self.hooks = saved_tensors_hooks(self._pack, unpack)
         self.hooks.__enter__()
         if not self.checkpointed_only:
             super().__enter__()
@@ -139,7 +147,7 @@ class Recording(TorchFunctionMode):
 
     def leave_abandoned(self) -> bool:
         """Take the rest of an abandoned recording off; False if another context has been entered on top of it."""
-        covered = not self.checkpointed_only and _get_current_function_mode() is not self
+        covered = not self.checkpointed_only and current_function_mode() is not self
         if not self.is_abandoned() or self.hooks is not None or covered:
             return False
         if not self.checkpointed_only:
@@ -209,9 +217,9 @@ class Recording(TorchFunctionMode):
     def _made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this recording."""
         node = tensor.grad_fn
-        if node is None or node._sequence_nr() < self.start or not is_ordinary(tensor):
+        if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
-        return not self.outside or tensor.untyped_storage()._cdata not in self.outside
+        return not self.outside or address(tensor.untyped_storage()) not in self.outside
 
     def _pack(self, tensor: Tensor) -> Saved | Kept | Form:
         """What autograd saves in place of a tensor."""
@@ -240,7 +248,7 @@ class Recording(TorchFunctionMode):
 
     def keep(self, tensor: Tensor) -> Value:
         """Keep a tensor, and remember its value."""
-        value = Value(Kept(tensor, None), tensor.untyped_storage()._cdata)
+        value = Value(Kept(tensor, None), address(tensor.untyped_storage()))
         if self.outer is not None:
             if self.arguments:  # the running call may yet get a recipe
                 self.unsettled.append((value, tensor))
@@ -300,7 +308,7 @@ class Recording(TorchFunctionMode):
             return
         if not (base.is_contiguous() and result.is_contiguous()):
             return
-        if own.reads_storage(base.untyped_storage()._cdata):  # a view of an argument
+        if own.reads_storage(address(base.untyped_storage())):  # a view of an argument
             return
         recipe, value = Recipe(Tensor.view, (own, base.shape), base), self.known.find(base)
         if value is None:
@@ -311,7 +319,7 @@ class Recording(TorchFunctionMode):
     def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
         value = before or self.known.find(overwritten, overwrites=1)  # from a copy
-        if value is not None and value.reads_storage(overwritten.untyped_storage()._cdata):
+        if value is not None and value.reads_storage(address(overwritten.untyped_storage())):
             return None
         return value
 
@@ -336,15 +344,15 @@ class Recording(TorchFunctionMode):
             if not isinstance(tensor, Tensor) or tensor.requires_grad or not is_ordinary(tensor):
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.made:
+            if address(storage) not in self.made:
                 given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
-                if all(self._made(a) for a in given if a.untyped_storage()._cdata == storage._cdata):
-                    self.made[storage._cdata] = StorageWeakRef(storage)
+                if all(self._made(a) for a in given if address(a.untyped_storage()) == address(storage)):
+                    self.made[address(storage)] = StorageWeakRef(storage)
 
     def _is_own_memory(self, tensor: Tensor) -> bool:
         """Whether a tensor without gradient is in memory that was made here. NumPy and others do not see it."""
         storage = tensor.untyped_storage()
-        return storage._cdata in self.made and storage.resizable()
+        return address(storage) in self.made and storage.resizable()
 
     def lend(self, tensor: Tensor) -> Value:
         """Keep a tensor for a recipe, if it has no value yet."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..private import address
 from ..saved import Kept
 from .values import Signs, Value
 
@@ -66,18 +67,18 @@ class Log:
         storage = tensor.untyped_storage()
         made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
         kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
-        self.entries.append((weakref.ref(value), storage._cdata, kept))
+        self.entries.append((weakref.ref(value), address(storage), kept))
 
     def kept(self) -> list[KeptTensor]:
         """What is kept at the end: each memory once."""
         found: dict[int, KeptTensor] = {}
-        for reference, address, kept in self.entries:
+        for reference, storage, kept in self.entries:
             value = reference()
             if value is None or not isinstance(value.source, (Kept, Signs)):
                 continue
             if isinstance(value.source, Signs):
                 kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
-            found.setdefault(address, kept)
+            found.setdefault(storage, kept)
         return list(found.values())
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..private import dropped_share, packed_by
 from ..saved import Kept
 from .inplace_calls import INPLACE
 from .values import Saved, Value
@@ -137,20 +138,20 @@ def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     node: Any = result.grad_fn
     if type(node).__name__ not in _BATCH_NORMS:
         raise NotFollowed
-    return Again(normalised, [x, *_saved(node._raw_saved_result1, node._raw_saved_result2), *affine], fresh=True)
+    return Again(normalised, [x, *_saved(node, "result1", "result2"), *affine], fresh=True)
 
 
-def _saved(*saved: Any) -> list[Value | Kept]:
+def _saved(node: Any, *names: str) -> list[Value | Kept]:
     """The values that a node has saved."""
-    values = [saved_value(one) for one in saved]
+    values = [saved_value(packed_by(node, name)) for name in names]
     if not all(isinstance(value, (Value, Kept)) for value in values):
         raise NotFollowed
     return values
 
 
-def saved_value(saved: Any) -> Any:
+def saved_value(packed: Any) -> Any:
     """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
-    return saved.data.value if isinstance(saved.data, Saved) else saved.data
+    return packed.value if isinstance(packed, Saved) else packed
 
 
 def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Vector) -> Tensor:
@@ -205,7 +206,7 @@ def _max_pool(dimensions: int) -> Rule:
             raise NotFollowed
         x = find(args[0] if args else kwargs["input"])
         shape = (*result.shape[: result.dim() - dimensions], -1)
-        return Again(_gathered, [x, *_saved(node._raw_saved_result1), shape, result.shape], fresh=True)
+        return Again(_gathered, [x, *_saved(node, "result1"), shape, result.shape], fresh=True)
 
     return rule
 
@@ -219,9 +220,9 @@ def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     node: Any = result.grad_fn
     x = args[0] if args else kwargs["input"]
     if type(node).__name__ == "MulBackward0":
-        return Again(torch.mul, [find(x), *_saved(node._raw_saved_other)], fresh=True)
-    if type(node).__name__ == "NativeDropoutBackward0":
-        return Again(_masked, [find(x), *_saved(node._raw_saved_result1), 1 / (1 - node._saved_p)], fresh=True)
+        return Again(torch.mul, [find(x), *_saved(node, "other")], fresh=True)
+    if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
+        return Again(_masked, [find(x), *_saved(node, "result1"), 1 / (1 - share)], fresh=True)
     raise NotFollowed
 
 
@@ -232,7 +233,7 @@ def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], re
     if type(product).__name__ != "MulBackward0":
         raise NotFollowed
     given = dict(zip(("input", "p"), args, strict=False)) | kwargs
-    mask = _saved(product._raw_saved_other)
+    mask = _saved(product, "other")
     return Again(_dropped_to_alpha, [find(given["input"]), *mask, given.get("p", 0.5)], fresh=True)
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..saved import Hooks, Kept, check_version
+from ..private import Hooks, StorageWeakRef, address, at_end_of_backward, backward_runs, without_function_modes
+from ..saved import Kept, check_version
 
 
 class Value:
@@ -91,12 +91,12 @@ class Value:
         else:
             check_version(tensor, self.version)  # a backward function may write over what it gets
         self.reads += 1
-        if self.reads == self.readers or torch._C._current_graph_task_id() == -1:  # not in a backward pass
+        if self.reads == self.readers or not backward_runs():  # not in a backward pass
             self.drop()
         elif self.computed is None:
             self.computed = tensor
             # Not all readers read in a backward pass through a part of the graph.
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_drop, weakref.ref(self)))
+            at_end_of_backward(partial(_drop, weakref.ref(self)))
         return tensor
 
     def drop(self) -> None:
@@ -129,7 +129,7 @@ class Signs:
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None):
         self.form = Form(tensor)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_function_modes():
             positive = (tensor <= 0).logical_not_().flatten()  # NaN lets gradients pass, as in PyTorch
             positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
             self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
@@ -140,7 +140,7 @@ class Signs:
 
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), without_function_modes():
             ones = (self.bits.get().unsqueeze(-1) & _bits(self.form.device)).ne(0).flatten()
             tensor = ones[: self.form.shape.numel()].view(self.form.shape).to(self.form.dtype)
             return laid_out(tensor, self.form.stride)
@@ -319,14 +319,14 @@ class KnownValues:
     def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
         """Note that a kept value, or a `Saved`, depends on a tensor's memory."""
         storage = tensor.untyped_storage()
-        dependents = self.dependents.get(storage._cdata)
+        dependents = self.dependents.get(address(storage))
         if dependents is None:
-            dependents = self.dependents[storage._cdata] = _Dependents(StorageWeakRef(storage), [])
+            dependents = self.dependents[address(storage)] = _Dependents(StorageWeakRef(storage), [])
         dependents.things.append(weakref.ref(thing))
 
     def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> None:
         """Copy the values in a tensor's memory that recipes read; mark what operations saved of it as overwritten."""
-        dependents = self.dependents.pop(tensor.untyped_storage()._cdata, None)
+        dependents = self.dependents.pop(address(tensor.untyped_storage()), None)
         if dependents is None:
             return
         for thing in filter(None, (reference() for reference in dependents.things)):

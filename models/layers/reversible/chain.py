@@ -36,11 +36,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..saved import Hooks, Kept, current_hooks
+from ..private import Hooks, current_hooks, keeps_graph
+from ..saved import Kept
 from .checks import Checksum
 from .couplings import Coupling, HalfStep, detached, versions
 from .environment import Environment
-from .replay import Section, keeps_graph
+from .replay import Section
 
 Values = tuple[Tensor, ...]
 Undo = Callable[[], Values]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..norms.statistics import has_running_statistics
+from ..private import without_dispatch_modes
 from ..saved import check_version
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -143,5 +144,5 @@ def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 
 def _equal(state: Tensor, other: Tensor) -> bool:
-    with torch._C._DisableTorchDispatch():  # the states are real under fake tensors too
+    with without_dispatch_modes():  # the states are real under fake tensors too
         return torch.equal(state, other)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..private import keeps_graph
 from ..saved import Kept, check_version
 
 
@@ -112,11 +113,6 @@ class Section:
             ended = True
         if next(slots, None) is not None:
             raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
-
-
-def keeps_graph() -> bool:
-    """Whether the running backward pass keeps its graph for another one (retain_graph=True)."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _form(tensor: Tensor) -> tuple:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ...private import is_in_torch_dispatch_mode
 from .compiled import CompiledBackend, compiler_available, prefers_compiled
 from .eager import EagerBackend
 from .interface import Affine, Backend, BackwardInputs, Running

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx
 
+from ...private import compile_by_inductor
 from ..activations import Activation
 from . import formulas
 from .eager import EagerBackend, moments_by_operator
@@ -20,7 +21,6 @@ FEW_CHANNELS_LAST = 2**18
 FEW_CONTIGUOUS = 2**17
 
 Result = TypeVar("Result")
-Number = TypeVar("Number", int, float)
 
 
 class CompiledBackend(Backend):
@@ -40,7 +40,7 @@ class CompiledBackend(Backend):
         return out
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if torch.compiler.is_compiling() or x.is_contiguous():
             x = _filled(out, x)
@@ -96,8 +96,8 @@ def compiler_available(device_type: str) -> bool:
     """
     try:
         graph, x = fx.symbolic_trace(lambda x: x + 1), torch.zeros(2, 3, device=device_type)
-        torch._inductor.compile(graph, [x])(x)
-    except (RuntimeError, OSError):  # no compiler, or no room for its files
+        compile_by_inductor(graph, [x])(x)
+    except (RuntimeError, OSError, AttributeError):  # no compiler, no room for its files, or another PyTorch
         return False
     return True
 
@@ -156,12 +156,12 @@ def _compiled(
     `in_part`: some tensors are None.
     """
     check_compiler(device_type)
-    # With dynamic=True plain numbers would become inputs of the compiled function.
-    axis, slope, eps = _constant(settings.axis), _constant(settings.activation.param), _constant(settings.eps)
+    # As text: with dynamic=True numbers would become inputs of the compiled function.
+    axis, slope, eps = str(settings.axis), str(settings.activation.param), str(settings.eps)
     name = settings.activation.name
 
     def specialised(*tensors: Tensor | None) -> Result:
-        return formula(Settings(axis(), Activation(name, slope()), eps()), *tensors)
+        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps)), *tensors)
 
     # Dynamo limits recompilations per code object, and all functions made here would share one.
     own_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}" + "_in_part" * in_part
@@ -171,10 +171,6 @@ def _compiled(
         "size_asserts": False,  # Dynamo already guards the sizes; asserting them again costs microseconds
     }
     return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
-
-
-def _constant(value: Number) -> Callable[[], Number]:
-    return torch.compiler.assume_constant_result(lambda: value)
 
 
 def _filled(out: Tensor | None, x: Tensor) -> Tensor:

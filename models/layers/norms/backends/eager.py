@@ -19,7 +19,7 @@ class EagerBackend(Backend):
         return activate_(affine.activation, y)
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         buffers = _buffers(out, x.shape[1], affine.gamma)
         y, mean, invstd = torch.native_batch_norm(

@@ -83,7 +83,7 @@ class Backend:
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """z, mean and invstd of the minibatch; updates the running statistics (with the unbiased variance)."""
         mean, var = self.moments(x)

@@ -30,10 +30,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...private import triton_is_interpreted
 from ..activations import Activation
-from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
+from .interface import Affine, Backend, BackwardInputs, Running
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)  # kernels then run on CPU tensors only, slowly
+INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
 
 MAX_PARTS = 256  # per channel; each program of pass 2 combines them
 
@@ -559,7 +560,7 @@ class TritonBackend(Backend):
         return _normalise(_plan_for(x, reads=1), x, out, affine.activation, vectors)
 
     def forward(
-        self, x: Tensor, affine: Affine, eps: float, running: Running = UNTRACKED, out: Tensor | None = None
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
             return super().forward(x, affine, eps, running, out)

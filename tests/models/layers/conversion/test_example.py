@@ -27,6 +27,7 @@ from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from models.layers.conversion.activated import MergedActivation
 from models.layers.conversion.convert import Report, to_inplace, to_standard
 from tests.bodies import kept_maps
+from tests.cuda import FSDP2_ON_CPUS
 from tests.models.layers.conversion.test_convert import (
     act,
     assert_left,
@@ -400,6 +401,7 @@ def test_a_shared_relu_stays_right(change):
     assert_same_function(CHANGES[change](network), reference, x)
 
 
+@FSDP2_ON_CPUS
 def test_norms_that_fsdp2_shards_by_themselves():
     network, reference, x = small_bottleneck()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -12,7 +12,7 @@ from models.layers import CheckpointedABN, InPlaceABN
 from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS, Activation
 from models.layers.norms.backends import compiled as compiled_backend
 from models.layers.norms.backends.compiled import CompiledBackend, compiler_available
-from models.layers.norms.backends.interface import Affine, BackwardInputs, Running
+from models.layers.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
 from tests.backend_cases import EAGER, assert_backward, assert_forward, assert_pieces, case, keep, need_a_compiler
 
 LEAKY = Activation("leaky_relu", 0.01)
@@ -81,10 +81,10 @@ def test_half_precision_computes_in_float32(op_by_op, layout, dtype):
     """The result equals float32 arithmetic on the same values, rounded once."""
     example = case(SHAPE, dtype=dtype, memory_format=LAYOUTS[layout])
     x, dz, gamma, beta, _ = example
-    z, *statistics = CompiledBackend().forward(x, Affine(gamma, beta, LEAKY), 1e-5)
+    z, *statistics = CompiledBackend().forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED)
     kept = keep(example, "z")
     dx, *sums = CompiledBackend().backward(kept, dz)
-    wide_z, *wide_statistics = EAGER.forward(x.float(), Affine(gamma, beta, LEAKY), 1e-5)
+    wide_z, *wide_statistics = EAGER.forward(x.float(), Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED)
     wide_dx, *wide_sums = EAGER.backward(kept._replace(values=kept.values.float()), dz.float())
     for ours, wide in ((z, wide_z), (dx, wide_dx)):
         torch.testing.assert_close(ours, wide.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
@@ -106,7 +106,7 @@ def test_traced_into_an_outer_graph(layout):
     x, dz, gamma, beta, _ = case(SHAPE, dtype=torch.float64, memory_format=LAYOUTS[layout])
 
     def step(backend, x, dz, gamma, beta, out):
-        z, mean, invstd = backend.forward(x, Affine(gamma, beta, LEAKY), 1e-5, out=out)
+        z, mean, invstd = backend.forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, out=out)
         kept = BackwardInputs(z, True, beta, gamma.reciprocal(), gamma, beta, invstd, LEAKY)
         return z, *backend.backward(kept, dz)
 
@@ -162,8 +162,8 @@ def test_sizes_of_1_do_not_use_up_the_recompilations(request, needs):
 def test_writes_over_the_input(compiler):
     """z is in x, and x's version changes, so an earlier operation that kept x raises in its backward pass."""
     x, _, gamma, beta, _ = case(SHAPE)
-    expected, version = EAGER.forward(x, Affine(gamma, beta, LEAKY), 1e-5), x._version
-    result = CompiledBackend().forward(x, Affine(gamma, beta, LEAKY), 1e-5, out=x)
+    expected, version = EAGER.forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED), x._version
+    result = CompiledBackend().forward(x, Affine(gamma, beta, LEAKY), 1e-5, UNTRACKED, out=x)
     assert result[0] is x and x._version > version
     torch.testing.assert_close(result, expected)
 
@@ -180,6 +180,9 @@ def test_message_without_a_compiler(monkeypatch):
     before = is_freed(torch.zeros(1))
     monkeypatch.setattr(compiled_backend, "compiler_available", compiler_available.__wrapped__)  # asks anew
     forget_compilations()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._inductor, "compile")  # as in another PyTorch
+        assert not compiled_backend.compiler_available("cpu")
     with inductor_config.patch({"cpp.cxx": ("/nonexistent/g++",), "force_disable_caches": True}):
         assert not compiled_backend.compiler_available("cpu")
         with pytest.raises(ValueError, match=r"for cpu on this machine.*g\+\+.*backend='eager'"):

@@ -20,7 +20,7 @@ from models.heads import DeepLabV3
 from models.layers import InPlaceABN  # noqa: E402
 from models.layers.norms import backends
 from models.layers.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
-from models.layers.norms.backends.interface import Affine, BackwardInputs, Running
+from models.layers.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -41,13 +41,21 @@ FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_la
 KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
 
 
+def interpret(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton interpret the kernels that are defined from now on."""
+    if hasattr(triton, "knobs"):
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+    else:  # Triton before 3.4
+        patch.setenv("TRITON_INTERPRET", "1")
+
+
 @pytest.fixture(scope="module")
 def copies():
     """The module `triton_kernels`, for each device; for the CPU a copy with interpreted kernels."""
     spec = importlib.util.spec_from_file_location(f"{triton_kernels.__name__}_interpreted", triton_kernels.__file__)
     interpreted = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton.knobs.runtime, "interpret", True)
+        interpret(patch)
         spec.loader.exec_module(interpreted)
     return {"cpu": interpreted, "cuda": triton_kernels}
 
@@ -65,7 +73,7 @@ def device(request, copies, monkeypatch) -> str:
     patch restores those as well.
     """
     if request.param == "cpu":
-        monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+        interpret(monkeypatch)
         for module in (triton.language, triton.language.core):
             for name, function in filter(lambda item: callable(item[1]), vars(module).copy().items()):
                 again = triton.jit(function.fn) if isinstance(function, triton.JITFunction) else function
@@ -186,9 +194,9 @@ def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, me
 def test_writes_over_its_input(backend, device, many_parts, memory_format):
     x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
     affine = Affine(gamma, beta, activation)
-    wanted, mean, invstd = backend.forward(x, affine, 1e-5)
+    wanted, mean, invstd = backend.forward(x, affine, 1e-5, UNTRACKED)
     for write in (
-        lambda out: backend.forward(out, affine, 1e-5, out=out)[0],
+        lambda out: backend.forward(out, affine, 1e-5, UNTRACKED, out=out)[0],
         lambda out: backend.normalise(out, mean, invstd, affine, out=out),
     ):
         out = x.clone(memory_format=torch.preserve_format)
@@ -289,7 +297,7 @@ def test_not_a_number_is_not_hidden(backend, device, activation):
     example = case((2, 3, 4, 5), device, activation=activation)
     x, dz = example.x.clone(), example.dz.clone()
     x[0, 0, 0, 0] = dz[0, 1, 0, 0] = torch.nan
-    z, _, _ = backend.forward(x, example.affine, 1e-5)
+    z, _, _ = backend.forward(x, example.affine, 1e-5, UNTRACKED)
     assert z[:, 0].isnan().all() and z[:, 1:].isfinite().all()
     dx, dgamma, dbeta = backend.backward(keep(example, "x")._replace(values=x), dz)
     assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
@@ -356,8 +364,8 @@ def compile_for(monkeypatch, tmp_path):
         pytest.skip("TRITON_INTERPRET is set")
     try:
         assert triton.knobs.nvidia.ptxas.path and triton.knobs.nvidia.cuobjdump.path
-    except RuntimeError as error:
-        pytest.skip(str(error))  # which of NVIDIA's tools is missing
+    except (RuntimeError, AttributeError) as error:
+        pytest.skip(str(error))  # which of NVIDIA's tools is missing, or that Triton is older than 3.4
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     compiler, launches = Compiler(tmp_path), []
     for name, kernel in vars(triton_kernels).copy().items():
@@ -512,7 +520,7 @@ def test_more_than_two_billion_elements(backend, device, memory_format):
     x = torch.empty(shape, dtype=torch.bfloat16, device=device, memory_format=memory_format).normal_()
     gamma, beta = torch.full((64,), -0.5, device=device), torch.full((64,), 0.1, device=device)
     phi = Activation("leaky_relu")
-    z, mean, invstd = backend.forward(x, Affine(gamma, beta, phi), 1e-5)
+    z, mean, invstd = backend.forward(x, Affine(gamma, beta, phi), 1e-5, UNTRACKED)
     assert mean.abs().max() < 1e-3 and (invstd - 1).abs().max() < 1e-3
     kept = BackwardInputs(z, True, beta, 1 / gamma, gamma, beta, invstd, phi)
     dx = backend.input_gradient(kept, z, beta, beta)

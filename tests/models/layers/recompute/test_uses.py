@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from models.blocks import IdentityResidualBlock
 from models.layers import CheckpointedABN, InPlaceABN, recompute_activations, recomputing, report, undo
+from models.layers.private import current_hooks
 from models.layers.recompute.recording import Recording
-from models.layers.saved import current_hooks, kept_bytes
+from models.layers.saved import kept_bytes
 from tests.norms import CHECKPOINTED, STRATEGIES
 
 

@@ -1,0 +1,218 @@
+"""All that this package uses of PyTorch's and Triton's private parts.
+
+Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each brings. Where a part is missing:
+
+| part | used for | where it is missing |
+|---|---|---|
+| `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
+| `data` of a `SavedTensor` | what hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
+| the same of `SyncBatchNorm`'s node | the statistics of synchronised norms | the result is kept (2.9 and before) |
+| `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
+| `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
+| `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
+| `torch._inductor.compile` | whether there is a compiler | there is none: the eager backend |
+| everything else here | | ImportError when this package is imported |
+
+Other files use these alone, which PyTorch's own extensions rely on: `Tensor._version`, `_base` and `_is_view`, and of
+`nn.Module` the dictionaries (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, …) and `_load_from_state_dict`.
+"""
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .version import __version__
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+try:
+    from torch._ops import OpOverload, OpOverloadPacket  # what `torch.ops` gives
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.multiprocessing.reductions import StorageWeakRef
+    from torch.nn.modules._functions import SyncBatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+    from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
+    from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
+    from torch.overrides import _get_current_function_mode as current_function_mode
+    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+    from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+
+    # Whether a tensor has a storage, which sparse and batched ones lack.
+    has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+    without_function_modes = torch._C.DisableTorchFunction
+    without_dispatch_modes = torch._C._DisableTorchDispatch
+    # Autograd numbers the nodes of a thread in the order in which they are made.
+    next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+    # Whether the running backward pass keeps its graph for another one (retain_graph=True).
+    keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+    # Call a function when the running backward pass ends.
+    at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    _backward_number = torch._C._current_graph_task_id
+    _disabled_message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+    _hooks_of_torch = torch._C._autograd
+    Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"keepless {__version__} does not know torch {torch.__version__} ({error}): pip install -U keepless, or "
+        f"install a torch that it was tried on, such as 2.12"
+    ) from error
+
+# The address of a storage's own object, by which storages are told apart while they live.
+address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+
+_SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
+
+
+def backward_runs() -> bool:
+    """Whether a backward pass is running."""
+    return _backward_number() != -1
+
+
+def node_number(node: Any) -> int:
+    """See `next_node_number`."""
+    return node._sequence_nr()
+
+
+class _Asked(threading.local):
+    """What `unpack` was called with, while `packed_by` asks for it."""
+
+    packed: list[Any] | None = None
+
+
+_asked = _Asked()
+_ANYTHING = torch.empty(0)
+_SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
+
+
+def unpack(packed: Any) -> Tensor:
+    """The unpack hook for objects with a method `get`, which `packed_by` can find."""
+    if _asked.packed is None:
+        return packed.get()
+    _asked.packed.append(packed)
+    return _ANYTHING
+
+
+def packed_by(node: Any, name: str) -> Any:
+    """What a node of PyTorch holds for a tensor that it saved by this name, with `unpack`; None if it holds nothing."""
+    if _SHOWS_PACKED:
+        return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
+    found: list[Any] = []
+    _asked.packed = found
+    try:
+        getattr(node, f"_saved_{name}", None)
+    finally:
+        _asked.packed = None
+    return found[0] if found else None
+
+
+def packed_by_synchronised_norm(node: Any) -> tuple[Any, ...]:
+    """What an `nn.SyncBatchNorm` saved, as it was packed: input, weight, mean, inverse standard deviation and count.
+
+    Empty for other nodes.
+    """
+    if type(node) is not _SYNCHRONISED:
+        return ()
+    return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
+
+
+def dropped_share(node: Any) -> float | None:
+    """The probability with which a dropout node drops values."""
+    return getattr(node, "_saved_p", None)
+
+
+def written_arguments(operator: OpOverload) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes over."""
+    arguments = enumerate(operator._schema.arguments)
+    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def node_class(function: type[torch.autograd.Function]) -> type:
+    """The class of the nodes that an autograd function makes."""
+    return function._backward_cls
+
+
+def hooks_are_allowed() -> bool:
+    """Whether saved-tensor hooks may be set, which `torch.func.grad` and `disable_saved_tensors_hooks` forbid."""
+    return _disabled_message() is None
+
+
+class _Noted(threading.local):
+    """The saved-tensor hooks that this thread has set, innermost last, where PyTorch does not tell."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Hooks] = []
+
+    def see(self) -> None:
+        """From now on see every change of them."""
+        push, pop = _hooks_of_torch._push_saved_tensors_default_hooks, _hooks_of_torch._pop_saved_tensors_default_hooks
+
+        def noted_push(pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
+            push(pack_hook, unpack_hook)
+            self.hooks.append((pack_hook, unpack_hook))
+
+        def noted_pop() -> None:
+            pop()
+            del self.hooks[-1:]
+
+        _hooks_of_torch._push_saved_tensors_default_hooks = noted_push
+        _hooks_of_torch._pop_saved_tensors_default_hooks = noted_pop
+
+    def current(self) -> Hooks | None:
+        """See `current_hooks`. RuntimeError if there are hooks that were set before `see`, or by another thread."""
+        if self.hooks:
+            return self.hooks[-1]
+        if hooks_are_allowed():
+            try:
+                _hooks_of_torch._saved_tensors_hooks_disable("")  # refused if there are any
+            except RuntimeError:
+                raise RuntimeError(
+                    f"saved-tensor hooks are in effect that torch {torch.__version__} does not show: import keepless "
+                    f"before they are set, or pip install 'torch>=2.8'"
+                ) from None
+            finally:
+                _hooks_of_torch._saved_tensors_hooks_enable()
+        return None
+
+
+_noted = _Noted()
+if not hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks"):
+    _noted.see()
+
+
+def current_hooks() -> Hooks | None:
+    """The saved-tensor hooks in effect now, e.g. from `torch.autograd.graph.save_on_cpu`; None if there are none."""
+    if hasattr(_hooks_of_torch, "_top_saved_tensors_default_hooks"):
+        return _hooks_of_torch._top_saved_tensors_default_hooks(False)
+    return _noted.current()
+
+
+def is_compiled(module: object) -> bool:
+    """Whether a module is what `torch.compile` returns."""
+    return isinstance(module, getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ()))
+
+
+def call_at_compilation(function: Callable[[object], None]) -> None:
+    """Inside `torch.compile`: call a function while the graph is traced."""
+    from torch._dynamo.comptime import comptime  # the import takes a second
+
+    comptime(function)
+
+
+def compile_by_inductor(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile a graph without Dynamo. RuntimeError, OSError or AttributeError where that is impossible."""
+    return torch._inductor.compile(graph, [*inputs])
+
+
+def triton_is_interpreted() -> bool:
+    """Whether Triton runs its kernels in its interpreter, on CPU tensors."""
+    import triton
+
+    if hasattr(triton, "knobs"):
+        return bool(triton.knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET") == "1"
