@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 DEMO := runs/demo
+PEER := $(CURDIR)/.peer
 # TorchInductor compiles scalar C++: it takes 20 seconds to find out which vector instructions work.
 SCALAR := TORCHINDUCTOR_VEC_ISA_OK=0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all faults lint
+.PHONY: help demo test test-all faults peer lint
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -24,6 +25,12 @@ test-all: $(INSTALLED)  ## run the slow tests too (20 minutes on two cores)
 
 faults: $(INSTALLED)  ## inject every fault into small trainings and count what survives: docs/results/faults.md (10 minutes)
 	$(VENV)/bin/python -m pytest -n 2 -p tests.faults.report -m "injects and not gpu" --faults-out docs/results/faults.json $(PYTEST)
+
+peer: $(INSTALLED)  ## build the released inplace_abn against the installed PyTorch and compare with it (6 minutes, a C++ compiler)
+	@test -d $(PEER)/inplace_abn || $(VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER)/tools setuptools-scm vcs-versioning
+	@test -d $(PEER)/inplace_abn || PYTHONPATH=$(CURDIR)/tests/peer_build:$(PEER)/tools \
+		$(VENV)/bin/python -m pip install --no-build-isolation --no-deps --target $(PEER) inplace-abn
+	PYTHONPATH=$(PEER) $(SCALAR) $(VENV)/bin/python -m pytest -m peer $(PYTEST)
 
 lint: $(INSTALLED)  ## check style and types
 	$(VENV)/bin/ruff check .

@@ -1,9 +1,12 @@
 """The wheel: pure, small, complete, and usable beside another project's folders."""
 
+import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -25,16 +28,22 @@ print(__version__)
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy in which an older build has left a file."""
-    source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("pyproject.toml", "setup.py", "LICENSE", "docs/layers.md"):
+def source(tmp_path_factory) -> Path:
+    """A copy of what is packed, in which an older build has left a file."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/layers.md", "tests/test_package.py"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
     shutil.copytree(REPOSITORY / "models" / "layers", source / "models" / "layers")
     left = source / "build" / "lib" / "keepless" / "gone.py"
     left.parent.mkdir(parents=True)
     left.write_text("")
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    built = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*pip, "--wheel-dir", built, source], check=True)
     (file,) = built.iterdir()
@@ -48,12 +57,24 @@ def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     assert names == {
         f"keepless/{file.relative_to(layers).as_posix()}"
         for file in layers.rglob("*")
-        if file.suffix == ".py" or file.name == "py.typed"
+        if file.suffix == ".py" or file.name in ("py.typed", "CHANGELOG.md")
     }
     (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
     needed = [line for line in lines if line.startswith("Requires-Dist") and "extra ==" not in line]
-    assert needed == ["Requires-Dist: torch>=2.11"]
+    assert needed == ["Requires-Dist: torch>=2.6"]
+
+
+@pytest.mark.slow
+def test_the_source_archive_holds_what_the_wheel_needs(wheel, source, tmp_path):
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
+    (archive,) = tmp_path.glob("keepless-*.tar.gz")
+    names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
+    modules = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("keepless/")}
+    assert {name.replace("keepless/", "models/layers/", 1) for name in modules} <= names
+    assert {"pyproject.toml", "setup.py", "LICENSE", "docs/layers.md"} <= names
+    assert not any(name.startswith(("tests", "build")) for name in names)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +83,8 @@ def installed(wheel, tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("installed")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", folder, wheel], check=True)
-    return {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    packages = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": packages, "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
 
 def run(program: str, folder: Path, environment: dict[str, str]) -> str:
@@ -78,6 +100,80 @@ def test_the_examples_of_its_page_run(installed, tmp_path):
     examples = re.findall(r"(?ms)^```python\n(.*?)^```", page)
     assert len(examples) == 5
     run("\n".join(examples), tmp_path, installed)
+
+
+SMALL = """
+import torch
+from keepless import recompute_activations
+from keepless.saved import kept_bytes
+if PLAIN:
+    recompute_activations = torch.nn.Module.requires_grad_  # any method that returns the network
+torch.manual_seed(0)
+images, masks = torch.randn(4, 3, 64, 64), torch.randint(3, (4, 64, 64))
+network = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.SiLU(), torch.nn.AdaptiveAvgPool2d(1),
+    torch.nn.Flatten(), torch.nn.Linear(4, 3),
+)
+"""
+AROUND = {  # what a recipe needs before and after it
+    "lightning": (
+        """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = network
+    def training_step(self, batch, number):
+        return self.network(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+""",
+        """
+off = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+trainer = lightning.Trainer(max_steps=2, accelerator="cpu", callbacks=[Recompute()], **off)
+trainer.fit(Module(), torch.utils.data.DataLoader(images, batch_size=2))
+""",
+    ),
+    "transformers": (
+        """
+import transformers
+options = dict(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+network = transformers.ResNetForImageClassification(transformers.ResNetConfig(**options))
+data = [{"pixel_values": image, "labels": torch.tensor(number % 3)} for number, image in enumerate(images)]
+""",
+        """
+options = dict(max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, save_strategy="no")
+arguments = transformers.TrainingArguments("runs", disable_tqdm=True, **options)
+transformers.Trainer(network, arguments, train_dataset=data, callbacks=[Recompute()]).train()
+""",
+    ),
+    "timm": ("import timm\nimport timm.optim\nloader = [(images, torch.arange(4))] * 2\n", ""),
+    "segmentation_models_pytorch": ("import segmentation_models_pytorch as smp\n", ""),
+}
+RESULT = """
+network.train()
+gradients = [p.grad for p in network.parameters() if p.grad is not None]
+values = [*network.state_dict().values(), *gradients]
+output = lambda: getattr(result := network(images), "logits", result)
+print(sum(value.double().sum().item() for value in values).hex(), kept_bytes(network, output, [images]))
+"""
+
+
+@pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.slow) for name in AROUND])
+def test_the_recipes_of_its_page_train_the_same_in_less_memory(installed, tmp_path, package):
+    """With the real package: the same weights and gradients to the bit as without the recipe's line."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install .[recipes]")
+    page = (REPOSITORY / "docs" / "layers.md").read_text()
+    (recipe,) = re.findall(rf"(?ms)^```python {package}\n(.*?)^```", page)
+    assert 3 <= len(recipe.splitlines()) <= 5
+    before, after = AROUND[package]
+    results = []
+    for plain in (True, False):
+        program = SMALL.replace("PLAIN", str(plain)) + before + recipe + after + RESULT
+        results.append(run(program, tmp_path, installed).split()[-2:])
+    (expected, all_bytes), (found, few_bytes) = results
+    assert found == expected and int(few_bytes) < 0.7 * int(all_bytes)
 
 
 def test_a_project_with_folders_of_the_same_names_trains_a_step(wheel, installed, tmp_path):

@@ -20,7 +20,13 @@ from .norms.statistics import renew_statistics
 from .recompute.budget import plan
 from .recompute.network import recompute_activations, recomputing, report, undo
 from .reversible.checks import checking_repetitions
-from .reversible.couplings import AdditiveCoupling, AffineAdapterNaive, AffineAdapterSigmoid, AffineCoupling
+from .reversible.couplings import (
+    AdditiveCoupling,
+    AffineAdapterNaive,
+    AffineAdapterSigmoid,
+    AffineCoupling,
+    create_coupling,
+)
 from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
 
 __all__ = [
@@ -37,6 +43,7 @@ __all__ = [
     "ReversibleSequence",
     "__version__",
     "checking_repetitions",
+    "create_coupling",
     "from_released",
     "inplace_abn",
     "inplace_abn_sync",

@@ -3,14 +3,17 @@
 import importlib.util
 import sys
 from types import ModuleType
+from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .norms.activations import Activation, activate_
-from .norms.functional import inplace_abn, inplace_abn_sync
+from .norms import abn
+from .norms import inplace_abn as in_place
+from .norms.abn import Own
+from .norms.bn_act import Strategy
+from .norms.functional import inplace_abn, inplace_abn_sync, released_scale
+from .norms.released import CONVERTED
 
 _NAME = "inplace_abn"
 
@@ -49,82 +52,35 @@ def stand_in_for_inplace_abn() -> None:
             setattr(package, name.removeprefix(f"{_NAME}."), module)
 
 
-class ABN(nn.Module):
-    """The released base class: standard batch normalisation and activation, scaled by the weight itself.
+class ABN(abn.ABN):
+    """The released base class: standard batch normalisation and activation, scaled by the weight itself."""
 
-    Args and shapes as for `keepless.ABN`; state dicts have no num_batches_tracked.
-    """
-
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float = 0.1,
-        affine: bool = True,
-        activation: str = "leaky_relu",
-        activation_param: float = 0.01,
-    ):
-        super().__init__()
-        self.num_features = num_features
-        self.eps = eps
-        self.momentum = momentum
-        self.affine = affine
-        self.activation = activation
-        self.activation_param = activation_param
-        self.register_parameter("weight", nn.Parameter(torch.ones(num_features)) if affine else None)
-        self.register_parameter("bias", nn.Parameter(torch.zeros(num_features)) if affine else None)
-        self.register_buffer("running_mean", torch.zeros(num_features))
-        self.register_buffer("running_var", torch.ones(num_features))
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.running_mean)
-        nn.init.ones_(self.running_var)
-        if self.weight is not None and self.bias is not None:
-            nn.init.ones_(self.weight)
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        statistics = self.running_mean, self.running_var
-        y = F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
-        return activate_(Activation(self.activation, self.activation_param), y)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={self.affine}, "
-            f"activation={self.activation}[{self.activation_param}]"
-        )
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        # The scales of the file and of this layer mean the same.
+        super()._load_from_state_dict(state_dict, prefix, {**local_metadata, CONVERTED: True}, *args)
 
 
-_Arguments = tuple[nn.Parameter | None, nn.Parameter | None, Tensor, Tensor, bool, float, float, str, float]
-
-
-class InPlaceABN(ABN):
+class InPlaceABN(in_place.InPlaceABN, ABN):
     """The released layer: keeps its output alone, and scales by |weight| + eps."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return inplace_abn(x, *self._arguments())
+    def strategy(self) -> Strategy:
+        return super().strategy()._replace(gamma_floor=0.0)  # eps is one
 
-    def _arguments(self) -> _Arguments:
-        statistics = self.running_mean, self.running_var
-        how = self.training, self.momentum, self.eps, self.activation, self.activation_param
-        return self.weight, self.bias, *statistics, *how
+    def training_scale(self, weight: Tensor) -> Tensor:
+        return released_scale(weight, self.eps)
+
+    def _bn_act(self, x: Tensor, own: Own, *args: Any) -> Tensor:
+        scaled = own if own.weight is None else own._replace(weight=self.training_scale(own.weight))
+        return super()._bn_act(x, scaled, *args)
 
 
-class InPlaceABNSync(InPlaceABN):
+class InPlaceABNSync(in_place.InPlaceABNSync, InPlaceABN):
     """`InPlaceABN` with the minibatch statistics of all processes of a group; None: the default group."""
-
-    group: dist.ProcessGroup | None = None
 
     def set_group(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        return inplace_abn_sync(x, *self._arguments(), self.group)
 
 
 _GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -146,7 +102,7 @@ def active_group(active: bool, process_group: dist.ProcessGroup | None = None) -
 
 
 def set_active_group(network: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Synchronise every `InPlaceABNSync` of a network over `group`."""
+    """Call `set_group(group)` of every module that has it, as each `InPlaceABNSync` does."""
     for module in network.modules():
-        if isinstance(module, InPlaceABNSync):
-            module.set_group(group)
+        if callable(set_group := getattr(module, "set_group", None)):
+            set_group(group)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .inputs import check_module
 from .norms.activations import Activation, invert_activation
 from .norms.backends import Affine, Running, backend_for
 from .norms.backends.interface import per_channel
-from .norms.bn_act import floored, is_packed
+from .norms.bn_act import is_packed
 from .norms.inplace_abn import InPlaceABN
 from .reversible.drift import drift
 
@@ -39,6 +40,7 @@ def layer_health(
         largest_drift: over the modules with an attribute `reversible_blocks`, see `drift`.
         Keys are missing if the network has no such layers. NaN is more extreme than any number.
     """
+    check_module(network, "layer_health")
     norms = {name: layer for name, layer in network.named_modules() if hasattr(layer, "running_mean")}
     gammas = [(name, training_gamma(layer).abs().min()) for name, layer in norms.items() if layer.weight is not None]
     errors: list[tuple[str, Tensor]] = []
@@ -69,7 +71,7 @@ def training_gamma(layer: nn.Module) -> Tensor:
     """The scale (C,) that a norm with a weight uses in training; |gamma| of in-place layers has a floor."""
     weight = layer.weight
     assert isinstance(weight, Tensor)
-    return floored(weight, layer.gamma_floor) if isinstance(layer, InPlaceABN) else weight
+    return layer.training_scale(weight) if isinstance(layer, InPlaceABN) else weight
 
 
 @torch.no_grad()

@@ -1,14 +1,16 @@
 """All that this package uses of PyTorch's and Triton's private parts.
 
-Tried on torch 2.12.1, with the Triton that it brings. What happens where a part is
-missing, or has become another one:
+Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each brings. Where a part is missing:
 
 | part | used for | where it is missing |
 |---|---|---|
 | `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
-| `_raw_saved_*`, `_saved_p` of nodes | statistics, masks and indices that a node holds | the result is kept |
-| `SyncBatchNorm`'s node | the same of synchronised norms | the result is kept |
+| `data` of a `SavedTensor` | what hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
+| the same of `SyncBatchNorm`'s node | the statistics of synchronised norms | the result is kept (2.9 and before) |
+| `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
 | `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
+| `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
+| `torch._inductor.compile` | whether there is a compiler | there is none: the eager backend |
 | everything else here | | ImportError when this package is imported |
 
 Other files use these alone, which PyTorch's own extensions rely on: `Tensor._version`, `_base` and `_is_view`, and of
@@ -203,7 +205,7 @@ def call_at_compilation(function: Callable[[object], None]) -> None:
 
 
 def compile_by_inductor(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-    """Compile a graph without Dynamo. RuntimeError or OSError where Inductor cannot compile."""
+    """Compile a graph without Dynamo. RuntimeError, OSError or AttributeError where that is impossible."""
     return torch._inductor.compile(graph, [*inputs])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..inputs import check_module
 from ..norms.abn import ABN
 from ..norms.activations import Activation
 from ..norms.inplace_abn import InPlaceABN
@@ -57,6 +58,7 @@ def to_inplace(
     """
     if relu_slope is not None and not relu_slope > 0:
         raise ValueError(f"relu_slope={relu_slope}: expected a slope above 0 (0.01 in the paper), or None")
+    check_module(module, "to_inplace")
     tree = CallOrder(module)
     on_example = None if example is None else NormsOnExample(tree, module, example)
 
@@ -79,6 +81,8 @@ def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_r
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
     """
+
+    check_module(module, "to_standard")
 
     def planned(layer: nn.Module) -> Replacement | None:
         if not isinstance(layer, ABN) or type(layer) is ABN:

@@ -1,5 +1,6 @@
 """The functions of the released package `inplace_abn`, with its scale: |weight| + eps."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,6 +82,11 @@ def _inplace_abn(
         raise ValueError("inplace_abn with training=False needs running_mean and running_var")
     if training and group is None and x.numel() <= x.shape[1]:
         raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: one value per channel has no variance")
-    scale = None if weight is None else weight.abs() + eps
     call = Call(training, momentum, eps, activation, group)
+    scale = None if weight is None else released_scale(weight, eps)
     return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, call, _KEEP_OUTPUT)
+
+
+def released_scale(weight: Tensor, eps: float) -> Tensor:
+    """|weight| + eps; as in the released package, the gradient at 0 is that of positive weights, not 0."""
+    return torch.where(weight < 0, -weight, weight) + eps

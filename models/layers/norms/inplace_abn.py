@@ -3,11 +3,12 @@
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from ..inputs import check_module
 from ..private import InstanceNormBase
 from .abn import ABN
-from .bn_act import Strategy
+from .bn_act import Strategy, floored
 from .report import Report, log_report
 
 VARIANTS = ("I", "II")
@@ -76,6 +77,10 @@ class InPlaceABN(ABN):
             backend=self.backend,
         )
 
+    def training_scale(self, weight: Tensor) -> Tensor:
+        """The scale gamma (C,) that a weight stands for with minibatch statistics."""
+        return floored(weight, self.gamma_floor)
+
     def extra_repr(self) -> str:
         return super().extra_repr() + f", variant={self.variant}"
 
@@ -122,6 +127,7 @@ class InPlaceABNSync(InPlaceABN):
             report: called with the `Report`, which names every norm that was left alone, e.g. `print`. By default it is
                 logged, as a warning if there are such norms.
         """
+        check_module(module, "InPlaceABNSync.convert")
         result = Report()
         for name, layer in module.named_modules():
             if isinstance(layer, ABN):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..inputs import check_module
 from .synchronisation import synchronised_group
 
 Minibatch = TypeVar("Minibatch")
@@ -27,6 +28,7 @@ def renew_statistics(
         forward: calls the network on a minibatch, e.g. `lambda pair: network(pair[0])` for a loader of images and
             labels, or under autocast; by default the network itself.
     """
+    check_module(network, "renew_statistics")
     norms: list[Any] = [module for module in network.modules() if has_running_statistics(module)]
     momenta = [norm.momentum for norm in norms]
     network.eval()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..inputs import check_module
 from ..private import FakeTensor, tree_leaves
 from .choice import Choice, computed_again, frontier
 from .costs import seconds_of
@@ -144,6 +145,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
         ValueError: a budget is none; no plan meets any of them (the message names the least peak); the step could not
             be traced, e.g. because outputs need no gradient.
     """
+    check_module(network, "plan")
     args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
     args = args if isinstance(args, tuple) else (args,)
     step, seconds = traced_step(network, args, kwargs)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..inputs import check_module
 from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, tree_leaves
 from ..reversible.couplings import Coupling
 from .budget import Budget, Plans, checked
@@ -51,6 +52,7 @@ def recompute_activations(
     Raises:
         ValueError: the budget is none, or is given with `checkpointed_only`.
     """
+    check_module(network, "recompute_activations")
     if budget is not None:
         budget = checked(budget)
         if checkpointed_only:
@@ -69,6 +71,7 @@ def recompute_activations(
 
 def undo(network: nn.Module) -> nn.Module:
     """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
+    check_module(network, "undo")
     for module in network.modules():
         _take_off(module)
     return network
@@ -79,6 +82,7 @@ def report(network: nn.Module) -> Report:
 
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
+    check_module(network, "report")
     hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
     if not hooks or hooks[0].kept is None:
         raise ValueError(

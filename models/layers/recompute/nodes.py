@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..norms.bn_act import is_node, recompute_output
-from ..private import packed_by_synchronised_norm
+from ..private import address, packed_by_synchronised_norm
 from ..saved import Kept, is_ordinary
 from .rules import normalised, saved_value
 from .values import KnownValues, Recipe, Value, laid_out, unread_bytes
@@ -83,10 +83,10 @@ def _of_copied_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value
         return None
     value = _smaller_value_of(recording, argument, tensor)
     if argument.dtype == tensor.dtype:
-        if value is None:
-            return recording.known.remember(argument, recording.keep(tensor))
-        recording.copied(value, tensor)
-        return value
+        if value is not None and (value.unread or not value.reads_storage(address(argument.untyped_storage()))):
+            recording.copied(value, tensor)
+            return value
+        return recording.known.remember(argument, recording.keep(tensor))
     return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
 
 

@@ -328,6 +328,7 @@ class Recording(TorchFunctionMode):
         own = self.known.find(result) or self.keep(result)
         for saved in self.replaceable:
             saved.read_instead(own)
+            own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
         if self.trace is not None:
             kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, again.arguments)
             costs = self.trace.costs(self.function, rule, args, kwargs, result)

@@ -235,6 +235,8 @@ class StepTrace:
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         if "dropout" in getattr(function, "__name__", "") or any(one is result for one in tensors):
             return None
+        if not all(map(is_ordinary, tensors)):
+            return None
         return call_of(function, args, kwargs) if sum(one.nbytes for one in tensors) >= _SMALL else None
 
     def _seconds_again(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> float:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from ..inputs import check_module
+
 Streams = tuple[Tensor, ...]  # two halves
 
 
@@ -74,8 +76,10 @@ class Coupling(nn.Module):
     combine_saves = True
     invertible = True  # a subclass may have instances that are not
 
-    def __init__(self, Fm: nn.Module, Gm: nn.Module | None = None, split_dim: int = 1):
+    def __init__(self, Fm: nn.Module, Gm: nn.Module | None = None, *, split_dim: int = 1):
         super().__init__()
+        for branch in (Fm,) if Gm is None else (Fm, Gm):
+            check_module(branch, type(self).__name__)
         self.Fm = Fm
         self.Gm = copy.deepcopy(Fm) if Gm is None else Gm
         self.split_dim = split_dim
@@ -178,9 +182,10 @@ class AffineCoupling(Coupling):
         Fm: nn.Module,
         Gm: nn.Module | None = None,
         adapter: Callable[[nn.Module], nn.Module] | None = None,
+        *,
         split_dim: int = 1,
     ):
-        super().__init__(Fm, Gm, split_dim)
+        super().__init__(Fm, Gm, split_dim=split_dim)
         if adapter is not None:
             self.Fm, self.Gm = adapter(self.Fm), adapter(self.Gm)
 
@@ -198,6 +203,26 @@ class AffineCoupling(Coupling):
     def undo(y: Tensor, output: Streams) -> Tensor:
         scale, shift = output
         return (y - shift) / scale
+
+
+def create_coupling(
+    Fm: nn.Module,
+    Gm: nn.Module | None = None,
+    coupling: str = "additive",
+    *,
+    adapter: Callable[[nn.Module], nn.Module] | None = None,
+    split_dim: int = 1,
+) -> Coupling:
+    """An `AdditiveCoupling` or `AffineCoupling`, by its name: "additive" or "affine". Only the latter has an adapter.
+
+    ValueError: another name, or an adapter for an additive coupling.
+    """
+    if coupling == "affine":
+        return AffineCoupling(Fm, Gm, adapter, split_dim=split_dim)
+    if coupling != "additive" or adapter is not None:
+        given = f"coupling={coupling!r}" + (" with an adapter" if adapter is not None else "")
+        raise ValueError(f"{given}: expected 'additive', or 'affine', which may have an adapter")
+    return AdditiveCoupling(Fm, Gm, split_dim=split_dim)
 
 
 def in_halves(module: object) -> TypeGuard[Coupling]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..inputs import check_module
 from .chain import Pass, as_tuple
 from .compiled import is_compilable, run_row
 from .couplings import Coupling, in_halves
@@ -52,6 +53,7 @@ class InvertibleModuleWrapper(nn.Module):
         super().__init__()
         if num_bwd_passes < 1:
             raise ValueError(f"num_bwd_passes={num_bwd_passes}: expected at least 1")
+        check_module(fn, type(self).__name__)
         if not keep_input and inverse_of(fn) is None:
             raise ValueError(
                 f"{type(fn).__name__} has no method inverse: expected an invertible module, such as a coupling; "

@@ -100,6 +100,7 @@ def test_reversible_networks_have_the_gradients_of_stored_ones(options, norm):
     assert_equal_to_stored(NORMS[norm], OPTIONS[options])
 
 
+@pytest.mark.peer
 def test_the_released_package_s_norms_fit_reversible_units():
     """They get a copy to write over, and their running statistics move once a step."""
     pytest.importorskip("inplace_abn")

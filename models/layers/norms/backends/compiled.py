@@ -97,7 +97,7 @@ def compiler_available(device_type: str) -> bool:
     try:
         graph, x = fx.symbolic_trace(lambda x: x + 1), torch.zeros(2, 3, device=device_type)
         compile_by_inductor(graph, [x])(x)
-    except (RuntimeError, OSError):  # no compiler, or no room for its files
+    except (RuntimeError, OSError, AttributeError):  # no compiler, no room for its files, or another PyTorch
         return False
     return True
 

@@ -180,6 +180,9 @@ def test_message_without_a_compiler(monkeypatch):
     before = is_freed(torch.zeros(1))
     monkeypatch.setattr(compiled_backend, "compiler_available", compiler_available.__wrapped__)  # asks anew
     forget_compilations()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._inductor, "compile")  # as in another PyTorch
+        assert not compiled_backend.compiler_available("cpu")
     with inductor_config.patch({"cpp.cxx": ("/nonexistent/g++",), "force_disable_caches": True}):
         assert not compiled_backend.compiler_available("cpu")
         with pytest.raises(ValueError, match=r"for cpu on this machine.*g\+\+.*backend='eager'"):

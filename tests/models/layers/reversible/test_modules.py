@@ -5,7 +5,6 @@ Each test of a defect of MemCNN says which.
 
 import copy
 import gc
-import weakref
 from functools import partial
 from itertools import product
 from random import random
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -395,21 +395,21 @@ def test_what_a_row_of_wrappers_drops_again_is_not_counted():
 def test_only_the_last_output_lives_until_the_backward_pass(form):
     """Counts live storages: a wrapper that follows another one frees its input."""
     network, _ = twins(form, partial(additive, norm=nn.BatchNorm2d), count=6)
-    alive: list[weakref.ref] = []
+    alive: list[StorageWeakRef] = []
     for module in network.modules():
-        module.register_forward_hook(lambda m, args, y: alive.append(weakref.ref(y.untyped_storage())))
+        module.register_forward_hook(lambda m, args, y: alive.append(StorageWeakRef(y.untyped_storage())))
     x = IMAGES.clone().requires_grad_()
     y = network(x * 1)
     gc.disable()
     try:
-        last = y.untyped_storage()
-        assert {reference() for reference in alive} - {None} == {last}
+        last = StorageWeakRef(y.untyped_storage())
+        assert {reference for reference in alive if not reference.expired()} == {last}
         loss = y.sum()
-        del y, last
-        assert any(reference() is not None for reference in alive)  # kept
+        del y
+        assert not last.expired()  # kept
         loss.backward()
         del loss
-        assert all(reference() is None for reference in alive)  # without waiting for the garbage collector
+        assert all(reference.expired() for reference in alive)  # without waiting for the garbage collector
     finally:
         gc.enable()
 
