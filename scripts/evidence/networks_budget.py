@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from models.layers.recompute.budget import traced_step
-from models.layers.recompute.choice import Choice, computed_again, frontier
+from models.layers.recompute.choice import Choice, frontier, plan_of
 from models.layers.recompute.plan import Plan, Planned
 from models.layers.recompute.recording import Recording
 from models.layers.recompute.simulation import plain_peak
@@ -220,7 +220,7 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     choices = frontier(step)
     seconds = {method: statistics.median(times) / 1e3 for method, times in timed(steps, rounds, device).items()}
     for label, budget, choice in _asked(name, choices, plain_peak(step), rows, seconds):
-        forward = partial(_planned, network, Plan(step.calls, computed_again(step, choice)))
+        forward = partial(_planned, network, plan_of(step, choice))
         steps[label] = partial(training_step, network, forward, pixels)
         found = {"budget": budget, "planned_bytes": choice.peak, "planned_seconds": round(choice.seconds, 5)}
         deviation = _deviation(_gradients(network, partial(forward, pixels)), reference)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..private import FakeTensor, tree_leaves
-from .choice import Choice, computed_again, frontier
+from .choice import Choice, frontier, plan_of
 from .costs import seconds_of
 from .plan import Plan, Planned
 from .recording import Recording
@@ -19,7 +19,7 @@ from .trace import State, Step, StepTrace
 from .values import autocast_of
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_PATHS = 8  # plans of one shape: as many sequences of calls as a network may take
+_TRACES = 16  # steps of one shape that are traced, if the network takes different paths
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 _log = logging.getLogger(__name__)
 
@@ -65,18 +65,24 @@ class _Shape:
         self.passes = 0
         self.plans: list[Plan] = []
         self.trace: StepTrace | None = None
+        self.traces = 0
         self.last: Planned | None = None
+        self.strays = False  # the network takes paths that have no plan
 
     def next_pass(self, budget: float | int) -> Planned | None:
         self.passes += 1
+        self.strays = self.strays or (self.last is not None and self.last.strayed)
         if self.trace is not None and self.trace.state() == State.ENDED:
-            self.plans.append(_planned(self.trace.step(), budget))
+            step = self.trace.step()
+            if all(plan.calls != step.calls for plan in self.plans):
+                self.plans.append(_planned(step, budget))
+                self.strays = False
         if self.trace is not None and self.trace.state() != State.RUNS:
-            self.trace = self.last = None
+            self.trace = None
         trace = None
-        if self.passes > 1 and self.trace is None and len(self.plans) < _PATHS:
-            if not self.plans or (self.last is not None and self.last.strayed):
-                trace = self.trace = StepTrace()
+        if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or not self.plans):
+            trace = self.trace = StepTrace()
+            self.traces += 1
         self.last = Planned(self.plans, trace) if self.plans or trace else None
         return self.last
 
@@ -95,7 +101,7 @@ def _planned(step: Step, budget: float | int) -> Plan:
             f"no plan keeps this step within {text(limit)}: the least is {text(choice.peak)}, which is taken",
             stacklevel=2,
         )
-    return Plan(step.calls, computed_again(step, choice))
+    return plan_of(step, choice)
 
 
 def text(count: int) -> str:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from .plan import Plan
 from .simulation import Outcome, simulate
 from .trace import Kind, Step
 
@@ -48,11 +49,11 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
     return best[::-1]
 
 
-def computed_again(step: Step, choice: Choice) -> frozenset[int]:
-    """The calls whose results are computed again."""
-    return frozenset(
-        node.call for node, kept in zip(step.nodes, choice.kept, strict=True) if node.call >= 0 and not kept
-    )
+def plan_of(step: Step, choice: Choice) -> Plan:
+    """What the calls of a step do with their results."""
+    again = {node.call for node, kept in zip(step.nodes, choice.kept, strict=True) if node.call >= 0 and not kept}
+    free = {node.call for node in step.nodes if node.kind == Kind.FREE}
+    return Plan(step.calls, frozenset(again), frozenset(free - again))
 
 
 class _Search:
@@ -97,18 +98,24 @@ class _Search:
             if _excess(found, target) < before * 0.7:
                 return several, found, True
             count //= 3
-        best: tuple[float, list[bool], Outcome] | None = None
-        for move in [*(group for _, group in ranked[:_TRIED]), *self.pins(kept, outcome)[:_TRIED]]:
-            trial = list(kept)
-            for i in move:
-                trial[i] = not trial[i]
-            found = self.simulated(trial)
-            gain = before - _excess(found, target)
-            if gain > 0:
-                rate = gain / max(found.seconds - outcome.seconds, 1e-9)
-                if best is None or rate > best[0]:
-                    best = rate, trial, found
-        return (kept, outcome, False) if best is None else (best[1], best[2], True)
+        pins = self.pins(kept, outcome)
+        singles = [*(group for _, group in ranked[:_TRIED]), *pins[:_TRIED]]
+        pairs = [pin + drop for pin in pins[-_TRIED:] for drop in self.held(kept, outcome)[-_TRIED:]]
+        for moves in (singles, pairs):
+            best: tuple[float, list[bool], Outcome] | None = None
+            for move in moves:
+                trial = list(kept)
+                for i in move:
+                    trial[i] = not trial[i]
+                found = self.simulated(trial)
+                gain = before - _excess(found, target)
+                if gain > 0:
+                    rate = gain / max(found.seconds - outcome.seconds, 1e-9)
+                    if best is None or rate > best[0]:
+                        best = rate, trial, found
+            if best is not None:
+                return best[1], best[2], True
+        return kept, outcome, False
 
     def polish(self) -> None:
         """Change single values of what was found, and pairs of them in small steps, until nothing gets better."""
@@ -181,15 +188,23 @@ class _Search:
         return group, seconds
 
     def pins(self, kept: list[bool], outcome: Outcome) -> list[list[int]]:
-        """Values to keep again, which are computed at the peak."""
+        """Values to keep again, which are computed at the peak; the largest last."""
+        return [[i] for i in self.live(kept, outcome, False)]
+
+    def held(self, kept: list[bool], outcome: Outcome) -> list[list[int]]:
+        """Values to drop, with their groups, which are kept at the peak; the largest last."""
+        return [self.group(kept, outcome, i)[0] for i in self.live(kept, outcome, True)]
+
+    def live(self, kept: list[bool], outcome: Outcome, are_kept: bool) -> list[int]:
+        """The free values in memory at the peak that are kept, or else computed."""
         peak = outcome.levels.index(outcome.peak)
-        live = [
+        start = outcome.born if are_kept else outcome.first
+        found = [
             i
-            for i in range(len(kept))
-            if not kept[i] and self.is_free[i] and outcome.first[i] <= peak <= outcome.last[i]
+            for i, is_free in enumerate(self.is_free)
+            if is_free and kept[i] == are_kept and outcome.readers[i] and start[i] <= peak <= outcome.last[i]
         ]
-        live.sort(key=lambda i: self.step.nodes[i].bytes)
-        return [[i] for i in live]
+        return sorted(found, key=self.bytes)
 
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
         """Keep again what the target leaves room for, the dearest values first."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .trace import StepTrace
+from .values import Value
 
 
 class Plan(NamedTuple):
@@ -13,6 +14,7 @@ class Plan(NamedTuple):
 
     calls: Sequence[Any]  # function, shape and dtype of each call's result
     again: frozenset[int]  # calls whose results are computed again
+    kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
 
 
 class Planned:
@@ -23,6 +25,12 @@ class Planned:
         self.strayed = False  # from all plans
         self.trace = trace
         self.call = -1
+
+    def why_kept(self, value: Value) -> str:
+        """Why a value is kept, for a report."""
+        if not self.plans:
+            return "no plan"
+        return "planned" if value.number in self.plans[0].kept else "cannot be computed again"
 
     def is_computed_again(self, function: Callable[..., Any], result: Tensor) -> bool | None:
         """Whether the next call's result is computed again; None if no plan knows these calls."""

@@ -269,7 +269,11 @@ class Recording(TorchFunctionMode):
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
                 self.keep(base)
                 value = self.value_of(tensor)
-        saved = Saved(value or self.keep(tensor))
+        if value is None:
+            value = self.keep(tensor)
+        elif self.planned is not None and value.unread:
+            self.log.keep(value, tensor, self.function, self.planned.why_kept(value))
+        saved = Saved(value)
         self.known.depends_on_memory(saved, tensor)
         if self.result_serves and (self.planned is not None or isinstance(saved.value.source, Recipe)):
             self.replaceable.append(saved)
@@ -283,8 +287,8 @@ class Recording(TorchFunctionMode):
                 self.trace.settle()
         return saved
 
-    def keep(self, tensor: Tensor) -> Value:
-        """Keep a tensor, and remember its value."""
+    def keep(self, tensor: Tensor, read: bool = True) -> Value:
+        """Keep a tensor, and remember its value. `read`: somebody needs it already."""
         own = 0 if tensor.is_leaf and tensor.requires_grad else _bytes(tensor)
         value = Value(Kept(tensor, None), address(tensor.untyped_storage()), own)
         if self.outer is not None:
@@ -293,7 +297,8 @@ class Recording(TorchFunctionMode):
             else:
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
-        self.log.keep(value, tensor, self.function)
+        if read:
+            self.log.keep(value, tensor, self.function, "" if self.planned is None else self.planned.why_kept(value))
         if self.trace is not None:
             value.number = self.trace.add(Kind.KEPT, tensor)
         return self.known.remember(tensor, value)
@@ -325,18 +330,28 @@ class Recording(TorchFunctionMode):
             self._follow(again, result)
         elif computed is None and self.function in FOLLOWED:
             self._follow(self._again(rule, args, kwargs, result, before), result)
-        own = self.known.find(result) or self.keep(result)
+        own = self.known.find(result) or self.keep(result, read=False)
+        own.number = self.planned.call
         for saved in self.replaceable:
             saved.read_instead(own)
             own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
         if self.trace is not None:
-            kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, again.arguments)
             costs = self.trace.costs(self.function, rule, args, kwargs, result)
-            own.number = self.trace.add(kind, result, inputs, costs, self.planned.call)
-            base = result._base  # of which the result is a view, as `F.instance_norm` makes it
-            made = None if base is None or base.numel() != result.numel() else self.known.find(base)
-            if made is not None:
-                made.number = own.number
+            call, note = self.planned.call, self.trace.add
+            if again is None:
+                own.number = note(Kind.KEPT, result, (), costs, call)
+            else:
+                own.number = note(Kind.FREE, result, again.arguments, costs, call, again.fresh, again.can_overwrite)
+        base = result._base
+        if base is not None and base.numel() == result.numel() and self._is_new(base, (*args, *kwargs.values())):
+            whole = self.known.find(base) or self.keep(base, read=False)  # other views of it follow
+            whole.number = own.number
+
+    def _is_new(self, base: Tensor, arguments: Sequence[Any]) -> bool:
+        """Whether a call has made the memory of its result, of which that is a view."""
+        memory = address(base.untyped_storage())
+        given = (one for one in tree_leaves(arguments) if isinstance(one, Tensor) and is_ordinary(one))
+        return self._made(base) and all(address(one.untyped_storage()) != memory for one in given)
 
     def _again(
         self,
@@ -361,6 +376,8 @@ class Recording(TorchFunctionMode):
             if value is None and planned and tensor is not result and self._made(tensor):
                 value = self.keep(tensor)
             if value is not None and not copied and (planned or not value.unread):
+                if self.planned is not None and value.unread:
+                    self.log.keep(value, tensor, self.function, self.planned.why_kept(value))
                 return value
             stays = tensor.is_leaf and tensor.requires_grad
             lend = _MUCH * _bytes(tensor) <= result.nbytes or ((lend or stays) and not copied)

@@ -93,6 +93,10 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
                     freed += memories[memory]
         return freed
 
+    def spare(number: int) -> bool:
+        """Whether a value is computed for one reader, in memory of its own."""
+        return nodes[number].is_fresh and not kept[number] and readers[number] == 1 and root[number] == number
+
     def unuse(number: int) -> int:
         users[number] -= 1
         return 0 if users[number] else nodes[number].bytes
@@ -144,10 +148,12 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
                 if root[number] >= 0:
                     continue
                 seconds += node.seconds
-                if node.alias >= 0 and not kept[node.alias]:
-                    root[number] = root[node.alias]
-                    users[root[number]] += 1
-                elif node.alias >= 0:
+                shared = node.inputs[0] if node.overwrites and spare(node.inputs[0]) else node.alias
+                if shared >= 0 and not kept[shared]:
+                    root[number] = root[shared]
+                    if root[number] >= 0:
+                        users[root[number]] += 1
+                elif shared >= 0:
                     root[number] = -2  # in kept memory
                 else:
                     root[number] = number

@@ -23,7 +23,7 @@ from .costs import (
 from .rules import FOLLOWED, Function, NotFollowed, Rule
 from .values import Form, Saved, Value
 
-_SMALL = 2**16  # bytes of a call's arguments below which nothing is measured
+_SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
 
 
 class Kind(IntEnum):
@@ -66,6 +66,8 @@ class Node(NamedTuple):
     call: int  # number of the call whose result it is; -1 if of none
     busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
     operations: int = 0  # multiplications and additions
+    is_fresh: bool = False  # nothing else shares its memory when it is computed again
+    overwrites: bool = False  # it is computed over its first input, if that is fresh and nobody else reads it
 
 
 class SavedTensor(NamedTuple):
@@ -142,6 +144,8 @@ class StepTrace:
         inputs: Iterable[object] = (),
         costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
         call: int = -1,
+        is_fresh: bool = False,
+        overwrites: bool = False,
     ) -> int:
         """Note a value, and return its number. `inputs`: arguments of its recipe."""
         numbers = tuple(one.number for one in inputs if isinstance(one, Value) and one.number >= 0)
@@ -149,7 +153,21 @@ class StepTrace:
         sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.nodes.append(Node(kind, memory, size, numbers, alias, costs.seconds, call, costs.busy, costs.operations))
+        self.nodes.append(
+            Node(
+                kind,
+                memory,
+                size,
+                numbers,
+                alias,
+                costs.seconds,
+                call,
+                costs.busy,
+                costs.operations,
+                is_fresh,
+                overwrites,
+            )
+        )
         return len(self.nodes) - 1
 
     def move(self, number: int, tensor: Tensor) -> None:
