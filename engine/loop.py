@@ -1,7 +1,7 @@
 """The training loop, and the optimiser step that it repeats."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from engine.records.waits import DataWait
 from engine.run import Config, Run, Split
 from engine.stopping import Preempted
 from engine.transfers import prefetched
+from models.layers import checking_repetitions
 
+CHECKED_STEPS = 2  # in which reversible branches must compute the same again
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
 
@@ -24,6 +26,8 @@ def train(
 ) -> Evaluated:
     """Train `run.learner`, one optimiser step per minibatch; evaluate when scheduled and at the end.
 
+    In the first steps, what the branches of a reversible network compute again is compared with the first time.
+
     `minibatches` holds this rank's share of each: "image" (N, 3, H, W) in levels of 0 to 255, "label", and lists of N
     "name" and "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
 
@@ -31,6 +35,7 @@ def train(
         FloatingPointError: the loss or gradient of a step, or a weight to be saved, is not finite.
         MemoryError: the device does not have enough memory; the message says what would need less.
         Preempted: the run was asked to stop; the current step has been saved.
+        RuntimeError: a reversible branch computed something else again (see `checking_repetitions`).
         ValueError: too many images could not be read.
     """
     learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world
@@ -47,7 +52,8 @@ def train(
         for step, minibatch in enumerate(waiting, start=run.start_step + 1):
             assert step <= schedule.total_steps, "the minibatches do not begin after run.start_step"
             lr = learner.optimizer.param_groups[0]["lr"]
-            with _errors_of(step, minibatch, run):
+            first = step <= run.start_step + CHECKED_STEPS
+            with _errors_of(step, minibatch, run), checking_repetitions() if first else nullcontext():
                 loss_value, gradient_norm = train_step(learner, loss, minibatch, minibatch_size, world)
             skipped = [reason for reasons in minibatch["skipped"] for reason in reasons.splitlines()]
             asked, skips = world.sum_(torch.tensor([int(run.stop.requested), len(skipped)])).tolist()

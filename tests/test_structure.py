@@ -27,6 +27,7 @@ LAYERS_IMPORT |= {
     "importlib",
     "types",
     "inspect",
+    "enum",
     "logging",
     "math",
     "operator",

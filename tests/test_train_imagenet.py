@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import random
 import shutil
 import signal
 from functools import partial
@@ -16,7 +17,7 @@ from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
 from datasets import cifar10, shapes
-from engine import assemble
+from engine import assemble, loop
 from engine.checkpoint import files as checkpoint
 from engine.classification.evaluation import Counts
 from engine.configuration import config as configuration
@@ -28,7 +29,9 @@ from engine.schema.keys import refuse_other_tasks
 from engine.stopping import Preempted
 from eval import evaluate
 from models.bodies import resnext101
+from models.bodies.revnet_units import ResidualFunction
 from models.layers import ABN
+from models.layers.reversible import checks
 from tests import runs
 from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of
@@ -143,19 +146,37 @@ WIDER_CHANNELS = "body.channels=[[8,8],[8,8],[8,8],[8,8],[8,8,8],[8,8,8]]"
     ids=lambda overrides: overrides[0],
 )
 def test_switches_and_bodies_train(tmp_path, overrides, monkeypatch):
+    """In the first two steps alone, outputs of reversible branches are compared with their repetitions."""
     monkeypatch.setitem(IMAGES, "train", 40)
-    options = ("trainer.steps=2", f"run_dir={tmp_path}", *overrides)
+    checked: list[int] = []  # outputs in each step
+    for owner, name in ((loop, "train_step"), (checks, "_checksum")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
+    before_call(loop, "train_step", None, lambda *_: checked.append(0))
+    before_call(checks, "_checksum", None, lambda *_: checked.append(checked.pop() + 1))
+    options = ("trainer.steps=3", f"run_dir={tmp_path}", *overrides)
     short = [option for option in SHORT_SHAPES if not option.startswith("body")]
     assert train(composed("train_imagenet", *short, *options))["images"] == 24
+    assert [count > 0 for count in checked] == [overrides[0] == "body=revnet_tiny"] * 2 + [False]
+
+
+REVERSIBLE = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")
+
+
+def test_training_names_a_reversible_branch_that_computes_something_else_again(tmp_path, monkeypatch):
+    monkeypatch.setitem(IMAGES, "train", 40)
+    forward = ResidualFunction.forward
+    monkeypatch.setattr(ResidualFunction, "forward", lambda self, x: forward(self, x) * random.random())
+    short = [option for option in SHORT_SHAPES if not option.startswith("body")]
+    with pytest.raises(RuntimeError, match="(ResidualFunction|ReversibleUnit) computed something else"):
+        train(composed("train_imagenet", *short, *REVERSIBLE, "trainer.steps=1", f"run_dir={tmp_path}"))
 
 
 def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):
     """It does not need the training images."""
     root = classification_trees.cifar_folders(tmp_path / "cifar")
     data = ("data=cifar10", f"data.root={root}", "data.crops_per_minibatch=10", "trainer.evaluate_images=null")
-    body = ("body=revnet_tiny", "body.structure=[1,1,1]", "body.channels=[[8,8],[8,8],[8,8]]", "body.stem_channels=8")
     steps = ("trainer.epochs=null", "trainer.steps=4", "trainer.evaluate_every_epochs=null", "trainer.device=cpu")
-    trained = train(composed("train_imagenet", *data, *body, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
+    trained = train(composed("train_imagenet", *data, *REVERSIBLE, *steps, *MEAN_IMAGE, f"run_dir={tmp_path / 'run'}"))
     state = checkpoint.load(last(tmp_path / "run"))
     train_set, test_set = (cifar10(root, split) for split in ("train", "test"))
     assert np.array_equal(state["mean_image"].numpy(), train_set.pixels.mean(axis=0, dtype=np.float64))

@@ -17,6 +17,7 @@ from .norms.functional import inplace_abn, inplace_abn_sync
 from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from .norms.released import from_released
 from .norms.statistics import renew_statistics
+from .recompute.budget import plan
 from .recompute.network import recompute_activations, recomputing, report, undo
 from .reversible.checks import checking_repetitions
 from .reversible.couplings import (
@@ -48,6 +49,7 @@ __all__ = [
     "inplace_abn_sync",
     "is_invertible_module",
     "layer_health",
+    "plan",
     "recompute_activations",
     "recomputing",
     "renew_statistics",

@@ -21,6 +21,16 @@ def is_ordinary(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and has_storage(tensor) and not tensor.is_inference()
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """A copy, which is expanded where the tensor is."""
+    tensor = tensor.detach()
+    size = tensor.untyped_storage().nbytes()
+    if size >= tensor.nbytes:
+        return tensor.clone()
+    whole = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 class Kept:
     """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
 

@@ -22,7 +22,7 @@ from models.bodies import resnext101
 from scripts.evidence import strategy_table
 from scripts.evidence.abn.page import SHOWN, summary, targets
 from scripts.evidence.frame import GIB, MIB, RESULTS, grouped, ratio_of, time_ratio
-from scripts.evidence.methods import PLAIN, RECOMPUTED
+from scripts.evidence.methods import NETWORKS, PLAIN, RECOMPUTED
 from scripts.evidence.networks import LIMITS
 from scripts.evidence.papers import REPOSITORY
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
@@ -124,7 +124,7 @@ def _networks(table: str) -> str:
     """Costs of `recompute_activations` in known networks, relative to the plain network."""
     networks = grouped(record("networks_cpu")["rows"], ["network"], "method")
     numbers = []
-    for name in LIMITS:
+    for name in (*LIMITS, *(name for name in NETWORKS if name.startswith("frozen/"))):
         plain, ours = networks[name][PLAIN], networks[name][RECOMPUTED]
         shares = [ours[kind] / plain[kind] for kind in ("kept_bytes", "peak_bytes")]
         shares.append(time_ratio(networks[name], RECOMPUTED, PLAIN).median)

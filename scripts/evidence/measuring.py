@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from models.layers.recompute.costs import peak_bytes as peak_of_step
 from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]
@@ -86,23 +87,7 @@ def peak_bytes(step: Callable[[], object], device_type: str, network: nn.Module 
     """
     if network is not None:
         network.zero_grad()
-    if device_type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        return torch.cuda.max_memory_allocated() - before
-    # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        step()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    peak = held = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    return peak_of_step(step, device_type)
 
 
 def operations_of(step: Step) -> int:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.memory import keep_freed_memory
 from models.layers import recompute_activations
 from models.layers.saved import kept_bytes
+from scripts.evidence import frozen
 from scripts.evidence.frame import reason
 from scripts.evidence.measuring import compiled, peak_bytes, timed, training_step
 
@@ -30,8 +31,14 @@ NETWORKS = (
     *("fcn_resnet50", "deeplabv3_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large"),
     *("timm/densenet121", "timm/efficientnet_b0", "timm/mobilenetv4_conv_small", "timm/convnextv2_atto"),
     *("timm/vit_small_patch16_224", "smp/Unet-resnet34", "smp/FPN-resnet50", "smp/DeepLabV3Plus-mobilenet_v2"),
+    *(f"frozen/{name}" for name in frozen.NETWORKS),
 )
-PACKAGES = {"": "torchvision", "timm": "timm", "smp": "segmentation_models_pytorch"}  # by the part before the slash
+PACKAGES = {
+    "": "torchvision",
+    "timm": "timm",
+    "smp": "segmentation_models_pytorch",
+    "frozen": "torchvision",
+}  # by the part before the slash
 OPTIONS: dict[str, dict[str, Any]] = {
     "googlenet": {"init_weights": False},  # the default is slow
     "inception_v3": {"init_weights": False, "aux_logits": False},  # its auxiliary logits need images of 299 pixels
@@ -67,6 +74,8 @@ def build(name: str, size: int) -> nn.Module:
         architecture, _, encoder = own.partition("-")
         models = importlib.import_module("segmentation_models_pytorch")
         return getattr(models, architecture)(encoder, encoder_weights=None, classes=19, **options)
+    if package == "frozen":
+        return frozen.NETWORKS[own]()
     return torchvision.models.get_model(own, weights=None, **options)
 
 
@@ -178,7 +187,7 @@ def measured(
     Raises:
         Exception: the plain network fails.
     """
-    plain = _network(name, size)
+    plain = random_network(name, size)
     pixels = torch.randn(images, 3, size, size, device=device)
     rows: dict[str, dict] = {}
     left_out: dict[str, str] = {}
@@ -205,7 +214,7 @@ def measured(
     )
 
 
-def _network(name: str, size: int) -> nn.Module:
+def random_network(name: str, size: int) -> nn.Module:
     """A network with random weights, also where it starts from zeros: behind zeros, all gradients would be zero."""
     torch.manual_seed(0)
     network = build(name, size)
@@ -217,10 +226,10 @@ def _network(name: str, size: int) -> nn.Module:
 
 
 def _loss(forward: Forward, pixels: Tensor) -> Tensor:
-    return _mean_squares(forward(pixels))
+    return mean_squares(forward(pixels))
 
 
-def _mean_squares(outputs: object) -> Tensor:
+def mean_squares(outputs: object) -> Tensor:
     """A loss for whatever a network returns: the mean squares of its outputs, added."""
     return torch.stack([output.square().mean() for output in tree_leaves(outputs)]).sum()
 
@@ -233,7 +242,7 @@ def exactness(name: str, method: str, device: str) -> dict:
         "same_outputs": whether the outputs are equal to the bit}
     """
     size = EXACT_SIZE.get(name, EXACT_DEFAULT)
-    plain = _network(name, size).to(device, torch.float64)
+    plain = random_network(name, size).to(device, torch.float64)
     pixels = torch.randn(EXACT_IMAGES, 3, size, size, device=device, dtype=torch.float64)
     network = copy.deepcopy(plain)
     found = []
@@ -241,7 +250,7 @@ def exactness(name: str, method: str, device: str) -> dict:
         torch.manual_seed(0)
         outputs = forward(pixels)
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(_mean_squares(outputs), parameters, materialize_grads=True)
+        gradients = torch.autograd.grad(mean_squares(outputs), parameters, materialize_grads=True)
         found.append((torch.cat([g.flatten() for g in gradients]), tree_leaves(outputs)))
     (gradient, outputs), (own_gradient, own_outputs) = found
     return {

@@ -51,7 +51,10 @@ def page(result: dict, name: str) -> str:
     rows = [row for of_network in networks.values() for row in of_network.values()]
     left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
     # The command that measures all of them, also if several calls did.
-    only = [] if len(networks) == len(methods.NETWORKS) else list(networks)
+    only = result["arguments"]["only"]
+    tried = {*networks, *(entry["network"] for entry in result["left_out"])}
+    if tried != set(only):
+        only = [] if len(tried) == len(methods.NETWORKS) else [name for name in methods.NETWORKS if name in tried]
     command = frame.command_line("bench_networks", NetworksArguments(**{**result["arguments"], "only": only}))
     return frame.page_text(
         "networks",

@@ -15,18 +15,21 @@ from torch import Tensor, nn
 from ..inputs import check_module
 from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, tree_leaves
 from ..reversible.couplings import Coupling
+from .budget import Budget, Plans, checked
 from .recording import Recording, is_running
 from .report import KeptTensor, Report, summary
 
 
-def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False) -> nn.Module:
+def recompute_activations(
+    network: nn.Module, *, checkpointed_only: bool = False, budget: Budget | None = None
+) -> nn.Module:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
     Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
     upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
     `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
     read it. No module is replaced, and outputs and gradients do not change. Of what frozen convolutions and norms read,
-    the shape is kept, and of what only ReLU reads, one bit per value.
+    the shape is kept, and of what only ReLU or LeakyReLU reads, one bit per value.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
@@ -40,14 +43,26 @@ def recompute_activations(network: nn.Module, *, checkpointed_only: bool = False
         network: any but a compiled one, returned with two hooks around its forward pass, which `undo` removes. The
             branches of couplings inside are prepared as well, because they run again by themselves.
         checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
+        budget: the most bytes that a step may take, such as "6GiB" or an int, or a share of the plain network's, such
+            as 0.3: at the peak of the forward and backward pass, beyond what was allocated before and with gradients
+            already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
+            again as well, where that costs the least time. The second step of a shape is traced, and slower; a plan is
+            in force from the third on (see `plan`). If no plan is within the budget, a warning names the least.
+
+    Raises:
+        ValueError: the budget is none, or is given with `checkpointed_only`.
     """
     check_module(network, "recompute_activations")
+    if budget is not None:
+        budget = checked(budget)
+        if checkpointed_only:
+            raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
     for module in _recorded_by_themselves(network):
         _take_off(module)
-        hooks = _Hooks(checkpointed_only)
+        hooks = _Hooks(checkpointed_only, budget if module is network else None)
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
         module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
@@ -130,12 +145,14 @@ _open = _Open()
 class _Hooks:
     """Module hooks that record a forward pass."""
 
-    def __init__(self, checkpointed_only: bool):
+    def __init__(self, checkpointed_only: bool, budget: float | int | None = None):
         self.checkpointed_only = checkpointed_only
+        self.plans = None if budget is None else Plans(budget)
         self.kept: list[KeptTensor] | None = None  # by the last forward pass
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"checkpointed_only": self.checkpointed_only, "kept": None}
+        plans = None if self.plans is None else Plans(self.plans.budget)
+        return {"checkpointed_only": self.checkpointed_only, "plans": plans, "kept": None}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -147,7 +164,12 @@ class _Hooks:
         if _can_record():
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             only, copied = self.checkpointed_only, _is_sharded(module)
-            recording = Recording(checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame)
+            planned = None
+            if self.plans is not None and current_hooks() is None:  # others decide what is kept
+                planned = self.plans.of_pass(module, inputs)
+            recording = Recording(
+                checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame, planned=planned
+            )
             recording.__enter__()
         _open.passes.append(_Pass(module, recording, frame))
 
@@ -159,6 +181,9 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
+                if recording.trace is not None:
+                    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+                    recording.trace.watch_backward(outputs, recording.start)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..norms.bn_act import is_node, recompute_output
-from ..private import packed_by_synchronised_norm
+from ..private import address, packed_by_synchronised_norm
 from ..saved import Kept, is_ordinary
 from .rules import normalised, saved_value
-from .values import KnownValues, Recipe, Value, laid_out
+from .values import KnownValues, Recipe, Value, laid_out, unread_bytes
 
 
 class Recorded(Protocol):
@@ -23,6 +23,8 @@ class Recorded(Protocol):
     def keep(self, tensor: Tensor) -> Value: ...
 
     def lend(self, tensor: Tensor) -> Value: ...
+
+    def copied(self, value: Value, tensor: Tensor) -> None: ...
 
 
 def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
@@ -79,9 +81,12 @@ def _of_copied_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value
     argument = _argument_copied_by(recording, node)
     if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
         return None
-    value = recording.value_of(argument)
+    value = _smaller_value_of(recording, argument, tensor)
     if argument.dtype == tensor.dtype:
-        return value or recording.known.remember(argument, recording.keep(tensor))
+        if value is not None and (value.unread or not value.reads_storage(address(argument.untyped_storage()))):
+            recording.copied(value, tensor)
+            return value
+        return recording.known.remember(argument, recording.keep(tensor))
     return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
 
 
@@ -91,8 +96,14 @@ def _of_reshaped_argument(recording: Recorded, tensor: Tensor, node: Any) -> Val
     argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
     if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
         return None
-    value = recording.value_of(argument)
+    value = _smaller_value_of(recording, argument, tensor)
     return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
+
+
+def _smaller_value_of(recording: Recorded, argument: Tensor, copy: Tensor) -> Value | None:
+    """The value of an argument, unless more would be kept for it alone than the copy has."""
+    value = recording.value_of(argument)
+    return None if value is None or unread_bytes([value]) > copy.nbytes else value
 
 
 def _argument_copied_by(recording: Recorded, node: Any) -> Tensor | None:

@@ -12,19 +12,22 @@ The rules, which this folder keeps together:
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
    Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
-   shape and strides are kept (`Form`). Of a result of ReLU that nobody else reads, when its tensor is gone or the
-   recording ends, one bit per value (`Signs`); until then it is not given to outer hooks either.
+   shape and strides are kept (`Form`). Of what ReLU and LeakyReLU save, if nobody else reads it, one bit per value
+   (`Signs`) from when its tensor and those of recipes that read it are gone, or the recording ends; until then it is
+   not given to outer hooks either.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
-   `lend=True`. Leaves aside, these are together no larger than the result, which would be kept otherwise.
+   `lend=True`. Leaves aside, all that is kept for recipes alone is together no larger than the result, which would be
+   kept otherwise: no concatenation's parts for their mean (`unread_bytes`).
 5. Who computes. The first reader in a backward pass. The result is held until the last reader has read it, or the pass
    has ended, and computed again in the next backward pass over the graph. No call gets a recipe behind a chain of
    `LONGEST`; views and casts may lengthen one a little.
-6. Versions. A value belongs to a tensor in one version. Before a call writes over a tensor, the values in its memory
-   that recipes read are copied, and what operations saved of it is marked (`before_overwriting`). Operators declare
-   what they write over; of other calls it follows from the name. Reading something marked, a parameter, or a kept
-   tensor that was modified later or unseen, raises PyTorch's error about an in-place operation. The hooks around the
-   recording may return the memory itself, or (a checkpoint) values that were modified unseen in the same way.
+6. Versions. A value belongs to a tensor in one version. Before a call that may write over a tensor, the values in its
+   memory that recipes read are copied (`before_overwriting`). Afterwards, what operations saved of it is marked, or,
+   without a new version (dropout in eval mode), all is as before. Operators declare what they write over; of other
+   calls it follows from the name. Reading something marked, a parameter, or a kept tensor that was modified later or
+   unseen, raises PyTorch's error about an in-place operation. The hooks around the recording may return the memory
+   itself, or (a checkpoint) values that were modified unseen in the same way.
 7. Lifetimes. The recording ends with the forward pass. If Ctrl-C has ended that, the next call of a function frees what
    it holds and ends its hooks; the mode then does nothing until the next forward pass takes it off. What autograd holds
    leads to values, never to what the recording holds, and never to a tensor with a graph (`Kept` detaches it), as a
@@ -56,12 +59,14 @@ from ..private import (
     tree_leaves,
     unpack,
 )
-from ..saved import Kept, is_ordinary
+from ..saved import Kept, copied, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
 from .nodes import value_by_node
+from .plan import Planned
 from .report import KeptTensor, Log
-from .rules import FOLLOWED, RELUS, NotFollowed, Rule, reads_only_form, result_serves
-from .values import Form, KnownValues, Recipe, Saved, Value
+from .rules import EXPENSIVE, FOLLOWED, POSITIVE, Again, NotFollowed, Rule, reads_only_form, result_serves
+from .trace import Kind
+from .values import Form, KnownValues, Positive, Recipe, Saved, Value, unread_bytes
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -77,6 +82,7 @@ class Recording(TorchFunctionMode):
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
             may be other tensors.
         frame: of the call that leaves this context, unless Ctrl-C ends it.
+        planned: says what is kept of which call; None: the rules above do.
     """
 
     def __init__(
@@ -86,8 +92,10 @@ class Recording(TorchFunctionMode):
         copy_parameters: bool = False,
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
+        planned: Planned | None = None,
     ):
         super().__init__()
+        self.planned = planned
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
@@ -101,7 +109,7 @@ class Recording(TorchFunctionMode):
         self.function: Callable[..., Any] | None = None  # that is running
         self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
-        self.reads_signs = False  # its gradient reads only which values of its result are positive
+        self.positive: Positive | None = None  # its gradient only asks which values of what it saves are positive
         self.reads_form = False  # its gradient reads no values of its input
         self.result_serves = False  # its gradient could read the result instead of the argument that it saves
         self.replaceable: list[Saved] = []  # what it has saved of that argument
@@ -111,7 +119,10 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
         self.start = next_node_number()
-        self.hooks = saved_tensors_hooks(self._pack, unpack)
+        if self.outer is not None:
+            self.planned = None  # they decide what is kept
+        self.trace = None if self.planned is None else self.planned.trace
+        self.hooks = saved_tensors_hooks(self._pack, unpack if self.trace is None else self.trace.unpack)
         self.hooks.__enter__()
         if not self.checkpointed_only:
             super().__enter__()
@@ -129,7 +140,7 @@ class Recording(TorchFunctionMode):
         self.hooks = None  # which refer to this recording
 
     def _forget(self) -> None:
-        self.known.settle([reference() for reference in self.known.signs], self.outer)
+        self.known.settle_all(self.outer)
         self.known.clear()
         self.kept = self.log.kept()
         self.log = Log()
@@ -160,10 +171,20 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or self.is_abandoned():
             return function(*args, **kwargs)
-        overwrites = may_overwrite(function, args, kwargs)
-        for tensor in overwritten(function, args, kwargs) if overwrites else ():
-            if is_ordinary(tensor):
-                self.known.before_overwriting(tensor, self.outer)
+        if not may_overwrite(function, args, kwargs):
+            return self._call(function, args, kwargs)
+        tensors = filter(is_ordinary, overwritten(function, args, kwargs))
+        writes = [self.known.before_overwriting(tensor, self.outer) for tensor in tensors]
+        try:
+            return self._call(function, args, kwargs, overwrites=True)
+        finally:
+            for write in writes:
+                self.known.after_overwriting(write)
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], overwrites: bool = False
+    ) -> Any:
+        """Call a function, and see what can be computed again."""
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
             self._note_memory(function, args, kwargs, result)
@@ -175,26 +196,30 @@ class Recording(TorchFunctionMode):
         self.function = function
         self.log.call(self.arguments)
         self.result_serves = result_serves(function, args, kwargs)
-        self.reads_signs = function in RELUS
+        self.positive = POSITIVE.get(function)
         self.reads_form = reads_only_form(function, args, kwargs)
-        self.known.settle(self.known.gone, self.outer)
+        self.known.settle(self.outer)
+        if self.trace is not None:
+            self._trace_arguments()
         try:
-            result = function(*args, **kwargs)
-            rule = FOLLOWED.get(function)
+            result = function(*args, **kwargs) if self.trace is None else self.trace.run(function, args, kwargs)
+            rule = FOLLOWED.get(function) or (None if self.planned is None else EXPENSIVE.get(function))
             if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
                 if target is not None and result is target:
                     if result._version == version + 1:
-                        self._follow(rule, args, kwargs, result, before)
+                        self._decide(rule, args, kwargs, result, before)
                 elif not any(result is argument for argument in (*args, *kwargs.values())):
-                    self._follow(rule, args, kwargs, result, None)
+                    self._decide(rule, args, kwargs, result, None)
             else:
                 self._note_memory(function, args, kwargs, result)
             for value, tensor in self.unsettled:
                 if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
+            if self.trace is not None:
+                self._trace_results(result)
         finally:
             self.arguments, self.function = (), None
-            self.result_serves = self.reads_signs = self.reads_form = False
+            self.result_serves, self.reads_form, self.positive = False, False, None
             self.unsettled.clear()
             self.replaceable.clear()
             self.vectors.clear()
@@ -212,7 +237,11 @@ class Recording(TorchFunctionMode):
         if not self._made(tensor):
             return None
         value = value_by_node(self, tensor, tensor.grad_fn)
-        return None if value is None else self.known.remember(tensor, value)
+        if value is None:
+            return None
+        if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
+            value.number = self.trace.add(Kind.FOLLOWS, tensor, value.source.inputs())
+        return self.known.remember(tensor, value)
 
     def _made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this recording."""
@@ -231,39 +260,111 @@ class Recording(TorchFunctionMode):
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
         if self.reads_form and tensor.requires_grad:
-            return Form(tensor)
+            form = Form(tensor)
+            if self.trace is not None:
+                self.trace.saves(form, tensor)
+            return form
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
                 self.keep(base)
                 value = self.value_of(tensor)
-        saved = Saved(value or self.keep(tensor))
+        if value is None:
+            value = self.keep(tensor)
+        elif self.planned is not None and value.unread:
+            self.log.keep(value, tensor, self.function, self.planned.why_kept(value))
+        saved = Saved(value)
         self.known.depends_on_memory(saved, tensor)
-        if self.result_serves and isinstance(saved.value.source, Recipe):
+        if self.result_serves and (self.planned is not None or isinstance(saved.value.source, Recipe)):
             self.replaceable.append(saved)
-        if self.reads_signs:
+        elif self.positive is not None and saved.value.positive in (None, self.positive):
+            saved.reads_signs, saved.value.positive = True, self.positive
             saved.value.sign_readers += 1
             self.known.signs.append(weakref.ref(saved.value))
+        if self.trace is not None:
+            self.trace.saves(saved, tensor)
+            if self.function is None:
+                self.trace.settle()
         return saved
 
-    def keep(self, tensor: Tensor) -> Value:
-        """Keep a tensor, and remember its value."""
-        value = Value(Kept(tensor, None), address(tensor.untyped_storage()))
+    def keep(self, tensor: Tensor, read: bool = True) -> Value:
+        """Keep a tensor, and remember its value. `read`: somebody needs it already."""
+        own = 0 if tensor.is_leaf and tensor.requires_grad else _bytes(tensor)
+        value = Value(Kept(tensor, None), address(tensor.untyped_storage()), own)
         if self.outer is not None:
             if self.arguments:  # the running call may yet get a recipe
                 self.unsettled.append((value, tensor))
             else:
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
-        self.log.keep(value, tensor, self.function)
+        if read:
+            self.log.keep(value, tensor, self.function, "" if self.planned is None else self.planned.why_kept(value))
+        if self.trace is not None:
+            value.number = self.trace.add(Kind.KEPT, tensor)
         return self.known.remember(tensor, value)
 
-    def _follow(
+    def copied(self, value: Value, tensor: Tensor) -> None:
+        """A call has copied an argument that it is going to overwrite: what is kept is this copy."""
+        if value.unread:
+            value.source, value.storage = Kept(tensor, None), address(tensor.untyped_storage())
+            self.known.depends_on_memory(value, tensor)
+        if self.trace is not None:
+            self.trace.move(value.number, tensor)
+
+    def _decide(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> None:
-        """Give the result of a call a recipe, if all that the recipe needs is kept or may be lent (rules 3 and 4).
+        """Keep the result of a call, or give it a recipe, as planned.
 
         `before`: if the call overwrote its first argument, which then is the result, the value that it had before.
+        """
+        if self.planned is None:
+            self._follow(self._again(rule, args, kwargs, result, before), result)
+            return
+        assert self.function is not None
+        computed = self.planned.is_computed_again(self.function, result)
+        again = (
+            None if computed is False and self.trace is None else self._again(rule, args, kwargs, result, before, True)
+        )
+        if computed:
+            self._follow(again, result)
+        elif computed is None and self.function in FOLLOWED:
+            self._follow(self._again(rule, args, kwargs, result, before), result)
+        own = self.known.find(result) or self.keep(result, read=False)
+        own.number = self.planned.call
+        for saved in self.replaceable:
+            saved.read_instead(own)
+            own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
+        if self.trace is not None:
+            costs = self.trace.costs(self.function, rule, args, kwargs, result)
+            call, note = self.planned.call, self.trace.add
+            if again is None:
+                own.number = note(Kind.KEPT, result, (), costs, call)
+            else:
+                own.number = note(Kind.FREE, result, again.arguments, costs, call, again.fresh, again.can_overwrite)
+        base = result._base
+        if base is not None and base.numel() == result.numel() and self._is_new(base, (*args, *kwargs.values())):
+            whole = self.known.find(base) or self.keep(base, read=False)  # other views of it follow
+            whole.number = own.number
+
+    def _is_new(self, base: Tensor, arguments: Sequence[Any]) -> bool:
+        """Whether a call has made the memory of its result, of which that is a view."""
+        memory = address(base.untyped_storage())
+        given = (one for one in tree_leaves(arguments) if isinstance(one, Tensor) and is_ordinary(one))
+        return self._made(base) and all(address(one.untyped_storage()) != memory for one in given)
+
+    def _again(
+        self,
+        rule: Rule,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Tensor,
+        before: Value | None,
+        planned: bool = False,
+    ) -> Again | None:
+        """How to repeat a call, if all that this needs is kept or may be lent (rules 3 and 4).
+
+        `planned`: whatever this forward pass has made may be lent.
         """
         unkept: list[Tensor] = []
 
@@ -271,8 +372,12 @@ class Recording(TorchFunctionMode):
             copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
             if not is_ordinary(tensor):
                 raise NotFollowed
-            value = self._before(result, before) if tensor is result else self.value_of(tensor)
-            if value is not None and not copied:
+            value = self._before(result, before, planned) if tensor is result else self.value_of(tensor)
+            if value is None and planned and tensor is not result and self._made(tensor):
+                value = self.keep(tensor)
+            if value is not None and not copied and (planned or not value.unread):
+                if self.planned is not None and value.unread:
+                    self.log.keep(value, tensor, self.function, self.planned.why_kept(value))
                 return value
             stays = tensor.is_leaf and tensor.requires_grad
             lend = _MUCH * _bytes(tensor) <= result.nbytes or ((lend or stays) and not copied)
@@ -284,13 +389,20 @@ class Recording(TorchFunctionMode):
         try:
             again = rule(find, args, kwargs, result)
         except NotFollowed:
-            return
+            return None
         lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
-        if sum(min(_bytes(t), t.nbytes) if self._is_copied(t, result) else _bytes(t) for t in lent) > result.nbytes:
+        unread = 0 if planned else unread_bytes(a for a in again.arguments if isinstance(a, Value))
+        if unread + sum(self._lent_bytes(tensor, result) for tensor in lent) > result.nbytes:
+            return None
+        return again
+
+    def _follow(self, again: Again | None, result: Tensor) -> None:
+        """Give the result of a call a recipe."""
+        if again is None:
             return
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
-        if recipe.depth > LONGEST:
+        if recipe.depth > LONGEST and self.planned is None:
             return
         own = self.known.find(result)
         if own is None:
@@ -316,16 +428,39 @@ class Recording(TorchFunctionMode):
         elif isinstance(value.source, Kept):
             value.become(recipe)
 
-    def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
+    def _before(self, overwritten: Tensor, before: Value | None, planned: bool = False) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
         value = before or self.known.find(overwritten, overwrites=1)  # from a copy
+        if value is not None and planned and self.trace is not None:
+            return value if self.trace.overwrite(value, overwritten) else None
         if value is not None and value.reads_storage(address(overwritten.untyped_storage())):
             return None
         return value
 
+    def _trace_arguments(self) -> None:
+        assert self.trace is not None
+        for tensor in tree_leaves(self.arguments):
+            if isinstance(tensor, Tensor) and is_ordinary(tensor):
+                if self._made(tensor):  # by code that calls no function
+                    self.trace.holds(tensor)
+                else:
+                    self.trace.memory(tensor, outside=True)
+
+    def _trace_results(self, results: object) -> None:
+        assert self.trace is not None
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self.trace.holds(tensor)
+        self.trace.settle()
+
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
-        return Value(Kept(_copy(tensor), self.outer)) if self._is_copied(tensor, result) else self.lend(tensor)
+        if self._is_copied(tensor, result):
+            return Value(Kept(copied(tensor), self.outer), bytes=self._lent_bytes(tensor, result))
+        return self.lend(tensor)
+
+    def _lent_bytes(self, tensor: Tensor, result: Tensor) -> int:
+        return min(_bytes(tensor), tensor.nbytes) if self._is_copied(tensor, result) else _bytes(tensor)
 
     def _is_copied(self, tensor: Tensor, result: Tensor) -> bool:
         """Whether a recipe gets a copy of an argument (rule 4)."""
@@ -341,8 +476,8 @@ class Recording(TorchFunctionMode):
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
             return
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(tensor, Tensor) or tensor.requires_grad or not is_ordinary(tensor):
-                continue
+            if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
+                continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if address(storage) not in self.made:
                 given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
@@ -377,12 +512,3 @@ def is_running(frame: FrameType) -> bool:
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy, which is expanded where the tensor is."""
-    tensor = tensor.detach()
-    if _bytes(tensor) >= tensor.nbytes:
-        return tensor.clone()
-    whole = tensor.as_strided((_bytes(tensor) // tensor.itemsize,), (1,), 0)
-    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -20,6 +20,7 @@ class Line(NamedTuple):
     made_by: str  # the operation that is not computed again; "input" if none of the network's
     kept_for: str  # the function that reads them
     module: str  # whose parameters were used last
+    why: str = ""  # under a budget
 
 
 class Report(NamedTuple):
@@ -33,7 +34,8 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         rows = [(f"{line.bytes:,}", str(line.tensors), *line[2:]) for line in self.lines]
-        rows = [("bytes", "tensors", "made by", "kept for", "module"), *rows, (f"{self.bytes:,}", "", "in all", "", "")]
+        titles = ("bytes", "tensors", "made by", "kept for", "module", "why" if any(row[-1] for row in rows) else "")
+        rows = [titles, *rows, (f"{self.bytes:,}", "", "in all", "", "", "")]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         texts = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
         return "\n".join("  ".join(cells).rstrip() for cells in texts)
@@ -46,6 +48,7 @@ class KeptTensor(NamedTuple):
     made_by: str
     kept_for: str
     parameter: weakref.ref[Tensor] | None
+    why: str
 
 
 class Log:
@@ -58,15 +61,17 @@ class Log:
     def call(self, arguments: Iterable[Any]) -> None:
         """Note which parameter a call uses."""
         for argument in arguments:
-            if isinstance(argument, nn.Parameter):
+            if type(argument) is nn.Parameter:  # isinstance takes a microsecond
                 self.parameter = weakref.ref(argument)
 
-    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None) -> None:
-        if tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
+    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None, why: str = "") -> None:
+        if isinstance(tensor._base, nn.Parameter) or (
+            tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter))
+        ):
             return
         storage = tensor.untyped_storage()
         made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
-        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter)
+        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter, why)
         self.entries.append((weakref.ref(value), address(storage), kept))
 
     def kept(self) -> list[KeptTensor]:
@@ -74,7 +79,7 @@ class Log:
         found: dict[int, KeptTensor] = {}
         for reference, storage, kept in self.entries:
             value = reference()
-            if value is None or not isinstance(value.source, (Kept, Signs)):
+            if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
                 continue
             if isinstance(value.source, Signs):
                 kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
@@ -85,8 +90,9 @@ class Log:
 def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
     """Tensors of one kind in one line each; `network` names the parameters."""
     names = {id(parameter): name for name, parameter in network.named_parameters()}
-    sizes: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     for tensor in kept:
         parameter = None if tensor.parameter is None else tensor.parameter()
-        sizes[tensor.made_by, tensor.kept_for, names.get(id(parameter), "").rpartition(".")[0]].append(tensor.bytes)
+        module = names.get(id(parameter), "").rpartition(".")[0]
+        sizes[tensor.made_by, tensor.kept_for, module, tensor.why].append(tensor.bytes)
     return Report(sorted((Line(sum(found), len(found), *key) for key, found in sizes.items()), reverse=True))

@@ -44,12 +44,17 @@ Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
 Vector = Tensor | None
 
 FOLLOWED: dict[Function, Rule] = {}
+EXPENSIVE: dict[Function, Rule] = {}  # computed again only where a plan says so
 
 _BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
-_CONVOLUTIONS = frozenset(
+CONVOLUTIONS = frozenset(
     getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
 )
-RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])  # read their result for its signs
+_RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
+# Activations that read only signs of what they save. ReLU passes the gradient of NaN on, the leaky one scales it.
+POSITIVE = dict.fromkeys(_RELUS, lambda tensor: (tensor <= 0).logical_not_()) | dict.fromkeys(
+    (F.leaky_relu, F.leaky_relu_), lambda tensor: tensor > 0
+)
 _MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
 _PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
 
@@ -68,7 +73,7 @@ def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, A
 
 def reads_only_form(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
-    if function in _CONVOLUTIONS:
+    if function in CONVOLUTIONS:
         return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
     if function is not F.batch_norm:
         return False
@@ -86,6 +91,21 @@ def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) ->
         again = function if not kwargs else _ByName(function, len(args), tuple(kwargs)).call
         arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
         return Again(again, arguments, fresh)
+
+    return rule
+
+
+_made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
+
+
+def _unless(function: Function, position: int, name: str) -> Rule:
+    """Call a function once more, unless an option is given: one that draws random numbers, or writes."""
+    again = _made(function)
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        if args[position] if position < len(args) else kwargs.get(name):
+            raise NotFollowed
+        return again(find, args, kwargs, result)
 
     return rule
 
@@ -255,11 +275,10 @@ def _register(make: Callable[[Function], Rule], *functions: Function, like: Func
         FOLLOWED[function] = make(like or function)
 
 
-_made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
 _register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
 _register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
 _register(_activation, F.threshold)
-_register(_activation, *RELUS, like=F.relu)
+_register(_activation, *_RELUS, like=F.relu)
 for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
     _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
 _register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)
@@ -294,3 +313,11 @@ FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
 FOLLOWED |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
 FOLLOWED |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout)
 FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
+for _name in "matmul mm bmm addmm baddbmm softmax log_softmax einsum".split():
+    EXPENSIVE[getattr(torch, _name)] = _made(getattr(torch, _name))
+for _name in "matmul __matmul__ mm bmm addmm baddbmm softmax log_softmax".split():
+    EXPENSIVE[getattr(Tensor, _name)] = _made(getattr(Tensor, _name))
+for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
+    EXPENSIVE[_function] = _made(_function)
+EXPENSIVE[F.scaled_dot_product_attention] = _unless(F.scaled_dot_product_attention, 4, "dropout_p")
+EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

@@ -1,7 +1,7 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -12,6 +12,8 @@ from torch import Tensor
 from ..private import Hooks, StorageWeakRef, address, at_end_of_backward, backward_runs, without_function_modes
 from ..saved import Kept, check_version
 
+Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
+
 
 class Value:
     """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
@@ -19,14 +21,20 @@ class Value:
     It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
     """
 
-    __slots__ = ("__weakref__", "computed", "lent", "readers", "reads", "sign_readers", "source", "storage", "version")
+    __slots__ = (
+        *("__weakref__", "bytes", "computed", "number", "positive", "readers", "reads", "recipes", "sign_readers"),
+        *("source", "storage", "version"),
+    )
 
-    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0):
+    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
         self.source = source
         self.storage = storage  # of a kept tensor
-        self.lent = False  # to a recipe
+        self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
+        self.recipes = 0  # that may yet read it
+        self.number = -1  # in the trace of a step, if there is one
         self.readers = 0
         self.sign_readers = 0  # readers that only ask which values are positive
+        self.positive: Positive | None = None  # how they ask it
         self.reads = 0  # since it was computed
         self.computed: Tensor | None = None
         self.version = 0  # of the computed tensor
@@ -36,17 +44,26 @@ class Value:
         """The number of recipes between this value and kept ones."""
         return self.source.depth if isinstance(self.source, Recipe) else 0
 
+    @property
+    def unread(self) -> bool:
+        """Whether nobody needs it yet: what it keeps is freed with its tensor."""
+        return not (self.readers or self.recipes or isinstance(self.source, Recipe))
+
     def add_reader(self) -> None:
-        self.readers += 1
-        if self.readers == 1 and isinstance(self.source, Recipe):
-            for value in self.source.inputs():
-                value.add_reader()
+        values = [self]
+        while values:
+            value = values.pop()
+            value.readers += 1
+            if value.readers == 1 and isinstance(value.source, Recipe):
+                values += value.source.inputs()
 
     def remove_reader(self) -> None:
-        self.readers -= 1
-        if self.readers == 0 and isinstance(self.source, Recipe):
-            for value in self.source.inputs():
-                value.remove_reader()
+        values = [self]
+        while values:
+            value = values.pop()
+            value.readers -= 1
+            if value.readers == 0 and isinstance(value.source, Recipe):
+                values += value.source.inputs()
 
     def become(self, recipe: "Recipe") -> None:
         """Forget the tensor, or another recipe: from now on this recipe computes it."""
@@ -57,15 +74,22 @@ class Value:
             for value in before.inputs() if isinstance(before, Recipe) else ():
                 value.remove_reader()
 
-    def settle(self, hooks: Hooks | None) -> None:
-        """Keep signs if nobody reads more, now that nobody else will. Otherwise give the tensor to the outer hooks."""
+    def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
+        """Keep signs if nobody reads more and nobody else will. Otherwise give the tensor to the outer hooks.
+
+        False if a recipe may yet read it. At the end of the forward pass none will.
+        """
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
-            return
-        if self.sign_readers == self.readers and not self.lent:
-            self.source, self.storage = Signs(kept.get(), hooks), 0
+            return True
+        if self.sign_readers == self.readers:
+            if self.recipes and not at_end:
+                return False
+            assert self.positive is not None
+            self.source, self.storage = Signs(kept.get(), self.positive, hooks), 0
         elif hooks is not None:
             self.source = Kept(kept.get(), hooks)
+        return True
 
     def reads_storage(self, storage: int) -> bool:
         """Whether it is kept in a storage (given by its address), or computed from a value that is."""
@@ -84,9 +108,23 @@ class Value:
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
         if isinstance(self.source, Kept) and self.source.hooks is None:
             return self.source.get()
+        calls, tensor = [self._get()], None  # no recursion: chains may be long
+        while True:
+            try:
+                calls.append(calls[-1].send(tensor)._get())
+                tensor = None
+            except StopIteration as returned:
+                tensor = returned.value
+                calls.pop()
+                if not calls:
+                    return tensor
+
+    def _get(self) -> Generator["Value", Any, Tensor]:
+        """Yields the values that it needs, and is sent their tensors. Returns its own."""
         tensor = self.computed
         if tensor is None:
-            tensor = self.source.get()
+            source = self.source
+            tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
             self.version = tensor._version
         else:
             check_version(tensor, self.version)  # a backward function may write over what it gets
@@ -104,6 +142,18 @@ class Value:
         self.computed, self.reads = None, 0
 
 
+def unread_bytes(values: Iterable[Value]) -> int:
+    """Bytes of kept memory that these values need, and that no operation reads so far, except for signs."""
+    seen: set[Value] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value.readers == value.sign_readers and value not in seen:
+            seen.add(value)
+            waiting += value.source.inputs() if isinstance(value.source, Recipe) else ()
+    return sum(value.bytes for value in seen if isinstance(value.source, Kept))
+
+
 def _drop(reference: "weakref.ref[Value]") -> None:
     if (value := reference()) is not None:
         value.drop()
@@ -112,7 +162,7 @@ def _drop(reference: "weakref.ref[Value]") -> None:
 class Form:
     """What autograd holds in place of a tensor whose shape and strides its gradient needs, but not its values."""
 
-    __slots__ = ("device", "dtype", "shape", "stride")
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
 
     def __init__(self, tensor: Tensor):
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -127,10 +177,10 @@ class Signs:
 
     __slots__ = ("bits", "form")
 
-    def __init__(self, tensor: Tensor, hooks: Hooks | None):
+    def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
         self.form = Form(tensor)
         with torch.no_grad(), without_function_modes():
-            positive = (tensor <= 0).logical_not_().flatten()  # NaN lets gradients pass, as in PyTorch
+            positive = positive_of(tensor).flatten()
             positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
             self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
 
@@ -154,11 +204,13 @@ def _bits(device: torch.device) -> Tensor:
 class Saved:
     """What autograd holds in place of a saved tensor: its value, until the tensor's memory is overwritten."""
 
-    __slots__ = ("__weakref__", "overwritten", "value")
+    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
 
     def __init__(self, value: Value):
         self.value = value
+        self.number = -1  # in the trace of a step, if there is one
         self.overwritten = False
+        self.reads_signs = False
         value.add_reader()
 
     def read_instead(self, value: Value) -> None:
@@ -198,23 +250,34 @@ class Recipe:
         self.device = like.device.type
         self.dtype = like.dtype
         self.stride = like.stride()
-        self.autocast = _autocast(self.device)
+        self.autocast = autocast_of(self.device)
         self.fresh = fresh
         self.can_overwrite = can_overwrite
         self.depth = 1
         for value in self.inputs():
-            value.lent = True
+            value.recipes += 1
             self.depth = max(self.depth, 1 + value.depth)
+
+    def __del__(self) -> None:
+        for value in self.inputs():
+            value.recipes -= 1
 
     def inputs(self) -> list[Value]:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
 
-    def get(self) -> Tensor:
-        """Compute the tensor. RuntimeError if an argument was modified in place."""
+    def steps(self) -> Generator[Value, Any, Tensor]:
+        """Compute the tensor: see `Value._get`. RuntimeError if an argument was modified in place."""
         options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
-        arguments = [a.get() if isinstance(a, (Value, Kept)) else a for a in self.arguments]
+        arguments = []
+        for argument in self.arguments:
+            if isinstance(argument, Value):
+                kept = argument.source
+                argument = kept.get() if isinstance(kept, Kept) and kept.hooks is None else (yield argument)
+            elif isinstance(argument, Kept):
+                argument = argument.get()
+            arguments.append(argument)
         enabled, dtype = self.autocast
-        as_then = _autocast(self.device) == self.autocast
+        as_then = autocast_of(self.device) == self.autocast
         autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast:
             result = self.function(*arguments, **options)
@@ -237,7 +300,7 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _autocast(device: str) -> tuple[bool, torch.dtype | None]:
+def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
     """Whether autocast is enabled for a type of device, and its dtype then."""
     if _has_autocast(device) and torch.is_autocast_enabled(device):
         return True, torch.get_autocast_dtype(device)
@@ -265,6 +328,19 @@ class _Dependents(NamedTuple):
 
     storage: StorageWeakRef  # while it exists, no other storage gets the same address
     things: list[weakref.ref[Any]]  # `Value`s and `Saved`s
+
+
+class _Overwriting(NamedTuple):
+    """A call that may write over a tensor."""
+
+    tensor: Tensor
+    version: int  # before
+    dependents: _Dependents | None  # of its memory
+    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
+
+    def things(self) -> Iterator[Value | Saved]:
+        if self.dependents is not None:
+            yield from filter(None, (reference() for reference in self.dependents.things))
 
 
 class KnownValues:
@@ -302,12 +378,15 @@ class KnownValues:
             if entry.value.sign_readers:
                 self.gone.append(entry.value)
 
-    def settle(self, values: Iterable[Value | None], outer: Hooks | None) -> None:
-        """Settle values that are read for their signs: see `Value.settle`."""
-        for value in values:
-            if value is not None:
-                value.settle(outer)
-        self.gone.clear()
+    def settle(self, outer: Hooks | None) -> None:
+        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
+        if self.gone:
+            self.gone = [value for value in self.gone if not value.settle(outer)]
+
+    def settle_all(self, outer: Hooks | None) -> None:
+        """Settle all values that are read for their signs, at the end of the forward pass."""
+        for value in filter(None, (reference() for reference in self.signs)):
+            value.settle(outer, at_end=True)
 
     def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
         """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
@@ -324,14 +403,27 @@ class KnownValues:
             dependents = self.dependents[address(storage)] = _Dependents(StorageWeakRef(storage), [])
         dependents.things.append(weakref.ref(thing))
 
-    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> None:
-        """Copy the values in a tensor's memory that recipes read; mark what operations saved of it as overwritten."""
+    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> _Overwriting:
+        """Copy the values in a tensor's memory that recipes read."""
         dependents = self.dependents.pop(address(tensor.untyped_storage()), None)
-        if dependents is None:
-            return
-        for thing in filter(None, (reference() for reference in dependents.things)):
-            if isinstance(thing, Saved):
-                thing.overwritten = True
-            elif thing.lent and isinstance(thing.source, Kept) and not thing.source.is_modified():
-                thing.source = Kept(thing.source.get().clone(), outer)
-                thing.storage = 0
+        write = _Overwriting(tensor, tensor._version, dependents, [])
+        for thing in write.things():
+            if isinstance(thing, Saved) or not thing.recipes:
+                continue
+            if isinstance(kept := thing.source, Kept) and not kept.is_modified():
+                write.copied.append((thing, kept, thing.storage))
+                thing.source, thing.storage = Kept(kept.get().clone(), outer), 0
+        return write
+
+    def after_overwriting(self, write: _Overwriting) -> None:
+        """Mark what operations saved as overwritten; or undo what was done, if nothing was written."""
+        if write.tensor._version != write.version:
+            for thing in write.things():
+                if isinstance(thing, Saved):
+                    thing.overwritten = True
+        elif write.dependents is not None:
+            for value, source, storage in write.copied:
+                value.source, value.storage = source, storage
+            now = self.dependents.setdefault(write.dependents.storage.cdata, write.dependents)
+            if now is not write.dependents:
+                now.things.extend(write.dependents.things)

@@ -14,6 +14,8 @@ from models.initialisation import initialise_truncated
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
+pytestmark = pytest.mark.usefixtures("checks")
+
 RELU = partial(ABN, activation="relu", eps=1e-3)
 
 

@@ -234,16 +234,23 @@ def test_without_processes_a_synchronised_layer_is_alone():
 
 
 def _data_parallel(rank: int, wrapper: str) -> list[list[Tensor]]:
-    """Gradients of a prepared and of a plain network, each wrapped, of a rank's own images."""
+    """Gradients of prepared and plain networks, each wrapped, of a rank's own images: the last of three steps.
+
+    The second prepared network has a budget, whose plan is in force then.
+    """
     results = []
-    for network in both(small()):
+    within = recompute_activations(small(), budget=0.6)
+    for network in (*both(small()), within):
         if wrapper == "ddp":
-            loss_of(DistributedDataParallel(network), IMAGES * (rank + 1)).backward()
+            parallel = DistributedDataParallel(network)
         else:
+            parallel = network
             for block in network:
                 fully_shard(block, reshard_after_forward=True)
             fully_shard(network)
-            loss_of(network, IMAGES * (rank + 1)).backward()
+        for _ in range(3):
+            network.zero_grad()
+            loss_of(parallel, IMAGES * (rank + 1)).backward()
         found = [parameter.grad for parameter in network.parameters()]
         results.append([gradient.full_tensor() if wrapper == "fsdp2" else gradient for gradient in found])
     return results
@@ -252,8 +259,9 @@ def _data_parallel(rank: int, wrapper: str) -> list[list[Tensor]]:
 @pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=FSDP2_ON_CPUS)])
 def test_data_parallel(ranks, wrapper):
     """FSDP has freed a norm's parameters when the layer after it asks for the norm's output."""
-    for found, expected in ranks.run(_data_parallel, wrapper):
+    for found, expected, within in ranks.run(_data_parallel, wrapper):
         assert_same(found, expected)
+        assert_same(within, expected)
 
 
 class Synchronised(nn.BatchNorm2d):

@@ -103,10 +103,11 @@ def test_blocks(name):
     assert kept == [ours, theirs]
 
 
-def chain(norm: bool, inplace: bool = False) -> nn.Sequential:
+def chain(norm: bool, inplace: bool = False, slope: float = 0.0) -> nn.Sequential:
     layers: list[nn.Module] = []
     for _ in range(6):
-        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), nn.ReLU(inplace)]
+        activation = nn.LeakyReLU(slope, inplace) if slope else nn.ReLU(inplace)
+        layers += [nn.Conv2d(C, C, 3, padding=1), *([nn.BatchNorm2d(C)] if norm else []), activation]
     return nn.Sequential(*layers)
 
 
@@ -132,11 +133,12 @@ def held_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu])
+@pytest.mark.parametrize("slope", [0.0, 0.1])
 @pytest.mark.parametrize("norm, inplace", [(False, False), (False, True), (True, False), (True, True)])
-def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
+def test_frozen_layers_keep_one_bit_per_value(norm, inplace, slope, hooks, layout):
     """A convolution's gradient of its input needs none of its values; ReLU needs signs. The first layer learns."""
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace).eval().requires_grad_(False)).to(
+    plain = nn.Sequential(nn.Conv2d(3, C, 1), chain(norm, inplace, slope).eval().requires_grad_(False)).to(
         memory_format=layout
     )
     prepared = recompute_activations(copy.deepcopy(plain))
@@ -154,7 +156,8 @@ def test_frozen_layers_keep_one_bit_per_value(norm, inplace, hooks, layout):
     values = 2 * C * 15 * 15
     kept = [kept_bytes(n, lambda n=n: loss_of(n), [x]) for n in (prepared, plain)]
     statistics = 6 * 2 * C * 4 if norm else 0  # running statistics
-    assert kept == [6 * values // 8 + statistics, (13 if norm else 7) * values * 4 + statistics]
+    theirs = 6 + 6 * norm + (6 if slope and not inplace else 1)  # inputs of layers; inputs of activations, or a result
+    assert kept == [6 * values // 8 + statistics, theirs * values * 4 + statistics]
     assert held_bytes(lambda: loss_of(prepared)) - kept[0] < 500  # the loss and biases
 
 
@@ -174,9 +177,12 @@ def test_frozen_layers_under_a_checkpoint_and_in_second_derivatives(inplace):
     assert all(map(torch.equal, *results))
 
 
-def test_signs_are_kept_only_where_nobody_reads_values():
-    """NaN passes gradients; a trained layer, a hook or a sum of results reads values."""
-    plain = nn.Sequential(nn.Conv2d(3, C, 1), nn.ReLU(), nn.Conv2d(C, C, 1), nn.ReLU(), nn.Flatten(), nn.Softmax(1))
+@pytest.mark.parametrize("activations", [[nn.ReLU()], [nn.LeakyReLU()], [nn.ReLU(), nn.LeakyReLU()]], ids=str)
+def test_signs_are_kept_only_where_nobody_reads_values(activations):
+    """A trained layer, a hook or a sum of results reads values; ReLU passes gradients of NaN, LeakyReLU scales them."""
+    activation = nn.Sequential(*activations)
+    layers = (nn.Conv2d(3, C, 1), activation, nn.Conv2d(C, C, 1), activation, nn.Flatten(), nn.Softmax(1))
+    plain = nn.Sequential(*layers)
     plain[2].weight.requires_grad_(False)
     prepared = recompute_activations(copy.deepcopy(plain))
     x = torch.randn(2, 3, 8, 8)
@@ -203,3 +209,67 @@ def test_nothing_computed_stays_after_a_part_of_the_graph_was_differentiated():
 
     assert held_bytes(differentiate) == 0
     assert all(gradient is not None for gradient in torch.autograd.grad(loss, list(network.parameters())))
+
+
+class Joins(nn.Module):
+    """Joins the results a and b of two layers, as `join` says; in place functions write over them afterwards."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor], written_over: int):
+        super().__init__()
+        self.first, self.join, self.written_over = (
+            nn.ModuleList(nn.Conv2d(3, C, 1) for _ in range(2)),
+            join,
+            written_over,
+        )
+        self.last = nn.ModuleList(nn.Conv2d(C, C, 1) for _ in range(2))
+        self.head = nn.LazyConv2d(2, 1)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        parts = [layer(x) for layer in self.first]
+        joined = self.head(self.join(*parts))
+        return [
+            joined,
+            *(
+                layer(F.relu(part, inplace=True))
+                for layer, part in zip(self.last, parts[: self.written_over], strict=False)
+            ),
+        ]
+
+
+def convolved_under_autocast(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.conv2d(torch.cat([a, b], 1), torch.ones(1, 2 * C, 1, 1, requires_grad=True)).float()
+
+
+VALUES = 2 * C * 8 * 8  # of a part
+JOINS = {  # what plain and prepared networks keep, in values, if no part is written over
+    "mean of a concatenation": (lambda a, b: torch.cat([a, b], 1).mean((2, 3), keepdim=True), 2 * 2 * C, 2 * 2 * C),
+    "slice of a concatenation": (lambda a, b: (torch.cat([a, b], 1) * 2)[:, C // 2 : -C // 2] * 2, VALUES, VALUES),
+    "mean of a stack": (lambda a, b: torch.stack([a, b]).mean(0), VALUES, VALUES),
+    "concatenation under autocast": (convolved_under_autocast, VALUES + C + 2 * 64, VALUES + C + 2 * 64),
+    "upsampled": (lambda a, b: F.interpolate(a, scale_factor=2.0), 4 * VALUES, VALUES),
+    "slice of an upsampled one": (
+        lambda a, b: F.interpolate(a, scale_factor=2.0)[..., :4, :4] * 1,
+        VALUES // 4,
+        VALUES // 4,
+    ),
+}
+
+
+@pytest.mark.parametrize("written_over", [0, 1, 2])
+@pytest.mark.parametrize("name", JOINS)
+def test_nothing_is_kept_for_something_smaller(name, written_over):
+    """The parts of a concatenation may take its place, but not that of its mean. Written over, they would be copied."""
+    join, theirs, ours = JOINS[name]
+    x = torch.randn(2, 3, 8, 8)
+    plain = Joins(join, written_over)
+    plain(x)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    kept, results = [], []
+    for network in (prepared, plain):
+        kept.append(kept_bytes(network, lambda n=network: n(x), [x]) // 4)
+        loss = torch.stack([output.square().sum() for output in network(x)]).sum()
+        results.append(torch.autograd.grad(loss, list(network.parameters()), allow_unused=True))
+    assert kept[0] <= kept[1] == theirs + written_over * VALUES
+    assert kept[0] == ours if not written_over else kept[0] <= ours + written_over * VALUES
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -123,6 +123,25 @@ def test_writes_by_operators_are_seen_and_others_refused(write, around):
     assert_right_or_refused(Joined((SEEN | UNSEEN)[write]), run, right=write in SEEN)
 
 
+@pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
+def test_dropout_in_place_that_drops_nothing_writes_nothing(p, training):
+    """As in timm's TNT: what sigmoid saved is right, and the parts of the concatenation are not copied."""
+
+    def drop(f: Tensor) -> None:
+        F.dropout(f, p, training, inplace=True)
+
+    class Drops(Joined):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            f, y = super().forward(x)
+            z = torch.sigmoid(y)
+            self.write(z)
+            return f, z
+
+    assert_right_or_refused(Drops(drop), lambda network: network(IMAGES)[1].square().sum(), right=True)
+    networks = [recompute_activations(Joined(write)) for write in (drop, id)]
+    assert len({kept_bytes(network, lambda n=network: n(IMAGES)[1], [IMAGES]) for network in networks}) == 1
+
+
 def outside(fill: str) -> tuple[Tensor, Callable[[], object]]:
     """Two images in memory that others may fill again, without a new version; and how they do it."""
     if fill == "storage":

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from random import Random
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
+from models.layers.recompute.plan import Plan, Planned
 from models.layers.recompute.recording import Recording
+from models.layers.recompute.trace import StepTrace
 from models.layers.saved import saved_for_backward
 
 Gradients = list[Tensor | None]
@@ -33,12 +36,27 @@ def attempt(forward: Callable[[], Tensor], sources: list[Tensor], context) -> tu
 
 
 def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool:
-    """Compare two runs of a forward pass, each freshly made; whether they agree, rather than both raise."""
-    results = []
-    for context in (nullcontext(), Recording()):
-        torch.manual_seed(1)
-        results.append(attempt(*make(), context))
-    plain, recorded = results
+    """Compare runs of a forward pass, each freshly made; whether they agree, rather than all raise.
+
+    It runs as it is, recorded, traced for a plan, and by two plans that keep some results at random.
+    """
+    trace = StepTrace()
+    plain, *others = (
+        run(make, context) for context in (nullcontext(), Recording(), Recording(planned=Planned((), trace)))
+    )
+    for seed in range(2):
+        draws = Random(seed)
+        again = frozenset(call for call in range(len(trace.calls)) if draws.random() < 0.7)
+        others.append(run(make, Recording(planned=Planned([Plan(trace.calls, again)]))))
+    return all(agrees(plain, recorded) for recorded in others)
+
+
+def run(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]], context) -> tuple[Tensor, Gradients] | Exception:
+    torch.manual_seed(1)
+    return attempt(*make(), context)
+
+
+def agrees(plain: tuple[Tensor, Gradients] | Exception, recorded: tuple[Tensor, Gradients] | Exception) -> bool:
     if isinstance(plain, Exception) or isinstance(recorded, Exception):
         assert isinstance(recorded, Exception), f"only the plain one raised {plain}"
         assert isinstance(plain, Exception), f"only the recorded one raised {recorded}"

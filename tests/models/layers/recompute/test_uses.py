@@ -74,11 +74,24 @@ def networks() -> tuple[nn.Module, nn.Module]:
     return both(small())
 
 
-@pytest.fixture(params=["standard", *CHECKPOINTED])
+def planned(plain: nn.Module, images: Tensor = IMAGES, budget: float = 0.5) -> tuple[nn.Module, nn.Module]:
+    """A network within a budget, whose plan is in force for these images; and the plain one."""
+    plain = plain.double()
+    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for network in (plain, prepared):
+        for _ in range(2):
+            loss_of(network, images).backward()
+        network.zero_grad()
+    return prepared, plain
+
+
+@pytest.fixture(params=["standard", "budget", *CHECKPOINTED])
 def any_networks(request, networks) -> tuple[nn.Module, nn.Module]:
     """Prepared and plain; of checkpointed layers nothing but their outputs is computed again."""
     if request.param == "standard":
         return networks
+    if request.param == "budget":
+        return planned(small())
     norm = STRATEGIES[request.param]
     block = IdentityResidualBlock(4, (4, 8), norm_act=norm)
     prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 3), block, norm(8), nn.Conv2d(8, 2, 1), nn.Sigmoid()))
@@ -313,13 +326,13 @@ def test_a_report_says_what_is_kept_and_where(networks):
     loss_of(prepared, IMAGES).backward()
     found = report(prepared)
     values = 2 * 4 * 8 * 8 * 8  # bytes of each of the others
-    assert found.lines[0] == (IMAGES.nbytes, 1, "input", "conv2d", "0")
+    assert found.lines[0] == (IMAGES.nbytes, 1, "input", "conv2d", "0", "")
     assert set(found.lines[1:6]) == {
-        (values, 1, "Convolution", "batch_norm", "1.norm1"),
-        (values, 1, "Convolution", "group_norm", "1.norm2"),
-        (values, 1, "Add", "batch_norm", "2.norm1"),
-        (values, 1, "Convolution", "group_norm", "2.norm2"),
-        (values, 1, "Add", "conv2d", "3"),
+        (values, 1, "Convolution", "batch_norm", "1.norm1", ""),
+        (values, 1, "Convolution", "group_norm", "1.norm2", ""),
+        (values, 1, "Add", "batch_norm", "2.norm1", ""),
+        (values, 1, "Convolution", "group_norm", "2.norm2", ""),
+        (values, 1, "Add", "conv2d", "3", ""),
     }
     assert str(found).splitlines()[-1].startswith(f"{found.bytes:,}")
     with torch.autograd.graph.save_on_cpu():

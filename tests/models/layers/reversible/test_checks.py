@@ -69,6 +69,19 @@ def sequence(couplings: int) -> nn.Module:
     return ReversibleSequence([AdditiveCoupling(branch) for branch in branches])
 
 
+def test_checking_changes_no_bit_and_needs_little_memory(monkeypatch):
+    """The checksum copies at most 2^20 values of an output at a time."""
+    x, gradients = torch.randn(2, 8, 8, 8), []
+    for checked in (True, False):
+        monkeypatch.setattr(checks._mode, "checks", checked)
+        network = sequence(3)
+        gradients.append(torch.autograd.grad(network(x).square().sum(), list(network.parameters())))
+    assert all(map(torch.equal, *gradients))
+    large = torch.ones(3, 2**10, 2**11).transpose(1, 2)
+    assert [part.numel() for part in checks._parts(large)] == [2**20] * 6
+    assert checks._checksum(large)[1] == large.numel() ** 0.5
+
+
 def test_pure_bfloat16_adds_up_rounding(monkeypatch):
     """The bounds in docs/memory.md: how far the gradient is from that of stored activations, relative to its length."""
     monkeypatch.setattr(checks._mode, "checks", False)  # they might find it

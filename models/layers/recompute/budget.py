@@ -1,0 +1,215 @@
+"""A network that trains within a number of bytes."""
+
+import logging
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..inputs import check_module
+from ..private import FakeTensor, tree_leaves
+from .choice import Choice, frontier, plan_of
+from .costs import seconds_of
+from .plan import Plan, Planned
+from .recording import Recording
+from .simulation import plain_peak, simulate
+from .trace import State, Step, StepTrace
+from .values import autocast_of
+
+_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+_TRACES = 16  # steps of one shape that are traced, if the network takes different paths
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_log = logging.getLogger(__name__)
+
+Budget = float | int | str
+
+
+def checked(budget: Budget) -> float | int:
+    """A number of bytes, or a share of the plain network's peak. ValueError if it is neither."""
+    if isinstance(budget, str):
+        number, unit = budget.strip(), next((unit for unit in _UNITS if budget.strip().endswith(unit)), "")
+        try:
+            budget = int(float(number.removesuffix(unit)) * _UNITS[unit])
+        except (KeyError, ValueError):
+            raise ValueError(f"budget={budget!r}: expected e.g. '6GiB' ({', '.join(_UNITS)}), or a share") from None
+    if isinstance(budget, bool) or not budget > 0 or (isinstance(budget, float) and budget > 1):
+        raise ValueError(
+            f"budget={budget!r}: expected bytes, such as '6GiB' or {6 * 2**30}, or a share of the plain network's "
+            "peak between 0 and 1, such as 0.3"
+        )
+    return budget
+
+
+class Plans:
+    """The plans of a prepared network, made as its inputs' shapes come."""
+
+    def __init__(self, budget: float | int):
+        self.budget = budget
+        self._shapes: dict[Hashable, _Shape] = {}
+
+    def of_pass(self, module: nn.Module, inputs: Sequence[Tensor]) -> Planned | None:
+        """What the next forward pass does: nothing new at first; then it is traced; then a plan is in force."""
+        forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device) for tensor in inputs)
+        devices = {tensor.device.type for tensor in inputs}
+        key = (forms, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
+        shape = self._shapes.setdefault(key, _Shape())
+        return shape.next_pass(self.budget)
+
+
+class _Shape:
+    """The plans for inputs of one shape."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.plans: list[Plan] = []
+        self.trace: StepTrace | None = None
+        self.traces = 0
+        self.last: Planned | None = None
+        self.strays = False  # the network takes paths that have no plan
+
+    def next_pass(self, budget: float | int) -> Planned | None:
+        self.passes += 1
+        self.strays = self.strays or (self.last is not None and self.last.strayed)
+        if self.trace is not None and self.trace.state() == State.ENDED:
+            step = self.trace.step()
+            if all(plan.calls != step.calls for plan in self.plans):
+                self.plans.append(_planned(step, budget))
+                self.strays = False
+        if self.trace is not None and self.trace.state() != State.RUNS:
+            self.trace = None
+        trace = None
+        if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or not self.plans):
+            trace = self.trace = StepTrace()
+            self.traces += 1
+        self.last = Planned(self.plans, trace) if self.plans or trace else None
+        return self.last
+
+
+def _planned(step: Step, budget: float | int) -> Plan:
+    """The fastest plan within a budget. A warning if there is none, which names the least."""
+    (choices, seconds), plain = seconds_of(lambda: frontier(step), torch.device("cpu")), plain_peak(step)
+    limit = budget if isinstance(budget, int) else int(budget * plain)
+    choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
+    _log.info(
+        "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
+        *(len(step.calls), seconds, text(choice.peak), text(plain), choice.seconds * 1e3),
+    )
+    if choice.peak > limit:
+        warnings.warn(
+            f"no plan keeps this step within {text(limit)}: the least is {text(choice.peak)}, which is taken",
+            stacklevel=2,
+        )
+    return plan_of(step, choice)
+
+
+def text(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+class Row(NamedTuple):
+    """A budget's plan. Bytes are of one step, beyond those before it; parameters and gradients are there already."""
+
+    budget: int  # bytes asked for
+    peak: int  # bytes
+    kept: int  # bytes after the forward pass
+    operations: float  # computed again, as a share of the step's
+    seconds: float  # to compute values again, as a share of the step's
+
+
+class Frontier(NamedTuple):
+    """What a training step takes under different budgets. Print it."""
+
+    plain: int  # bytes at the peak of the network as it is
+    least: int  # bytes at the lowest peak that a plan reaches
+    rows: list[Row]
+
+    def __str__(self) -> str:
+        cells = [("budget", "peak", "of plain", "kept", "operations", "time")]
+        for row in self.rows:
+            more = f"+{row.operations:.1%}", f"+{row.seconds:.1%}"
+            cells.append((text(row.budget), text(row.peak), f"{row.peak / self.plain:.2f}", text(row.kept), *more))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([f"plain: {text(self.plain)}; the least: {text(self.least)}", *lines])
+
+
+def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) -> Frontier:
+    """What a training step of a network takes under different budgets, from one step on an example.
+
+    The step is run: twice, with the mean square of the outputs as loss. Gradients, buffers and the random state are
+    then as before. Under `FakeTensorMode` nothing is computed, for a network that does not fit: times are then
+    estimated from bytes and operations.
+
+    Args:
+        network: in training mode, prepared by `recompute_activations` or not.
+        example: its input: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
+        budgets: as `recompute_activations` takes them. Those that no plan meets have no row.
+
+    Raises:
+        ValueError: a budget is none; no plan meets any of them (the message names the least peak); the step could not
+            be traced, e.g. because outputs need no gradient.
+    """
+    check_module(network, "plan")
+    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
+    args = args if isinstance(args, tuple) else (args,)
+    step, seconds = traced_step(network, args, kwargs)
+    choices, plain = frontier(step), plain_peak(step)
+    seconds = seconds or 3 * sum(node.seconds for node in step.nodes)
+    operations = 3 * sum(node.operations for node in step.nodes)
+    rows = []
+    for budget in map(checked, budgets):
+        limit = budget if isinstance(budget, int) else int(budget * plain)
+        choice = next((choice for choice in choices if choice.peak <= limit), None)
+        if choice is not None:
+            again = sum(step.nodes[number].operations for number in _needed(step, choice))
+            kept = simulate(step, choice.kept).levels[step.forward - 1]
+            rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
+    if not rows:
+        raise ValueError(f"budgets={list(budgets)}: expected at least {text(choices[-1].peak)}, the least of all plans")
+    return Frontier(plain, choices[-1].peak, rows)
+
+
+def _needed(step: Step, choice: Choice) -> list[int]:
+    """The values that are computed again."""
+    readers = simulate(step, choice.kept).readers
+    return [number for number, kept in enumerate(choice.kept) if not kept and readers[number]]
+
+
+def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, float]:
+    """A step of a network, and the seconds that it takes; 0 on fake tensors."""
+    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    gradients = [parameter.grad for parameter in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
+    device = next((tensor.device for tensor in [*inputs, *parameters]), torch.device("cpu"))
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
+    trace, seconds = StepTrace(), 0.0
+
+    def run(planned: Planned | None) -> None:
+        with Recording(inputs=inputs, planned=planned) as recording:
+            outputs = [one for one in tree_leaves(network(*args, **kwargs)) if isinstance(one, Tensor)]
+        outputs = [output for output in outputs if output.requires_grad and output.is_floating_point()]
+        if not outputs:
+            raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")
+        if recording.trace is not None:
+            recording.trace.watch_backward(outputs, recording.start)
+        torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
+
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
+            if not is_fake:
+                seconds = seconds_of(lambda: run(None), device)[1]
+            run(Planned(trace=trace))
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    if trace.state() != State.ENDED:
+        raise ValueError("the step could not be traced: call plan outside saved-tensor hooks and checkpoints")
+    return trace.step(), seconds

@@ -1,0 +1,154 @@
+"""What operators cost: seconds, and the bytes that they take while they run."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_BYTES_PER_SECOND = 1e10
+_OPERATIONS_PER_SECOND = 1e11
+_PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
+
+
+class Form(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def zeros(self) -> Tensor:
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        zeros = torch.zeros(span, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride)
+        return zeros.requires_grad_(self.requires_grad)
+
+
+class Call(NamedTuple):
+    """A call without the values of its tensors."""
+
+    function: Callable[..., Tensor]
+    arguments: tuple[Any, ...]  # `Form`s and constants
+    names: tuple[str, ...]  # of the last arguments
+
+    def run(self) -> tuple[Tensor, list[Tensor]]:
+        """The result, and the arguments that need gradients."""
+        given = [one.zeros() if isinstance(one, Form) else one for one in self.arguments]
+        unnamed = len(given) - len(self.names)
+        result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
+        return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
+
+
+def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """A call as it can be repeated; None if it has lists of tensors, or tensors that are no ordinary ones."""
+    arguments: list[Any] = []
+    for one in (*args, *kwargs.values()):
+        if type(one) in (Tensor, torch.nn.Parameter):
+            one = Form(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
+        elif isinstance(one, (list, tuple)):
+            one = tuple(one)
+            if any(isinstance(item, Tensor) for item in one):
+                return None
+        elif isinstance(one, Tensor):
+            return None
+        arguments.append(one)
+    return Call(function, tuple(arguments), tuple(kwargs))
+
+
+def peak_bytes(step: Callable[[], object], device: str) -> int:
+    """Largest number of bytes of tensors allocated at any moment of a step, beyond those allocated before it.
+
+    `device`: its type. On CUDA this resets the peak that PyTorch's allocator counts.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    # The profiler sees every allocation on the CPU, also in compiled code. Its log is hidden.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        step()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = held = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@cache
+def forward_temporaries(call: Call) -> int:
+    """Bytes that a call takes while it runs, beside its arguments and result. It is measured, on other tensors."""
+    with _measured():
+        kept: list[object] = []
+        given = call.run()[1]
+        device = given[0].device.type if given else "cpu"
+        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, Form))
+        peak = peak_bytes(lambda: kept.append(call.run()), device)
+        result: Any = kept[0]
+        return max(0, peak - arguments - result[0].nbytes)
+
+
+@cache
+def backward_temporaries(call: Call, stride: tuple[int, ...]) -> int:
+    """Bytes that a call's node takes, beside what it saved and the gradients. `stride`: of the result's gradient."""
+    with _measured():
+        result, leaves = call.run()
+        gradient = Form(tuple(result.shape), stride, result.dtype, result.device, False).zeros()
+        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient), result.device.type)
+        return max(0, peak - sum(leaf.nbytes for leaf in leaves))
+
+
+def _bytes(form: Form) -> int:
+    return form.dtype.itemsize * (1 + sum((s - 1) * t for s, t in zip(form.shape, form.stride, strict=True)))
+
+
+@contextmanager
+def _measured() -> Iterator[None]:
+    """Measure under no recording. The random state stays as it is."""
+    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """The result of a call, and the seconds that it takes."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - began
+
+
+def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> int:
+    """Multiplications and additions of a matrix product, a convolution or attention; 0 for other calls."""
+    tensors = [one for one in arguments if isinstance(one, Tensor)]
+    name, length = getattr(function, "__name__", ""), 0  # of the products that a value of the result sums up
+    if name == "scaled_dot_product_attention":
+        length = tensors[1].shape[-2] * (1 + tensors[0].shape[-1] // result.shape[-1])
+    elif "conv" in name or name == "linear":
+        length = tensors[1].numel() // tensors[1].shape[0]
+    elif name in _PRODUCTS:
+        length = tensors[-2].shape[-1]
+    return 2 * length * result.numel()
+
+
+def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:
+    """For fake tensors: from bytes and operations, as far as it matters which of two calls takes longer."""
+    moved = result.nbytes + sum(one.nbytes for one in arguments if isinstance(one, Tensor))
+    return moved / _BYTES_PER_SECOND + operations_of(function, arguments, result) / _OPERATIONS_PER_SECOND

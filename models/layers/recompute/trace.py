@@ -1,0 +1,316 @@
+"""What happens in one training step: the values that its backward pass reads, and the memory that comes and goes."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import Enum, IntEnum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..private import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
+from ..saved import Kept, is_ordinary
+from .costs import (
+    Call,
+    backward_temporaries,
+    call_of,
+    estimated_seconds,
+    forward_temporaries,
+    operations_of,
+    seconds_of,
+)
+from .rules import FOLLOWED, Function, NotFollowed, Rule
+from .values import Form, Saved, Value
+
+_SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
+
+
+class Kind(IntEnum):
+    """What a plan can do with a value."""
+
+    KEPT = 0  # nothing: it has no recipe
+    FOLLOWS = 1  # nothing: it has a recipe anyway, as views and casts do
+    FREE = 2  # keep it, or compute it again
+    OVERWRITTEN = 3  # compute it again: the network has written over it
+
+
+class Event(IntEnum):
+    """HOLD and LET refer to a memory; SAVE, READ and RELEASE to something saved; BUSY to bytes."""
+
+    HOLD = 0  # the program, or the backward pass, gets a tensor
+    LET = 1  # and drops it
+    SAVE = 2  # autograd saves a value
+    READ = 3  # the backward pass reads it
+    RELEASE = 4  # autograd drops it
+    BUSY = 5  # an operator takes so many bytes while it runs, beside its arguments and results
+
+
+class State(Enum):
+    """How far a traced step has come. DROPPED: there was no backward pass, and there will be none."""
+
+    RUNS = "runs"
+    ENDED = "ended"
+    DROPPED = "dropped"
+
+
+class Node(NamedTuple):
+    """A value of the step."""
+
+    kind: Kind
+    memory: int  # that it is in, if it is kept
+    bytes: int  # that it takes when it is computed again; 0 if it shares an input's memory
+    inputs: tuple[int, ...]  # of its recipe
+    alias: int  # the input whose memory it shares; -1 if none
+    seconds: float  # to compute it
+    call: int  # number of the call whose result it is; -1 if of none
+    busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
+    operations: int = 0  # multiplications and additions
+    is_fresh: bool = False  # nothing else shares its memory when it is computed again
+    overwrites: bool = False  # it is computed over its first input, if that is fresh and nobody else reads it
+
+
+class SavedTensor(NamedTuple):
+    """What autograd holds."""
+
+    node: int  # whose value is saved; -1 if none is
+    signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
+    memory: int  # that PyTorch alone would keep
+
+
+class Costs(NamedTuple):
+    """What it takes to compute a value again. `busy`: see `Node`."""
+
+    seconds: float
+    busy: int
+    operations: int
+
+
+class Step(NamedTuple):
+    """A training step, as far as its memory goes."""
+
+    nodes: list[Node]
+    memories: list[int]  # bytes; 0 for what was there before the step
+    saved: list[SavedTensor]
+    events: list[tuple[Event, int]]
+    forward: int  # number of events in the forward pass
+    calls: list[Any]  # function, shape and dtype of each call's result
+
+
+class StepTrace:
+    """Watches a forward pass that a `Recording` records, and the backward pass that follows."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.memories: list[int] = []
+        self.saved: list[SavedTensor] = []
+        self.events: list[tuple[Event, int]] = []
+        self.forward = 0
+        self.calls: list[Any] = []
+        self.reads = self.released = 0
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
+        self._handles: list[Any] = []
+        self.seconds = 0.0  # of the call that ran last
+        self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
+        self._backward: dict[int, Call] = {}  # by the number of the node that it made
+        self._busy: list[tuple[int, Call, tuple[int, ...]]] = []  # events to be measured, strides of the gradients
+
+    def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
+        """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
+        storage = tensor.untyped_storage()
+        entry = self._numbers.get(address(storage))
+        if entry is None:
+            entry = self._numbers[address(storage)] = (StorageWeakRef(storage), len(self.memories))
+            self.memories.append(0 if outside else storage.nbytes())
+        return entry[1]
+
+    def holds(self, tensor: Tensor) -> None:
+        """The program has this tensor from now on, until it is freed."""
+        if is_ordinary(tensor) and id(tensor) not in self._watched:
+            memory = self.memory(tensor)
+            self.events.append((Event.HOLD, memory))
+            self._watched[id(tensor)] = weakref.ref(tensor, partial(self._lets, id(tensor), memory))
+
+    def _lets(self, key: int, memory: int, _: object) -> None:
+        del self._watched[key]
+        self.events.append((Event.LET, memory))
+
+    def add(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        inputs: Iterable[object] = (),
+        costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
+        call: int = -1,
+        is_fresh: bool = False,
+        overwrites: bool = False,
+    ) -> int:
+        """Note a value, and return its number. `inputs`: arguments of its recipe."""
+        numbers = tuple(one.number for one in inputs if isinstance(one, Value) and one.number >= 0)
+        memory = self.memory(tensor)
+        sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
+        alias = next(sharing, -1)
+        size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
+        self.nodes.append(
+            Node(
+                kind,
+                memory,
+                size,
+                numbers,
+                alias,
+                costs.seconds,
+                call,
+                costs.busy,
+                costs.operations,
+                is_fresh,
+                overwrites,
+            )
+        )
+        return len(self.nodes) - 1
+
+    def move(self, number: int, tensor: Tensor) -> None:
+        """A value is kept in a copy."""
+        if number >= 0:
+            self.nodes[number] = self.nodes[number]._replace(memory=self.memory(tensor))
+
+    def overwrite(self, value: Value, tensor: Tensor) -> bool:
+        """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
+        if value.number < 0:
+            return False
+        memory = self.memory(tensor)
+        pending, overwritten = [value.number], []
+        while pending:
+            number = pending.pop()
+            node = self.nodes[number]
+            if node.kind == Kind.KEPT and node.memory == memory:
+                return False
+            if node.memory == memory or node.kind == Kind.FOLLOWS:
+                pending += node.inputs
+            if node.memory == memory and node.kind == Kind.FREE:
+                overwritten.append(number)
+        for number in overwritten:
+            self.nodes[number] = self.nodes[number]._replace(kind=Kind.OVERWRITTEN)
+        return True
+
+    def saves(self, saved: Saved | Form, tensor: Tensor) -> None:
+        """Autograd saves a tensor. The number of its value follows: see `settle`."""
+        number = len(self.saved)
+        self.saved.append(SavedTensor(-1, 0, self.memory(tensor)))
+        if isinstance(saved, Saved):
+            saved.number = number
+            self._unnumbered.append((saved, -(-tensor.numel() // 8) if saved.reads_signs else 0))
+        self.events.append((Event.SAVE, number))
+        self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
+
+    def settle(self) -> None:
+        """Note the numbers of the values that were saved in a call."""
+        for saved, signs in self._unnumbered:
+            self.saved[saved.number] = self.saved[saved.number]._replace(node=saved.value.number, signs=signs)
+        self._unnumbered.clear()
+
+    def _releases(self, key: int, number: int, _: object) -> None:
+        del self._watched[key]
+        self.released += 1
+        self.events.append((Event.RELEASE, number))
+
+    def unpack(self, saved: Any) -> Tensor:
+        """What autograd calls in the backward pass."""
+        if isinstance(saved, Saved) and backward_runs():
+            self.reads += 1
+            self.events.append((Event.READ, saved.number))
+        return unpack(saved)
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call, and measure its time."""
+        device = next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))
+        result, self.seconds = seconds_of(lambda: function(*args, **kwargs), device)
+        return result
+
+    def costs(
+        self, function: Function, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> Costs:
+        """What it takes to compute the result of the call that has just run once more."""
+        busy, seconds = 0, self.seconds
+        call = self._apart(function, args, kwargs, result)
+        if call is not None:
+            busy = forward_temporaries(call)
+            self.events.append((Event.BUSY, busy))
+            self._backward[node_number(result.grad_fn)] = call
+        if isinstance(result, FakeTensor):
+            seconds = estimated_seconds(function, [*args, *kwargs.values()], result)
+        elif function in FOLLOWED:  # by another function than the network's
+            key = (function, result.shape, result.dtype)
+            if key not in self._measured:
+                self._measured[key] = self._seconds_again(rule, args, kwargs, result)
+            seconds = self._measured[key]
+        return Costs(seconds, busy, operations_of(function, [*args, *kwargs.values()], result))
+
+    @staticmethod
+    def _apart(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Call | None:
+        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing."""
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if "dropout" in getattr(function, "__name__", "") or any(one is result for one in tensors):
+            return None
+        if not all(map(is_ordinary, tensors)):
+            return None
+        return call_of(function, args, kwargs) if sum(one.nbytes for one in tensors) >= _SMALL else None
+
+    def _seconds_again(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> float:
+        try:
+            again = rule(lambda tensor, lend=False: tensor, args, kwargs, result)
+        except NotFollowed:
+            return self.seconds
+        with torch.no_grad():
+            given = [one.get() if isinstance(one, (Value, Kept)) else one for one in again.arguments]
+            return seconds_of(lambda: again.function(*given), result.device)[1]
+
+    def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
+        """The forward pass has ended. `start`: sequence number of its first node."""
+        self.forward = len(self.events)
+        pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            call = self._backward.get(node_number(node))
+            self._handles.append(node.register_prehook(self._gradients))
+            self._handles.append(node.register_hook(partial(self._after, call)))
+            for following, _ in node.next_functions:
+                if following is None or following in seen or hasattr(following, "variable"):
+                    continue
+                if node_number(following) >= start:
+                    seen.add(following)
+                    pending.append(following)
+
+    def _after(self, call: Call | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        """A node of the backward pass has run."""
+        self._gradients(found)
+        if call is not None and given and given[0] is not None:
+            self._busy.append((len(self.events), call, given[0].stride()))
+            self.events.append((Event.BUSY, 0))
+
+    def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """The backward pass holds these tensors."""
+        for gradient in gradients:
+            if gradient is not None and is_ordinary(gradient):
+                storage = gradient.untyped_storage()
+                if address(storage) not in self._numbers or self._numbers[address(storage)][0].expired():
+                    self._numbers.pop(address(storage), None)
+                    memory = self.memory(gradient)
+                    self.events.append((Event.HOLD, memory))
+                    self._watched[id(storage)] = weakref.ref(storage, partial(self._lets, id(storage), memory))
+
+    def state(self) -> "State":
+        """How far the step has come."""
+        if self.reads:
+            return State.RUNS if backward_runs() else State.ENDED
+        return State.DROPPED if self.forward and self.released == len(self.saved) else State.RUNS
+
+    def step(self) -> Step:
+        """What was seen."""
+        for handle in self._handles:
+            handle.remove()
+        for event, call, stride in self._busy:
+            self.events[event] = (Event.BUSY, backward_temporaries(call, stride))
+        return Step(self.nodes, self.memories, self.saved, self.events, self.forward, self.calls)

@@ -1,0 +1,282 @@
+"""What a byte budget for `recompute_activations` costs in known networks, beside checkpoints and the compiler's budget:
+
+    python -m scripts.bench_budget [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
+
+FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
+adds networks to it. FILE.png shows the peak against time, a panel for each network.
+"""
+
+import copy
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from engine.memory import keep_freed_memory
+from engine.schema.keys import key
+from models.layers.recompute.budget import traced_step
+from models.layers.recompute.choice import Choice, frontier, plan_of
+from models.layers.recompute.plan import Plan, Planned
+from models.layers.recompute.recording import Recording
+from models.layers.recompute.simulation import plain_peak
+from scripts.evidence import charts, frame, methods
+from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
+from scripts.evidence.measuring import Elsewhere, peak_bytes, timed
+from scripts.evidence.methods import BLOCKS, BUDGET, PLAIN, RECOMPUTED
+
+Rows = dict[str, dict]  # of one network, by method
+
+SHARES = (0.8, 0.6, 0.45, 0.33, 0.0)  # of the plain network's peak; 0: the least
+AS_BLOCKS, IN_TIME_OF_BLOCKS, AS_COMPILED = "peak of the checkpoints", "time of the checkpoints", "peak of the compiler"
+IN_TIME = "in time"  # see TIME_LIMITS
+TIME_LIMITS = {  # time of a step to plain, and the peak to reach in it
+    "convnext_tiny": (1.10, 0.30),
+    "resnet50": (1.12, 0.45),
+    "densenet121": (1.12, 0.17),
+    "mobilenet_v2": (1.15, 0.28),
+}
+TOLERANCE = 0.03  # of a measured peak from the planned one
+
+
+def page(result: dict, name: str) -> str:
+    networks = frame.grouped(result["rows"], ["network"], "method")
+    left_out = [f"- {entry['network']}: {entry['reason']}" for entry in result["left_out"]]
+    return frame.page_text(
+        "networks_budget",
+        result,
+        picture=f"![peak against time of every network]({name}.png)",
+        device=frame.DEVICES[result["arguments"]["device"]],
+        networks=len(networks),
+        targets=frame.target_table(targets(result)),
+        every_network=columns([row for rows in networks.values() for row in rows.values()], COLUMNS, left=2),
+        not_measured=section("Not measured", "\n".join(left_out)) if left_out else "",
+    )
+
+
+def targets(result: dict) -> list[Target]:
+    networks = frame.grouped(result["rows"], ["network"], "method")
+    planned = {f"{row['network']}, {row['method']}": row for row in result["rows"] if "planned_bytes" in row}
+    errors = {name: abs(row["peak_bytes"] / row["planned_bytes"] - 1) for name, row in planned.items()}
+    above = {name: row["peak_bytes"] / row["budget"] for name, row in planned.items() if row["budget"]}
+    deviations = {name: row["deviation"] for name, row in planned.items()}
+    exact, off = "largest deviation of a gradient in float32, every plan", "measured peak from the planned one"
+    found = [
+        judged(exact, "at most 1e-12", deviations, at_most=1e-12, text="{:.0e}"),
+        judged(off, "within 3 %", errors, at_most=TOLERANCE, text="{:.1%}"),
+        judged("measured peak to the budget", "at most 1.03", above, at_most=1 + TOLERANCE, text="{:.3f}"),
+    ]
+    times = {name: _times(rows, AS_BLOCKS, BLOCKS) for name, rows in networks.items() if AS_BLOCKS in rows}
+    if times:
+        less = sum(time < 1 for time in times.values())
+        about = "networks that take less time than with checkpoints, at their peak"
+        found.append(
+            judged(about, f"{len(times) - 2} of {len(times)}", {"": less}, at_least=len(times) - 2, text="{:.0f}")
+        )
+        median = statistics.median(_times(networks[name], AS_BLOCKS, PLAIN) for name in times)
+        found.append(
+            judged("time to plain at the checkpoints' peak, median", "at most 1.18", {"": median}, at_most=1.18)
+        )
+    peaks = [_peak(rows, IN_TIME_OF_BLOCKS) for rows in networks.values() if IN_TIME_OF_BLOCKS in rows]
+    if peaks:
+        about = "peak to plain in the checkpoints' time, median"
+        found.append(judged(about, "at most 0.33", {"": statistics.median(peaks)}, at_most=0.33))
+    for name, (limit, peak) in TIME_LIMITS.items():
+        if name in networks:
+            reached = [
+                _peak(networks[name], method)
+                for method, row in networks[name].items()
+                if "planned_bytes" in row and _times(networks[name], method, PLAIN) <= limit
+            ]
+            about = f"peak to plain of {name}, in at most {limit:.2f} of the time"
+            found.append(judged(about, f"at most {peak:.2f}", {"": min(reached, default=1.0)}, at_most=peak))
+    compiled = {name: _times(rows, AS_COMPILED, PLAIN) for name, rows in networks.items() if AS_COMPILED in rows}
+    if compiled:
+        found.append(
+            judged("time to plain at the compiler's peak (budget 0.5)", "at most 1.08", compiled, at_most=1.08)
+        )
+    return found
+
+
+def _peak(rows: Rows, method: str) -> float:
+    return rows[method]["peak_bytes"] / rows[PLAIN]["peak_bytes"]
+
+
+def _times(rows: Rows, method: str, other: str) -> float:
+    return time_ratio(rows, method, other).median
+
+
+def _share(row: dict) -> str:
+    return f"{row['peak_bytes'] / row['beside'][PLAIN]['peak_bytes']:.2f}"
+
+
+COLUMNS: Columns = [
+    ("network", lambda row: row["network"] if row["method"] == PLAIN else ""),
+    ("method or budget", "{method}"),
+    ("planned, MiB", lambda row: mib(row.get("planned_bytes"))),
+    ("peak, MiB", lambda row: mib(row["peak_bytes"])),
+    ("to plain", _share),
+    ("step, ms", lambda row: f"{statistics.median(row['times_ms']):.0f}"),
+    ("to plain", lambda row: frame.relative_time(row, PLAIN)),
+    ("deviation", lambda row: f"{row['deviation']:.0e}" if "deviation" in row else ""),
+]
+STYLES = {RECOMPUTED: (charts.SKY, "o"), BLOCKS: (charts.VERMILION, "s"), BUDGET: (charts.GREEN, "v")}
+
+
+def pictures(result: dict) -> dict[str, Figure]:
+    networks = frame.grouped(result["rows"], ["network"], "method")
+    count = math.ceil(len(networks) / 4)
+    figure, panels = charts.panels(count, 4, (14, 2.6 * count), sharex=True, sharey=True)
+    for axes, (name, rows) in zip(panels, networks.items(), strict=False):
+        ours = sorted((_peak(rows, method), _times(rows, method, PLAIN)) for method in rows if "budget" in rows[method])
+        x, y = zip(*ours, strict=True) if ours else ((), ())
+        charts.lines(axes, [charts.Series("budgets", y, x, charts.BLUE, ".-")])
+        rivals = [
+            charts.Series(method, [_times(rows, method, PLAIN)], [_peak(rows, method)], *style)
+            for method, style in STYLES.items()
+            if method in rows
+        ]
+        charts.points(axes, rivals, title=name)
+    for axes in panels[len(networks) :]:
+        axes.set_visible(False)
+    for axes in panels[::4]:
+        axes.set(ylabel="time to plain", ylim=(0.95, 1.6))
+    for axes in panels[-4:]:
+        axes.set(xlabel="peak to plain")
+    charts.legend(figure, columns=4)
+    return {"": figure}
+
+
+@dataclass
+class BudgetArguments(frame.DeviceArguments):
+    threads: int = key(1, above=0)
+    rounds: int = key(3, above=0)
+    images: int = key(4, least=2)  # per step
+    image_size: int = key(224, above=0)  # pixels
+    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
+    only: list[str] = field(default_factory=list)  # networks; empty: all that are installed
+
+    def check(self) -> None:
+        super().check()
+        methods.chosen(self.only)
+
+
+def measure(arguments: BudgetArguments, clock: frame.Clock) -> Iterator[dict]:
+    """Measure one network after the other; yield the record so far after each."""
+    environment = frame.provenance(methods.PACKAGES.values())
+    before = frame.begun(arguments, environment)
+    rows, left_out = before.get("rows", []), before.get("left_out", [])
+    done = {entry["network"] for entry in [*rows, *left_out]}
+    environment |= {"threads": arguments.threads, "commit": frame.commits(before, environment)}
+    for name in methods.chosen(arguments.only):
+        if name in done or not methods.installed(name) or name.startswith("frozen/"):
+            continue
+        given = (name, arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
+        try:
+            with Elsewhere(Measurement, arguments.threads) as process:
+                rows = rows + process.call("of", *given)
+        except Exception as error:  # e.g. out of memory: the other networks can still be measured
+            left_out = [*left_out, {"network": name, "reason": frame.reason(error)}]
+        clock.report(name)
+        seconds = round(before.get("seconds", 0) + clock.seconds, 1)
+        yield {"environment": environment, "seconds": seconds, "rows": rows, "left_out": left_out}
+
+
+class Measurement:
+    """What a process that measures networks holds, see `Elsewhere`."""
+
+    def __init__(self, threads: int):
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+
+    def of(self, *arguments: object) -> list[dict]:
+        return measured(*arguments)  # type: ignore[arg-type]
+
+
+def measured(name: str, device: str, images: int, size: int, rounds: int, compiler: str | None) -> list[dict]:
+    """Rows of a network: the rivals, and plans for `SHARES`, for the rivals' peaks, and for the rivals' times.
+
+    {"network", "method", "peak_bytes", "times_ms"}; of plans also "budget": bytes, None where a time was asked for;
+    "planned_bytes", "deviation": largest deviation of a gradient from the plain network's, relative to the largest
+    """
+    plain = methods.random_network(name, size).to(device)
+    pixels = torch.randn(images, 3, size, size, device=device)
+    steps: dict[str, Callable[[], object]] = {}
+    rows: dict[str, dict] = {}
+    for method in methods.methods_of(name, plain, device, compiler):
+        if method in (PLAIN, *STYLES):
+            network = copy.deepcopy(plain)
+            steps[method] = partial(training_step, network, methods.forward_of(network, method, compiler), pixels)
+            steps[method]()  # compiles
+            rows[method] = {"peak_bytes": peak_bytes(steps[method], device)}
+    reference = _gradients(plain, partial(plain, pixels))
+    network = copy.deepcopy(plain)
+    training_step(network, network, pixels)
+    step, _ = traced_step(network, (pixels,), {})
+    choices = frontier(step)
+    seconds = {method: statistics.median(times) / 1e3 for method, times in timed(steps, rounds, device).items()}
+    for label, budget, choice in _asked(name, choices, plain_peak(step), rows, seconds):
+        forward = partial(_planned, network, plan_of(step, choice))
+        steps[label] = partial(training_step, network, forward, pixels)
+        found = {"budget": budget, "planned_bytes": choice.peak, "planned_seconds": round(choice.seconds, 5)}
+        deviation = _deviation(_gradients(network, partial(forward, pixels)), reference)
+        rows[label] = {**found, "deviation": deviation, "peak_bytes": peak_bytes(steps[label], device)}
+    times_ms = timed(steps, rounds, device)
+    return [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()]
+
+
+def _asked(
+    name: str, choices: list[Choice], plain: int, rows: Rows, seconds: dict[str, float]
+) -> Iterator[tuple[str, int | None, Choice]]:
+    """What is asked for: a name, the bytes if these are given, and the plan."""
+
+    def within(budget: int) -> Choice:
+        return next((choice for choice in choices if choice.peak <= budget), choices[-1])
+
+    def in_time(limit: float) -> Choice:
+        """The lowest peak in so many seconds more than without a plan."""
+        return min((choice for choice in choices if choice.seconds <= limit), key=lambda choice: choice.peak)
+
+    for share in SHARES:
+        budget = int(share * plain) or choices[-1].peak
+        if budget >= choices[-1].peak:
+            yield f"{share:.0%} of plain" if share else "the least", budget, within(budget)
+    for method, label in ((BLOCKS, AS_BLOCKS), (BUDGET, AS_COMPILED)):
+        if method in rows:
+            budget = rows[method]["peak_bytes"]
+            yield label, budget if budget >= choices[-1].peak else None, within(budget)
+    host = max(0.0, 0.04 * seconds[PLAIN])  # of recording, and of recipes' calls
+    if BLOCKS in rows:
+        yield IN_TIME_OF_BLOCKS, None, in_time(max(0.0, seconds[BLOCKS] - seconds[PLAIN] - host))
+    if name in TIME_LIMITS:
+        yield IN_TIME, None, in_time((TIME_LIMITS[name][0] - 1) * seconds[PLAIN] - host)
+
+
+def training_step(network: nn.Module, forward: Callable[[Tensor], object], pixels: Tensor) -> None:
+    """Forward and backward pass. Gradients are there before, and zeroed."""
+    network.zero_grad(set_to_none=False)
+    methods.mean_squares(forward(pixels)).backward()
+
+
+def _planned(network: nn.Module, plan: Plan, pixels: Tensor) -> object:
+    with Recording(inputs=[pixels], planned=Planned([plan])):
+        return network(pixels)
+
+
+def _gradients(network: nn.Module, forward: Callable[[], object]) -> Tensor:
+    """All gradients of a step with the same random numbers."""
+    torch.manual_seed(0)
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(methods.mean_squares(forward()), parameters, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in found])
+
+
+def _deviation(gradients: Tensor, reference: Tensor) -> float:
+    return ((gradients - reference).abs().max() / reference.abs().max()).item()
+
+
+run, main = frame.benchmark("bench_budget", BudgetArguments, measure, page, pictures)
