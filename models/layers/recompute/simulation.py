@@ -7,188 +7,23 @@ from .trace import Event, Step
 
 
 class Outcome(NamedTuple):
-    """What a choice costs."""
+    """What a choice costs. Lists have an entry for each value, unless they say otherwise."""
 
     peak: int  # bytes
     seconds: float  # to compute values again
     levels: list[int]  # bytes during each event, at its highest
-    readers: list[int]  # of each value
-    born: list[int]  # event from which on a value was needed
-    first: list[int]  # event of the backward pass that first read a value, for itself or to compute another
+    readers: list[int]  # operations and recipes
+    born: list[int]  # event from which on it was needed; -1 if never
+    first: list[int]  # event of the backward pass that first read it, for itself or to compute another
     last: list[int]  # and last
 
 
 def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
-    """The memory and time of a step that keeps these values, as `Value.get` computes the others.
+    """The memory and time of a step that keeps these values, and computes others again as `Value.get` does.
 
-    `kept`: one entry per node; those that are not free must be as `as_they_are` says.
+    `kept`: for each value; True for those of `Kind.KEPT`, and False for those that follow or are overwritten.
     """
-    nodes, memories, saved = step.nodes, step.memories, step.saved
-    holders = [0] * len(memories)  # of each memory: the program's tensors and kept values
-    signs_of = [0] * len(nodes)  # readers that need the signs only
-    readers = _readers(step, kept)
-    sign_bytes = [0] * len(nodes)
-    for number, signs, _ in saved:
-        if signs:
-            signs_of[number] += 1
-            sign_bytes[number] = signs
-    references = [0] * len(nodes)
-    reads = [0] * len(nodes)
-    users = [0] * len(nodes)  # of a computed value's memory
-    root: list[int] = [-1] * len(nodes)  # the node in whose memory a computed value is, -1 if it is not computed
-    used_by_node: dict[int, int] = {}  # roots that a running backward node reads, by number of the saved
-    level = peak = 0
-    seconds = 0.0
-    levels: list[int] = []
-    born = [-1] * len(nodes)
-    first = [len(step.events)] * len(nodes)
-    last = [-1] * len(nodes)
-
-    def only_signs(number: int) -> int:
-        """Bytes that are kept instead of the memory, or 0."""
-        if signs_of[number] and signs_of[number] == readers[number]:
-            return sign_bytes[number]
-        return 0
-
-    def acquire(number: int) -> int:
-        """A new reader of a value: what this adds to the level."""
-        added = 0
-        pending = [number]
-        while pending:
-            number = pending.pop()
-            references[number] += 1
-            if references[number] > 1:
-                continue
-            born[number] = position
-            if not kept[number]:
-                pending += nodes[number].inputs
-            elif signs := only_signs(number):
-                added += signs
-            else:
-                memory = nodes[number].memory
-                holders[memory] += 1
-                if holders[memory] == 1:
-                    added += memories[memory]
-        return added
-
-    def release(number: int) -> int:
-        """What goes with a reader."""
-        freed = 0
-        pending = [number]
-        while pending:
-            number = pending.pop()
-            references[number] -= 1
-            if references[number]:
-                continue
-            if not kept[number]:
-                if root[number] >= 0:
-                    freed += drop(number)
-                pending += nodes[number].inputs
-            elif signs := only_signs(number):
-                freed += signs
-            else:
-                memory = nodes[number].memory
-                holders[memory] -= 1
-                if not holders[memory]:
-                    freed += memories[memory]
-        return freed
-
-    def spare(number: int) -> bool:
-        """Whether a value is computed for one reader, in memory of its own."""
-        return nodes[number].is_fresh and not kept[number] and readers[number] == 1 and root[number] == number
-
-    def unuse(number: int) -> int:
-        users[number] -= 1
-        return 0 if users[number] else nodes[number].bytes
-
-    def drop(number: int) -> int:
-        """Forget a computed value."""
-        own = root[number]
-        root[number] = -1
-        return unuse(own) if own >= 0 else 0
-
-    position = 0
-    for position, (event, what) in enumerate(step.events):
-        highest = level
-        if event == Event.READ:
-            number = saved[what].node
-            first[number], last[number] = min(first[number], position), position
-        if event == Event.HOLD:
-            holders[what] += 1
-            if holders[what] == 1:
-                level += memories[what]
-        elif event == Event.LET:
-            holders[what] -= 1
-            if not holders[what]:
-                level -= memories[what]
-        elif event == Event.SAVE:
-            if saved[what].node >= 0:
-                level += acquire(saved[what].node)
-        elif event == Event.RELEASE:
-            if (own := used_by_node.pop(what, -1)) >= 0:
-                level -= unuse(own)
-            if saved[what].node >= 0:
-                level -= release(saved[what].node)
-        elif event == Event.BUSY:
-            highest += what
-        elif not kept[saved[what].node]:
-            # as `Value.get`: inputs first, each dropped after its last reader
-            stack = [(saved[what].node, False)]
-            while stack:
-                number, ready = stack.pop()
-                node = nodes[number]
-                if not ready:
-                    if root[number] >= 0 or kept[number]:
-                        continue
-                    stack.append((number, True))
-                    for i in reversed(node.inputs):
-                        if not kept[i]:
-                            stack.append((i, False))
-                    continue
-                if root[number] >= 0:
-                    continue
-                seconds += node.seconds
-                shared = node.inputs[0] if node.overwrites and spare(node.inputs[0]) else node.alias
-                if shared >= 0 and not kept[shared]:
-                    root[number] = root[shared]
-                    if root[number] >= 0:
-                        users[root[number]] += 1
-                elif shared >= 0:
-                    root[number] = -2  # in kept memory
-                else:
-                    root[number] = number
-                    users[number] += 1
-                    level += node.bytes
-                    highest = max(highest, level + node.busy)
-                for i in node.inputs:
-                    first[i], last[i] = min(first[i], position), position
-                    if not kept[i]:
-                        reads[i] += 1
-                        if reads[i] >= readers[i]:
-                            level -= drop(i)
-            number = saved[what].node
-            reads[number] += 1
-            if (own := root[number]) >= 0:
-                used_by_node[what] = own
-                users[own] += 1
-            if reads[number] >= readers[number]:
-                level -= drop(number)
-        highest = max(highest, level)
-        peak = max(peak, highest)
-        levels.append(highest)
-    return Outcome(peak, seconds, levels, readers, born, first, last)
-
-
-def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
-    """How many operations and recipes read each value."""
-    readers = [0] * len(step.nodes)
-    pending = [saved.node for saved in step.saved if saved.node >= 0]
-    while pending:
-        number = pending.pop()
-        readers[number] += 1
-        if readers[number] == 1 and not kept[number]:
-            pending += step.nodes[number].inputs
-    return readers
+    return _Simulation(step, kept).run()
 
 
 def plain_peak(step: Step) -> int:
@@ -206,3 +41,165 @@ def plain_peak(step: Step) -> int:
                 level += change * step.memories[memory]
         peak = max(peak, level)
     return peak
+
+
+class _Simulation:
+    def __init__(self, step: Step, kept: Sequence[bool]):
+        count = len(step.nodes)
+        self.step, self.kept = step, kept
+        self.nodes, self.memories = step.nodes, step.memories
+        self.readers = _readers(step, kept)
+        self.signs = self._signs()  # bytes kept instead of the value, if only its signs are read
+        self.holders = [0] * len(step.memories)  # the program's tensors, and kept values
+        self.references = [0] * count  # readers that are there now
+        self.reads = [0] * count
+        self.place = [-1] * count  # of a computed value: the value in whose memory it is; -1: not computed
+        self.users = [0] * count  # computed values in this one's memory, and operations that read them
+        self.using: dict[int, int] = {}  # the memory that a running operation reads, by number of what it saved
+        self.level = self.highest = 0
+        self.seconds = 0.0
+        self.now = 0  # number of the event
+        self.born, self.first, self.last = [-1] * count, [len(step.events)] * count, [-1] * count
+
+    def _signs(self) -> list[int]:
+        signs, sign_readers = [0] * len(self.nodes), [0] * len(self.nodes)
+        for saved in self.step.saved:
+            if saved.signs:
+                sign_readers[saved.node] += 1
+                signs[saved.node] = saved.signs
+        return [size if self.readers[i] == sign_readers[i] else 0 for i, size in enumerate(signs)]
+
+    def run(self) -> Outcome:
+        happens = [self.hold, self.let, self.save, self.read, self.release, self.busy]  # by `Event`
+        levels = []
+        for self.now, (event, what) in enumerate(self.step.events):
+            self.highest = self.level
+            happens[event](what)
+            levels.append(max(self.highest, self.level))
+        return Outcome(max(levels), self.seconds, levels, self.readers, self.born, self.first, self.last)
+
+    def hold(self, memory: int) -> None:
+        self.holders[memory] += 1
+        if self.holders[memory] == 1:
+            self.level += self.memories[memory]
+
+    def let(self, memory: int) -> None:
+        self.holders[memory] -= 1
+        if not self.holders[memory]:
+            self.level -= self.memories[memory]
+
+    def busy(self, size: int) -> None:
+        self.highest += size
+
+    def save(self, number: int) -> None:
+        pending = [self.step.saved[number].node]
+        while pending:
+            node = pending.pop()
+            if node < 0:
+                continue
+            self.references[node] += 1
+            if self.references[node] > 1:
+                continue
+            self.born[node] = self.now
+            if not self.kept[node]:
+                pending += self.nodes[node].inputs
+            elif self.signs[node]:
+                self.level += self.signs[node]
+            else:
+                self.hold(self.nodes[node].memory)
+
+    def release(self, number: int) -> None:
+        if number in self.using:
+            self._leave(self.using.pop(number))
+        pending = [self.step.saved[number].node]
+        while pending:
+            node = pending.pop()
+            if node < 0:
+                continue
+            self.references[node] -= 1
+            if self.references[node]:
+                continue
+            if not self.kept[node]:
+                self._forget(node)
+                pending += self.nodes[node].inputs
+            elif self.signs[node]:
+                self.level -= self.signs[node]
+            else:
+                self.let(self.nodes[node].memory)
+
+    def read(self, number: int) -> None:
+        node = self.step.saved[number].node
+        if node < 0:
+            return
+        self._note(node)
+        if self.kept[node]:
+            return
+        pending = [(node, False)]
+        while pending:
+            other, has_inputs = pending.pop()
+            if self.kept[other] or self.place[other] >= 0:
+                continue
+            if has_inputs:
+                self._compute(other)
+            else:
+                pending.append((other, True))
+                pending += [(i, False) for i in reversed(self.nodes[other].inputs)]
+        if self.place[node] >= 0:
+            self.using[number] = self.place[node]
+            self.users[self.place[node]] += 1
+        self._count(node)
+
+    def _compute(self, number: int) -> None:
+        node = self.nodes[number]
+        self.seconds += node.seconds
+        shared = node.inputs[0] if node.overwrites and self._is_spare(node.inputs[0]) else node.alias
+        if shared < 0:
+            self.place[number] = number
+            self.level += node.bytes
+            self.highest = max(self.highest, self.level + node.busy)
+        elif not self.kept[shared]:
+            self.place[number] = self.place[shared]
+        if self.place[number] >= 0:  # else it is a view of kept memory
+            self.users[self.place[number]] += 1
+        for i in node.inputs:
+            self._note(i)
+            if not self.kept[i]:
+                self._count(i)
+
+    def _is_spare(self, number: int) -> bool:
+        """Whether a value is computed for one reader, in memory of its own."""
+        is_own = self.place[number] == number and self.readers[number] == 1
+        return is_own and self.nodes[number].is_fresh and not self.kept[number]
+
+    def _note(self, number: int) -> None:
+        self.first[number] = min(self.first[number], self.now)
+        self.last[number] = self.now
+
+    def _count(self, number: int) -> None:
+        """A computed value was read, and is forgotten after its last reader."""
+        self.reads[number] += 1
+        if self.reads[number] >= self.readers[number]:
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        if self.place[number] >= 0:
+            self._leave(self.place[number])
+            self.place[number] = -1
+
+    def _leave(self, number: int) -> None:
+        """One user less of a computed value's memory."""
+        self.users[number] -= 1
+        if not self.users[number]:
+            self.level -= self.nodes[number].bytes
+
+
+def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
+    """How many operations and recipes read each value."""
+    readers = [0] * len(step.nodes)
+    pending = [saved.node for saved in step.saved if saved.node >= 0]
+    while pending:
+        number = pending.pop()
+        readers[number] += 1
+        if readers[number] == 1 and not kept[number]:
+            pending += step.nodes[number].inputs
+    return readers
