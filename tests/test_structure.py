@@ -35,6 +35,7 @@ LAYERS_IMPORT |= {
     "random",
     "sys",
     "threading",
+    "time",
     "typing",
     "warnings",
     "weakref",

@@ -22,7 +22,7 @@ from engine.schema.keys import key
 from models.layers.recompute.budget import traced_step
 from models.layers.recompute.choice import Choice, frontier, plan_of
 from models.layers.recompute.plan import Plan, Planned
-from models.layers.recompute.recording import Recording
+from models.layers.recompute.planned_recording import PlannedRecording
 from models.layers.recompute.simulation import plain_peak
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
@@ -263,7 +263,7 @@ def training_step(network: nn.Module, forward: Callable[[Tensor], object], pixel
 
 
 def _planned(network: nn.Module, plan: Plan, pixels: Tensor) -> object:
-    with Recording(inputs=[pixels], planned=Planned([plan])):
+    with PlannedRecording(Planned([plan]), inputs=[pixels]):
         return network(pixels)
 
 

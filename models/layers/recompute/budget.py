@@ -13,9 +13,11 @@ from ..private import FakeTensor, tree_leaves
 from .choice import Choice, frontier, plan_of
 from .costs import seconds_of
 from .plan import Plan, Planned
+from .planned_recording import PlannedRecording
 from .recording import Recording
 from .simulation import plain_peak, simulate
-from .trace import State, Step, StepTrace
+from .step import Step
+from .trace import State, StepTrace
 from .values import autocast_of
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -188,13 +190,14 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     trace, seconds = StepTrace(), 0.0
 
     def run(planned: Planned | None) -> None:
-        with Recording(inputs=inputs, planned=planned) as recording:
+        recording = Recording(inputs=inputs) if planned is None else PlannedRecording(planned, inputs=inputs)
+        with recording:
             outputs = [one for one in tree_leaves(network(*args, **kwargs)) if isinstance(one, Tensor)]
         outputs = [output for output in outputs if output.requires_grad and output.is_floating_point()]
         if not outputs:
             raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")
-        if recording.trace is not None:
-            recording.trace.watch_backward(outputs, recording.start)
+        if planned is not None:
+            trace.watch_backward(outputs, recording.start)
         torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
 
     try:

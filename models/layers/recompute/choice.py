@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .plan import Plan
 from .simulation import Outcome, simulate
-from .trace import Kind, Step
+from .step import Kind, Step
 
 _FINER = 0.97  # each target is this much lower than the peak before it
 _FEW = 16  # values of which pairs are tried

@@ -16,6 +16,7 @@ from ..inputs import check_module
 from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, tree_leaves
 from ..reversible.couplings import Coupling
 from .budget import Budget, Plans, checked
+from .planned_recording import PlannedRecording
 from .recording import Recording, is_running
 from .report import KeptTensor, Report, summary
 
@@ -160,18 +161,22 @@ class _Hooks:
                 call_at_compilation(_say_that_the_compiler_decides)
             return
         _drop_abandoned()
-        recording, frame = None, sys._getframe(1)
+        recording: Recording | None = None
+        frame = sys._getframe(1)
         if _can_record():
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            only, copied = self.checkpointed_only, _is_sharded(module)
-            planned = None
-            if self.plans is not None and current_hooks() is None:  # others decide what is kept
-                planned = self.plans.of_pass(module, inputs)
-            recording = Recording(
-                checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame, planned=planned
-            )
+            recording = self._recording(module, (args, kwargs), frame)
             recording.__enter__()
         _open.passes.append(_Pass(module, recording, frame))
+
+    def _recording(self, module: nn.Module, arguments: object, frame: FrameType) -> Recording:
+        inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        copied, planned = _is_sharded(module), None
+        if self.plans is not None and current_hooks() is None:  # others decide what is kept
+            planned = self.plans.of_pass(module, inputs)
+        if planned is not None:
+            return PlannedRecording(planned, copy_parameters=copied, inputs=inputs, frame=frame)
+        only = self.checkpointed_only
+        return Recording(checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         if torch.compiler.is_compiling():
@@ -181,7 +186,7 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
-                if recording.trace is not None:
+                if isinstance(recording, PlannedRecording) and recording.trace is not None:
                     outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
                     recording.trace.watch_backward(outputs, recording.start)
 

@@ -8,8 +8,9 @@ from torch import Tensor
 from ..norms.bn_act import is_node, recompute_output
 from ..private import address, packed_by_synchronised_norm
 from ..saved import Kept, is_ordinary
+from .known import KnownValues
 from .rules import normalised, saved_value
-from .values import KnownValues, Recipe, Value, laid_out, unread_bytes
+from .values import Recipe, Value, laid_out, unread_bytes
 
 
 class Recorded(Protocol):

@@ -36,7 +36,11 @@ The rules, which this folder keeps together:
 8. What may never happen: a gradient that differs from autograd's. A function that draws random numbers is not called
    again (dropout keeps its mask), running statistics do not move twice, and tensors without versions are kept as they
    are. Inside other saved-tensor hooks, such as a checkpoint's, no call is followed. In doubt a tensor is kept.
+9. Plans. Within a budget of bytes, a `PlannedRecording` decides call by call instead of rules 3 to 5: a plan says which
+   results are kept, and recipes may read whatever else the forward pass has made.
 """
+
+# Longer than other files: the rules and the code that keeps them belong side by side.
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -50,23 +54,20 @@ from torch.overrides import TorchFunctionMode
 
 from ..private import (
     Hooks,
-    StorageWeakRef,
     address,
     current_function_mode,
     current_hooks,
     next_node_number,
     node_number,
-    tree_leaves,
     unpack,
 )
 from ..saved import Kept, copied, is_ordinary
 from .inplace_calls import may_overwrite, overwritten
+from .known import KnownValues, MadeMemory
 from .nodes import value_by_node
-from .plan import Planned
 from .report import KeptTensor, Log
-from .rules import EXPENSIVE, FOLLOWED, POSITIVE, Again, NotFollowed, Rule, reads_only_form, result_serves
-from .trace import Kind
-from .values import Form, KnownValues, Positive, Recipe, Saved, Value, unread_bytes
+from .rules import FOLLOWED, POSITIVE, Again, Function, NotFollowed, Rule, reads_only_form, result_serves
+from .values import Form, Positive, Recipe, Saved, Value, unread_bytes
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
@@ -82,7 +83,6 @@ class Recording(TorchFunctionMode):
         inputs: the network's inputs. They are kept: when a checkpoint around the network repeats the forward pass, they
             may be other tensors.
         frame: of the call that leaves this context, unless Ctrl-C ends it.
-        planned: says what is kept of which call; None: the rules above do.
     """
 
     def __init__(
@@ -92,10 +92,8 @@ class Recording(TorchFunctionMode):
         copy_parameters: bool = False,
         inputs: Sequence[Tensor] = (),
         frame: FrameType | None = None,
-        planned: Planned | None = None,
     ):
         super().__init__()
-        self.planned = planned
         self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
         self.checkpointed_only = checkpointed_only
         self.copy_parameters = copy_parameters
@@ -107,7 +105,7 @@ class Recording(TorchFunctionMode):
         self.log = Log()
         self.kept: list[KeptTensor] = []  # at the end
         self.function: Callable[..., Any] | None = None  # that is running
-        self.made: dict[int, StorageWeakRef] = {}  # memory made without gradient, by address
+        self.made = MadeMemory()
         self.arguments: tuple[Any, ...] = ()  # of the call that is running
         self.positive: Positive | None = None  # its gradient only asks which values of what it saves are positive
         self.reads_form = False  # its gradient reads no values of its input
@@ -119,10 +117,7 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
         self.start = next_node_number()
-        if self.outer is not None:
-            self.planned = None  # they decide what is kept
-        self.trace = None if self.planned is None else self.planned.trace
-        self.hooks = saved_tensors_hooks(self._pack, unpack if self.trace is None else self.trace.unpack)
+        self.hooks = saved_tensors_hooks(self._pack, self._unpack_hook())
         self.hooks.__enter__()
         if not self.checkpointed_only:
             super().__enter__()
@@ -187,7 +182,7 @@ class Recording(TorchFunctionMode):
         """Call a function, and see what can be computed again."""
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
-            self._note_memory(function, args, kwargs, result)
+            self.made.note(function, args, kwargs, result, self._made)
             return result
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
@@ -199,11 +194,9 @@ class Recording(TorchFunctionMode):
         self.positive = POSITIVE.get(function)
         self.reads_form = reads_only_form(function, args, kwargs)
         self.known.settle(self.outer)
-        if self.trace is not None:
-            self._trace_arguments()
         try:
-            result = function(*args, **kwargs) if self.trace is None else self.trace.run(function, args, kwargs)
-            rule = FOLLOWED.get(function) or (None if self.planned is None else EXPENSIVE.get(function))
+            result = self._run(function, args, kwargs)
+            rule = self._rule_of(function)
             if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
                 if target is not None and result is target:
                     if result._version == version + 1:
@@ -211,12 +204,11 @@ class Recording(TorchFunctionMode):
                 elif not any(result is argument for argument in (*args, *kwargs.values())):
                     self._decide(rule, args, kwargs, result, None)
             else:
-                self._note_memory(function, args, kwargs, result)
+                self.made.note(function, args, kwargs, result, self._made)
             for value, tensor in self.unsettled:
                 if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
-            if self.trace is not None:
-                self._trace_results(result)
+            self._end_call(result)
         finally:
             self.arguments, self.function = (), None
             self.result_serves, self.reads_form, self.positive = False, False, None
@@ -237,11 +229,7 @@ class Recording(TorchFunctionMode):
         if not self._made(tensor):
             return None
         value = value_by_node(self, tensor, tensor.grad_fn)
-        if value is None:
-            return None
-        if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
-            value.number = self.trace.add(Kind.FOLLOWS, tensor, value.source.inputs())
-        return self.known.remember(tensor, value)
+        return None if value is None else self.known.remember(tensor, value)
 
     def _made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this recording."""
@@ -260,35 +248,24 @@ class Recording(TorchFunctionMode):
         if not is_ordinary(tensor):
             return Kept(tensor, self.outer)
         if self.reads_form and tensor.requires_grad:
-            form = Form(tensor)
-            if self.trace is not None:
-                self.trace.saves(form, tensor)
-            return form
+            return Form(tensor)
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
             if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
                 self.keep(base)
                 value = self.value_of(tensor)
-        if value is None:
-            value = self.keep(tensor)
-        elif self.planned is not None and value.unread:
-            self.log.keep(value, tensor, self.function, self.planned.why_kept(value))
-        saved = Saved(value)
+        saved = Saved(value or self.keep(tensor))
         self.known.depends_on_memory(saved, tensor)
-        if self.result_serves and (self.planned is not None or isinstance(saved.value.source, Recipe)):
+        if self.result_serves and self._may_read_instead(saved.value):
             self.replaceable.append(saved)
         elif self.positive is not None and saved.value.positive in (None, self.positive):
             saved.reads_signs, saved.value.positive = True, self.positive
             saved.value.sign_readers += 1
             self.known.signs.append(weakref.ref(saved.value))
-        if self.trace is not None:
-            self.trace.saves(saved, tensor)
-            if self.function is None:
-                self.trace.settle()
         return saved
 
-    def keep(self, tensor: Tensor, read: bool = True) -> Value:
-        """Keep a tensor, and remember its value. `read`: somebody needs it already."""
+    def keep(self, tensor: Tensor) -> Value:
+        """Keep a tensor, and remember its value."""
         own = 0 if tensor.is_leaf and tensor.requires_grad else _bytes(tensor)
         value = Value(Kept(tensor, None), address(tensor.untyped_storage()), own)
         if self.outer is not None:
@@ -297,87 +274,65 @@ class Recording(TorchFunctionMode):
             else:
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
-        if read:
-            self.log.keep(value, tensor, self.function, "" if self.planned is None else self.planned.why_kept(value))
-        if self.trace is not None:
-            value.number = self.trace.add(Kind.KEPT, tensor)
+        self._note_kept(value, tensor)
         return self.known.remember(tensor, value)
 
     def copied(self, value: Value, tensor: Tensor) -> None:
-        """A call has copied an argument that it is going to overwrite: what is kept is this copy."""
-        if value.unread:
-            value.source, value.storage = Kept(tensor, None), address(tensor.untyped_storage())
-            self.known.depends_on_memory(value, tensor)
-        if self.trace is not None:
-            self.trace.move(value.number, tensor)
+        """A call has copied an argument of this value, because it is going to overwrite it."""
+
+    # What a `PlannedRecording` does in another way
+
+    longest = LONGEST
+
+    def _unpack_hook(self) -> Callable[[Any], Tensor]:
+        return unpack
+
+    def _run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+    def _end_call(self, result: Any) -> None:
+        """A call has ended, and its result has a value."""
+
+    def _rule_of(self, function: Function) -> Rule | None:
+        return FOLLOWED.get(function)
 
     def _decide(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> None:
-        """Keep the result of a call, or give it a recipe, as planned.
+        """Give the result of a call a recipe, if the rules say so.
 
         `before`: if the call overwrote its first argument, which then is the result, the value that it had before.
         """
-        if self.planned is None:
-            self._follow(self._again(rule, args, kwargs, result, before), result)
-            return
-        assert self.function is not None
-        computed = self.planned.is_computed_again(self.function, result)
-        again = (
-            None if computed is False and self.trace is None else self._again(rule, args, kwargs, result, before, True)
-        )
-        if computed:
+        if (again := self._again(rule, args, kwargs, result, before)) is not None:
             self._follow(again, result)
-        elif computed is None and self.function in FOLLOWED:
-            self._follow(self._again(rule, args, kwargs, result, before), result)
-        own = self.known.find(result) or self.keep(result, read=False)
-        own.number = self.planned.call
-        for saved in self.replaceable:
-            saved.read_instead(own)
-            own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
-        if self.trace is not None:
-            costs = self.trace.costs(self.function, rule, args, kwargs, result)
-            call, note = self.planned.call, self.trace.add
-            if again is None:
-                own.number = note(Kind.KEPT, result, (), costs, call)
-            else:
-                own.number = note(Kind.FREE, result, again.arguments, costs, call, again.fresh, again.can_overwrite)
-        base = result._base
-        if base is not None and base.numel() == result.numel() and self._is_new(base, (*args, *kwargs.values())):
-            whole = self.known.find(base) or self.keep(base, read=False)  # other views of it follow
-            whole.number = own.number
 
-    def _is_new(self, base: Tensor, arguments: Sequence[Any]) -> bool:
-        """Whether a call has made the memory of its result, of which that is a view."""
-        memory = address(base.untyped_storage())
-        given = (one for one in tree_leaves(arguments) if isinstance(one, Tensor) and is_ordinary(one))
-        return self._made(base) and all(address(one.untyped_storage()) != memory for one in given)
+    def _may_read_instead(self, value: Value) -> bool:
+        """Whether a result may be read instead of an argument of this value."""
+        return isinstance(value.source, Recipe)
+
+    def _note_kept(self, value: Value, tensor: Tensor) -> None:
+        self.log.keep(value, tensor, self.function)
+
+    def _argument(self, tensor: Tensor, result: Tensor, before: Value | None) -> Value | None:
+        """The value of an argument, if a recipe may read it."""
+        return self._before(result, before) if tensor is result else self.value_of(tensor)
+
+    def _unread_bytes(self, again: Again) -> int:
+        """Bytes that are kept for this recipe alone."""
+        return unread_bytes(argument for argument in again.arguments if isinstance(argument, Value))
 
     def _again(
-        self,
-        rule: Rule,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Tensor,
-        before: Value | None,
-        planned: bool = False,
+        self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> Again | None:
-        """How to repeat a call, if all that this needs is kept or may be lent (rules 3 and 4).
-
-        `planned`: whatever this forward pass has made may be lent.
-        """
+        """How to repeat a call, if all that this needs is kept or may be lent (rules 3 and 4)."""
         unkept: list[Tensor] = []
 
         def find(tensor: Tensor, lend: bool = False) -> Value | Tensor:
             copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
             if not is_ordinary(tensor):
                 raise NotFollowed
-            value = self._before(result, before, planned) if tensor is result else self.value_of(tensor)
-            if value is None and planned and tensor is not result and self._made(tensor):
-                value = self.keep(tensor)
-            if value is not None and not copied and (planned or not value.unread):
-                if self.planned is not None and value.unread:
-                    self.log.keep(value, tensor, self.function, self.planned.why_kept(value))
+            value = self._argument(tensor, result, before)
+            if value is not None and not copied:
                 return value
             stays = tensor.is_leaf and tensor.requires_grad
             lend = _MUCH * _bytes(tensor) <= result.nbytes or ((lend or stays) and not copied)
@@ -390,19 +345,14 @@ class Recording(TorchFunctionMode):
             again = rule(find, args, kwargs, result)
         except NotFollowed:
             return None
-        lent = [tensor for tensor in unkept if not (tensor.is_leaf and tensor.requires_grad)]
-        unread = 0 if planned else unread_bytes(a for a in again.arguments if isinstance(a, Value))
-        if unread + sum(self._lent_bytes(tensor, result) for tensor in lent) > result.nbytes:
-            return None
-        return again
+        lent = sum(self._lent_bytes(t, result) for t in unkept if not (t.is_leaf and t.requires_grad))
+        return again if lent + self._unread_bytes(again) <= result.nbytes else None
 
-    def _follow(self, again: Again | None, result: Tensor) -> None:
+    def _follow(self, again: Again, result: Tensor) -> None:
         """Give the result of a call a recipe."""
-        if again is None:
-            return
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
-        if recipe.depth > LONGEST and self.planned is None:
+        if recipe.depth > self.longest:
             return
         own = self.known.find(result)
         if own is None:
@@ -428,30 +378,12 @@ class Recording(TorchFunctionMode):
         elif isinstance(value.source, Kept):
             value.become(recipe)
 
-    def _before(self, overwritten: Tensor, before: Value | None, planned: bool = False) -> Value | None:
+    def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
         value = before or self.known.find(overwritten, overwrites=1)  # from a copy
-        if value is not None and planned and self.trace is not None:
-            return value if self.trace.overwrite(value, overwritten) else None
         if value is not None and value.reads_storage(address(overwritten.untyped_storage())):
             return None
         return value
-
-    def _trace_arguments(self) -> None:
-        assert self.trace is not None
-        for tensor in tree_leaves(self.arguments):
-            if isinstance(tensor, Tensor) and is_ordinary(tensor):
-                if self._made(tensor):  # by code that calls no function
-                    self.trace.holds(tensor)
-                else:
-                    self.trace.memory(tensor, outside=True)
-
-    def _trace_results(self, results: object) -> None:
-        assert self.trace is not None
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                self.trace.holds(tensor)
-        self.trace.settle()
 
     def _lent(self, tensor: Tensor, result: Tensor) -> Value:
         """Keep an argument for the recipe of a result."""
@@ -467,27 +399,7 @@ class Recording(TorchFunctionMode):
         small = _MUCH * _bytes(tensor) <= result.nbytes
         if tensor.requires_grad:
             return small and tensor.is_leaf and not any(tensor is vector for vector in self.vectors)
-        return small or not self._is_own_memory(tensor)
-
-    def _note_memory(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: object
-    ) -> None:
-        """Note the memory of results without gradient, such as masks, if a call of this recording has made it."""
-        if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
-            return
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if not isinstance(tensor, Tensor) or tensor.requires_grad or not tensor.dim() or not is_ordinary(tensor):
-                continue  # single numbers, such as counts of minibatches, are copied anyway
-            storage = tensor.untyped_storage()
-            if address(storage) not in self.made:
-                given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
-                if all(self._made(a) for a in given if address(a.untyped_storage()) == address(storage)):
-                    self.made[address(storage)] = StorageWeakRef(storage)
-
-    def _is_own_memory(self, tensor: Tensor) -> bool:
-        """Whether a tensor without gradient is in memory that was made here. NumPy and others do not see it."""
-        storage = tensor.untyped_storage()
-        return address(storage) in self.made and storage.resizable()
+        return small or not self.made.has(tensor)
 
     def lend(self, tensor: Tensor) -> Value:
         """Keep a tensor for a recipe, if it has no value yet."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .trace import Event, Step
+from .step import Event, Step
 
 
 class Outcome(NamedTuple):
@@ -72,7 +72,8 @@ class _Simulation:
     def run(self) -> Outcome:
         happens = [self.hold, self.let, self.save, self.read, self.release, self.busy]  # by `Event`
         levels = []
-        for self.now, (event, what) in enumerate(self.step.events):
+        for number, (event, what) in enumerate(self.step.events):
+            self.now = number
             self.highest = self.level
             happens[event](what)
             levels.append(max(self.highest, self.level))

@@ -2,9 +2,9 @@
 
 import weakref
 from collections.abc import Iterable, Sequence
-from enum import Enum, IntEnum
+from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,30 +20,11 @@ from .costs import (
     operations_of,
     seconds_of,
 )
-from .rules import FOLLOWED, Function, NotFollowed, Rule
+from .rules import FOLLOWED, Again, Function, NotFollowed, Rule
+from .step import Costs, Event, Kind, Node, SavedTensor, Step
 from .values import Form, Saved, Value
 
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
-
-
-class Kind(IntEnum):
-    """What a plan can do with a value."""
-
-    KEPT = 0  # nothing: it has no recipe
-    FOLLOWS = 1  # nothing: it has a recipe anyway, as views and casts do
-    FREE = 2  # keep it, or compute it again
-    OVERWRITTEN = 3  # compute it again: the network has written over it
-
-
-class Event(IntEnum):
-    """HOLD and LET refer to a memory; SAVE, READ and RELEASE to something saved; BUSY to bytes."""
-
-    HOLD = 0  # the program, or the backward pass, gets a tensor
-    LET = 1  # and drops it
-    SAVE = 2  # autograd saves a value
-    READ = 3  # the backward pass reads it
-    RELEASE = 4  # autograd drops it
-    BUSY = 5  # an operator takes so many bytes while it runs, beside its arguments and results
 
 
 class State(Enum):
@@ -52,49 +33,6 @@ class State(Enum):
     RUNS = "runs"
     ENDED = "ended"
     DROPPED = "dropped"
-
-
-class Node(NamedTuple):
-    """A value of the step."""
-
-    kind: Kind
-    memory: int  # that it is in, if it is kept
-    bytes: int  # that it takes when it is computed again; 0 if it shares an input's memory
-    inputs: tuple[int, ...]  # of its recipe
-    alias: int  # the input whose memory it shares; -1 if none
-    seconds: float  # to compute it
-    call: int  # number of the call whose result it is; -1 if of none
-    busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
-    operations: int = 0  # multiplications and additions
-    is_fresh: bool = False  # nothing else shares its memory when it is computed again
-    overwrites: bool = False  # it is computed over its first input, if that is fresh and nobody else reads it
-
-
-class SavedTensor(NamedTuple):
-    """What autograd holds."""
-
-    node: int  # whose value is saved; -1 if none is
-    signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
-    memory: int  # that PyTorch alone would keep
-
-
-class Costs(NamedTuple):
-    """What it takes to compute a value again. `busy`: see `Node`."""
-
-    seconds: float
-    busy: int
-    operations: int
-
-
-class Step(NamedTuple):
-    """A training step, as far as its memory goes."""
-
-    nodes: list[Node]
-    memories: list[int]  # bytes; 0 for what was there before the step
-    saved: list[SavedTensor]
-    events: list[tuple[Event, int]]
-    forward: int  # number of events in the forward pass
-    calls: list[Any]  # function, shape and dtype of each call's result
 
 
 class StepTrace:
@@ -144,30 +82,16 @@ class StepTrace:
         inputs: Iterable[object] = (),
         costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
         call: int = -1,
-        is_fresh: bool = False,
-        overwrites: bool = False,
+        again: Again | None = None,
     ) -> int:
-        """Note a value, and return its number. `inputs`: arguments of its recipe."""
+        """Note a value, and return its number. `inputs`: arguments of its recipe. `again`: of a call's result."""
         numbers = tuple(one.number for one in inputs if isinstance(one, Value) and one.number >= 0)
         memory = self.memory(tensor)
         sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
+        flags = (False, False) if again is None else (again.fresh, again.can_overwrite)
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.nodes.append(
-            Node(
-                kind,
-                memory,
-                size,
-                numbers,
-                alias,
-                costs.seconds,
-                call,
-                costs.busy,
-                costs.operations,
-                is_fresh,
-                overwrites,
-            )
-        )
+        self.nodes.append(Node(kind, memory, size, numbers, alias, call, *costs, *flags))
         return len(self.nodes) - 1
 
     def move(self, number: int, tensor: Tensor) -> None:

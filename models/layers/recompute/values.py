@@ -1,15 +1,15 @@
 """Values of a forward pass that its backward pass reads: kept, or computed again from others."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..private import Hooks, StorageWeakRef, address, at_end_of_backward, backward_runs, without_function_modes
+from ..private import Hooks, at_end_of_backward, backward_runs, without_function_modes
 from ..saved import Kept, check_version
 
 Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
@@ -311,119 +311,3 @@ def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
 def _has_autocast(device: str) -> bool:
     """Not e.g. meta."""
     return torch.amp.is_autocast_available(device)
-
-
-class _Entry(weakref.ref[Tensor]):
-    """A reference to a tensor, with its value in one version."""
-
-    __slots__ = ("key", "value", "version")
-
-    key: int
-    value: Value
-    version: int
-
-
-class _Dependents(NamedTuple):
-    """What is copied or marked before a storage is overwritten."""
-
-    storage: StorageWeakRef  # while it exists, no other storage gets the same address
-    things: list[weakref.ref[Any]]  # `Value`s and `Saved`s
-
-
-class _Overwriting(NamedTuple):
-    """A call that may write over a tensor."""
-
-    tensor: Tensor
-    version: int  # before
-    dependents: _Dependents | None  # of its memory
-    copied: list[tuple[Value, Kept, int]]  # values that have copies meanwhile, with their sources and storages
-
-    def things(self) -> Iterator[Value | Saved]:
-        if self.dependents is not None:
-            yield from filter(None, (reference() for reference in self.dependents.things))
-
-
-class KnownValues:
-    """Registry of one forward pass: each living tensor's value, and what depends on its storage."""
-
-    def __init__(self) -> None:
-        self.entries: dict[int, _Entry] = {}  # by id of the tensor
-        self.dependents: dict[int, _Dependents] = {}  # by address of the storage
-        self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
-        self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
-
-    def clear(self) -> None:
-        """The forward pass has ended. What was modified in it unseen, e.g. by another thread, is refused later.
-
-        Hooks around the recording, such as a checkpoint's, might give it back without a difference in versions.
-        """
-        for thing in (reference() for dependents in self.dependents.values() for reference in dependents.things):
-            if isinstance(thing, Value) and isinstance(thing.source, Kept) and thing.source.is_modified():
-                thing.source.spoil()
-        self.entries.clear()
-        self.dependents.clear()
-        self.signs.clear()
-        self.gone.clear()
-
-    def remember(self, tensor: Tensor, value: Value) -> Value:
-        """Note the value of a tensor in its present version."""
-        entry = _Entry(tensor, self._forget)
-        entry.key, entry.value, entry.version = id(tensor), value, tensor._version
-        self.entries[entry.key] = entry
-        return value
-
-    def _forget(self, entry: _Entry) -> None:
-        if self.entries.get(entry.key) is entry:
-            del self.entries[entry.key]
-            if entry.value.sign_readers:
-                self.gone.append(entry.value)
-
-    def settle(self, outer: Hooks | None) -> None:
-        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
-        if self.gone:
-            self.gone = [value for value in self.gone if not value.settle(outer)]
-
-    def settle_all(self, outer: Hooks | None) -> None:
-        """Settle all values that are read for their signs, at the end of the forward pass."""
-        for value in filter(None, (reference() for reference in self.signs)):
-            value.settle(outer, at_end=True)
-
-    def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
-        """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
-        entry = self.entries.get(id(tensor))
-        if entry is None or entry.version != tensor._version - overwrites or entry() is not tensor:
-            return None
-        return entry.value
-
-    def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
-        """Note that a kept value, or a `Saved`, depends on a tensor's memory."""
-        storage = tensor.untyped_storage()
-        dependents = self.dependents.get(address(storage))
-        if dependents is None:
-            dependents = self.dependents[address(storage)] = _Dependents(StorageWeakRef(storage), [])
-        dependents.things.append(weakref.ref(thing))
-
-    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> _Overwriting:
-        """Copy the values in a tensor's memory that recipes read."""
-        dependents = self.dependents.pop(address(tensor.untyped_storage()), None)
-        write = _Overwriting(tensor, tensor._version, dependents, [])
-        for thing in write.things():
-            if isinstance(thing, Saved) or not thing.recipes:
-                continue
-            if isinstance(kept := thing.source, Kept) and not kept.is_modified():
-                write.copied.append((thing, kept, thing.storage))
-                thing.source, thing.storage = Kept(kept.get().clone(), outer), 0
-        return write
-
-    def after_overwriting(self, write: _Overwriting) -> None:
-        """Mark what operations saved as overwritten; or undo what was done, if nothing was written."""
-        if write.tensor._version != write.version:
-            for thing in write.things():
-                if isinstance(thing, Saved):
-                    thing.overwritten = True
-        elif write.dependents is not None:
-            for value, source, storage in write.copied:
-                value.source, value.storage = source, storage
-            now = self.dependents.setdefault(write.dependents.storage.cdata, write.dependents)
-            if now is not write.dependents:
-                now.things.extend(write.dependents.things)

@@ -20,7 +20,8 @@ from models.layers.recompute.choice import Choice, frontier, pareto
 from models.layers.recompute.costs import peak_bytes
 from models.layers.recompute.plan import Plan, Planned
 from models.layers.recompute.simulation import plain_peak, simulate
-from models.layers.recompute.trace import Event, Kind, Node, SavedTensor, Step, StepTrace
+from models.layers.recompute.step import Event, Kind, Node, SavedTensor, Step
+from models.layers.recompute.trace import StepTrace
 
 
 class Attention(nn.Module):
@@ -155,7 +156,7 @@ def random_step(seed: int) -> Step:
         memories.append(draw.randint(10, 100))
         seconds = draw.choice([0.1, 0.1, 1, 2, 4]) * draw.uniform(0.5, 1.5)
         kind = Kind.FREE if is_free else Kind.KEPT
-        nodes.append(Node(kind, number, memories[-1], inputs if is_free else (), -1, seconds, number))
+        nodes.append(Node(kind, number, memories[-1], inputs if is_free else (), -1, number, seconds))
         events.append((Event.HOLD, number))
         for read in [i for i in inputs if draw.random() < 0.6] + ([number] if draw.random() < 0.3 else []):
             events.append((Event.SAVE, len(saved)))

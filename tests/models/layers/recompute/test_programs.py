@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.layers import recompute_activations
 from models.layers.recompute.plan import Plan, Planned
+from models.layers.recompute.planned_recording import PlannedRecording
 from models.layers.recompute.recording import Recording
 from models.layers.recompute.trace import StepTrace
 from models.layers.saved import saved_for_backward
@@ -42,12 +43,12 @@ def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool
     """
     trace = StepTrace()
     plain, *others = (
-        run(make, context) for context in (nullcontext(), Recording(), Recording(planned=Planned((), trace)))
+        run(make, context) for context in (nullcontext(), Recording(), PlannedRecording(Planned((), trace)))
     )
     for seed in range(2):
         draws = Random(seed)
         again = frozenset(call for call in range(len(trace.calls)) if draws.random() < 0.7)
-        others.append(run(make, Recording(planned=Planned([Plan(trace.calls, again)]))))
+        others.append(run(make, PlannedRecording(Planned([Plan(trace.calls, again)]))))
     return all(agrees(plain, recorded) for recorded in others)
 
 

@@ -1,0 +1,67 @@
+"""A training step as data: its values, its memory, and what happens in which order."""
+
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+
+class Kind(IntEnum):
+    """What a plan can do with a value."""
+
+    KEPT = 0  # nothing: it has no recipe
+    FOLLOWS = 1  # nothing: it has a recipe anyway, as views and casts do
+    FREE = 2  # keep it, or compute it again
+    OVERWRITTEN = 3  # compute it again: the network has written over it
+
+
+class Event(IntEnum):
+    """HOLD and LET refer to a memory; SAVE, READ and RELEASE to something saved; BUSY to bytes."""
+
+    HOLD = 0  # the program, or the backward pass, gets a tensor
+    LET = 1  # and drops it
+    SAVE = 2  # autograd saves a value
+    READ = 3  # the backward pass reads it
+    RELEASE = 4  # autograd drops it
+    BUSY = 5  # an operator takes so many bytes while it runs, beside its arguments and results
+
+
+class Node(NamedTuple):
+    """A value of the step."""
+
+    kind: Kind
+    memory: int  # that it is in, if it is kept
+    bytes: int  # that it takes when it is computed again; 0 if it shares an input's memory
+    inputs: tuple[int, ...]  # of its recipe
+    alias: int  # the input whose memory it shares; -1 if none
+    call: int  # number of the call whose result it is; -1 if of none
+    seconds: float = 0.0  # to compute it
+    busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
+    operations: int = 0  # multiplications and additions
+    is_fresh: bool = False  # nothing else shares its memory when it is computed again
+    overwrites: bool = False  # it is computed over its first input, if that is fresh and nobody else reads it
+
+
+class SavedTensor(NamedTuple):
+    """What autograd holds."""
+
+    node: int  # whose value is saved; -1 if none is
+    signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
+    memory: int  # that PyTorch alone would keep
+
+
+class Costs(NamedTuple):
+    """What it takes to compute a value again. `busy`: see `Node`."""
+
+    seconds: float
+    busy: int
+    operations: int
+
+
+class Step(NamedTuple):
+    """A training step, as far as its memory goes."""
+
+    nodes: list[Node]
+    memories: list[int]  # bytes; 0 for what was there before the step
+    saved: list[SavedTensor]
+    events: list[tuple[Event, int]]
+    forward: int  # number of events in the forward pass
+    calls: list[Any]  # function, shape and dtype of each call's result
