@@ -175,15 +175,20 @@ def measure(arguments: BudgetArguments, clock: frame.Clock) -> Iterator[dict]:
     for name in methods.chosen(arguments.only):
         if name in done or not methods.installed(name) or name.startswith("frozen/"):
             continue
-        given = (name, arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
         try:
-            with Elsewhere(Measurement, arguments.threads) as process:
-                rows = rows + process.call("of", *given)
+            rows = rows + measured_alone(name, arguments)
         except Exception as error:  # e.g. out of memory: the other networks can still be measured
             left_out = [*left_out, {"network": name, "reason": frame.reason(error)}]
         clock.report(name)
         seconds = round(before.get("seconds", 0) + clock.seconds, 1)
         yield {"environment": environment, "seconds": seconds, "rows": rows, "left_out": left_out}
+
+
+def measured_alone(name: str, arguments: BudgetArguments) -> list[dict]:
+    """See `measured`. The network has a process to itself, whose memory is free afterwards."""
+    given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
+    with Elsewhere(Measurement, arguments.threads) as process:
+        return process.call("of", name, *given)
 
 
 class Measurement:

@@ -1,0 +1,59 @@
+"""The benchmark of byte budgets: what it measures, how it resumes and judges. No test asserts a time."""
+
+import json
+from functools import partial
+
+import pytest
+from torch import nn
+
+from engine.configuration.command_line import composed
+from models.layers.recompute.choice import frontier
+from scripts.evidence import methods, networks_budget
+from scripts.evidence.frame import MISS, PASS
+from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
+from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures, targets
+from tests.scripts.evidence.records import measured
+
+SMALL, FAILS = "squeezenet1_1", "resnet18"
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Measure without processes, on quick plans."""
+
+    def measured_here(name, arguments):
+        size, rounds = arguments.image_size, arguments.rounds
+        return networks_budget.measured(name, arguments.device, arguments.images, size, rounds, None)
+
+    build = methods.build
+    monkeypatch.setattr(methods, "build", lambda name, size: nn.Identity() if name == FAILS else build(name, size))
+    monkeypatch.setattr(networks_budget, "measured_alone", measured_here)
+    monkeypatch.setattr(networks_budget, "frontier", partial(frontier, seconds=1.0))
+
+
+def test_plans_are_measured_beside_the_rivals(here, tmp_path):
+    """Bytes as planned and gradients to the bit, in a whole run; the same command then measures nothing again."""
+    options = ["rounds=1", "images=2", "image_size=64", "compiler=null", f"only=[{SMALL},{FAILS}]"]
+    result, text = measured("bench_budget", networks_budget.run, tmp_path, *options)
+    rows = {row["method"]: row for row in result["rows"]}
+    assert [*rows][:3] == [PLAIN, RECOMPUTED, BLOCKS] and {AS_BLOCKS, IN_TIME_OF_BLOCKS} <= rows.keys()
+    plans = [row for row in rows.values() if "planned_bytes" in row]
+    assert len(plans) >= 4 and all(row["deviation"] == 0 for row in plans)
+    for row in plans:
+        assert row["peak_bytes"] == pytest.approx(row["planned_bytes"], rel=0.03)
+        assert row["budget"] is None or row["peak_bytes"] <= 1.03 * row["budget"]
+    (entry,) = result["left_out"]
+    assert entry["network"] == FAILS and f"- {FAILS}: failed: " in text
+    verdicts = {target.about: target.verdict for target in targets(result)}
+    assert verdicts["measured peak from the planned one"] == verdicts["measured peak to the budget"] == PASS
+    assert "| squeezenet1_1 | plain |" in text and list(pictures(result)) == [""]
+    before = (tmp_path / "record.json").read_bytes()
+    networks_budget.run(composed("bench_budget", f"out={tmp_path / 'record.json'}", *options))
+    assert json.loads(before)["rows"] == json.loads((tmp_path / "record.json").read_bytes())["rows"]
+
+
+def test_targets_are_missed_by_one_plan_above_its_budget():
+    row = {"network": SMALL, "times_ms": [1.0], "peak_bytes": 100}
+    plan = row | {"method": "60% of plain", "budget": 60, "planned_bytes": 60, "deviation": 0.0, "peak_bytes": 63}
+    verdicts = [target.verdict for target in targets({"rows": [row | {"method": PLAIN}, plan]})]
+    assert verdicts == [PASS, MISS, MISS]
