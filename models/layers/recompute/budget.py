@@ -94,7 +94,7 @@ def _planned(step: Step, budget: float | int) -> Plan:
     (choices, seconds), plain = seconds_of(lambda: frontier(step), torch.device("cpu")), plain_peak(step)
     limit = budget if isinstance(budget, int) else int(budget * plain)
     choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
-    _log.info(
+    _log.warning(  # which is seen by default: it explains a pause
         "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
         *(len(step.calls), seconds, text(choice.peak), text(plain), choice.seconds * 1e3),
     )
