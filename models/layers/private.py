@@ -49,6 +49,8 @@ try:
     without_dispatch_modes = torch._C._DisableTorchDispatch
     # Autograd numbers the nodes of a thread in the order in which they are made.
     next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
+    # Whether a profiler runs in this thread: a second one cannot.
+    profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
     # Whether the running backward pass keeps its graph for another one (retain_graph=True).
     keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
     # Call a function when the running backward pass ends.

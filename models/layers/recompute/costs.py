@@ -25,10 +25,12 @@ class Form(NamedTuple):
     device: torch.device
     requires_grad: bool
 
-    def zeros(self) -> Tensor:
+    def tensor(self) -> Tensor:
+        """Ones, whose gradients are finite; zeros as indices."""
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        zeros = torch.zeros(span, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride)
-        return zeros.requires_grad_(self.requires_grad)
+        value = 1 if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        whole = torch.full((span,), value, dtype=self.dtype, device=self.device)
+        return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
 class Call(NamedTuple):
@@ -40,7 +42,7 @@ class Call(NamedTuple):
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
-        given = [one.zeros() if isinstance(one, Form) else one for one in self.arguments]
+        given = [one.tensor() if isinstance(one, Form) else one for one in self.arguments]
         unnamed = len(given) - len(self.names)
         result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
         return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
@@ -104,7 +106,7 @@ def backward_temporaries(call: Call, stride: tuple[int, ...]) -> int:
     """Bytes that a call's node takes, beside what it saved and the gradients. `stride`: of the result's gradient."""
     with _measured():
         result, leaves = call.run()
-        gradient = Form(tuple(result.shape), stride, result.dtype, result.device, False).zeros()
+        gradient = Form(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
         peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient), result.device.type)
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
 
@@ -115,7 +117,7 @@ def _bytes(form: Form) -> int:
 
 @contextmanager
 def _measured() -> Iterator[None]:
-    """Measure under no recording. The random state stays as it is."""
+    """Measure under no recording."""
     with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         yield
 

@@ -29,26 +29,26 @@ class PlannedRecording(Recording):
         self.planned, self.trace = planned, planned.trace
         self.lends_anything = False  # that was made here, to the recipe that is being made
 
-    def _unpack_hook(self) -> Callable[[Any], Tensor]:
-        return super()._unpack_hook() if self.trace is None else self.trace.unpack
+    def unpack_hook(self) -> Callable[[Any], Tensor]:
+        return super().unpack_hook() if self.trace is None else self.trace.unpack
 
-    def _run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.trace is None:
             return function(*args, **kwargs)
         for tensor in filter(_is_ordinary_tensor, tree_leaves(self.arguments)):
-            if self._made(tensor):  # by code that calls no function
+            if self.is_made(tensor):  # by code that calls no function
                 self.trace.holds(tensor)
             else:
                 self.trace.memory(tensor, outside=True)
         return self.trace.run(function, args, kwargs)
 
-    def _end_call(self, result: Any) -> None:
+    def end_call(self, result: Any) -> None:
         if self.trace is not None:
             for tensor in filter(_is_ordinary_tensor, tree_leaves(result)):
                 self.trace.holds(tensor)
             self.trace.settle()
 
-    def _rule_of(self, function: Function) -> Rule | None:
+    def rule_of(self, function: Function) -> Rule | None:
         return FOLLOWED.get(function) or EXPENSIVE.get(function)
 
     def value_of(self, tensor: Tensor) -> Value | None:
@@ -57,8 +57,8 @@ class PlannedRecording(Recording):
             value.number = self.trace.add(Kind.FOLLOWS, tensor, value.source.inputs())
         return value
 
-    def _pack(self, tensor: Tensor) -> Saved | Kept | Form:
-        packed = super()._pack(tensor)
+    def pack(self, tensor: Tensor) -> Saved | Kept | Form:
+        packed = super().pack(tensor)
         if isinstance(packed, Saved) and packed.value.readers == 1 and not packed.value.recipes:
             self._note_need(packed.value, tensor)
         if self.trace is not None and isinstance(packed, (Saved, Form)):
@@ -73,7 +73,7 @@ class PlannedRecording(Recording):
             value.number = self.trace.add(Kind.KEPT, tensor)
         return value
 
-    def _note_kept(self, value: Value, tensor: Tensor) -> None:
+    def note_kept(self, value: Value, tensor: Tensor) -> None:
         """Nobody needs it yet: see `_note_need`."""
 
     def _note_need(self, value: Value, tensor: Tensor) -> None:
@@ -88,7 +88,7 @@ class PlannedRecording(Recording):
         if self.trace is not None:
             self.trace.move(value.number, tensor)
 
-    def _decide(
+    def decide(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> None:
         """Keep the result of a call, or give it a recipe, as planned."""
@@ -98,12 +98,12 @@ class PlannedRecording(Recording):
         again = None
         if is_computed or self.trace is not None:
             self.lends_anything = True
-            again = self._again(*call)
+            again = self.again(*call)
             self.lends_anything = False
         if is_computed and again is not None:
-            self._follow(again, result)
+            self.follow(again, result)
         elif is_computed is None and self.function in FOLLOWED:
-            super()._decide(*call)
+            super().decide(*call)
         own = self.known.find(result) or self.keep(result)
         own.number = self.planned.call
         for saved in self.replaceable:
@@ -122,29 +122,29 @@ class PlannedRecording(Recording):
         """Whether a call has made the memory of its result, of which that is a view."""
         memory = address(base.untyped_storage())
         given = filter(_is_ordinary_tensor, tree_leaves(arguments))
-        return self._made(base) and all(address(tensor.untyped_storage()) != memory for tensor in given)
+        return self.is_made(base) and all(address(tensor.untyped_storage()) != memory for tensor in given)
 
-    def _may_read_instead(self, value: Value) -> bool:
+    def may_read_instead(self, value: Value) -> bool:
         return True
 
-    def _argument(self, tensor: Tensor, result: Tensor, before: Value | None) -> Value | None:
-        value = super()._argument(tensor, result, before)
+    def argument_value(self, tensor: Tensor, result: Tensor, before: Value | None) -> Value | None:
+        value = super().argument_value(tensor, result, before)
         if not self.lends_anything:
             return None if value is not None and value.unread else value
-        if value is None and tensor is not result and self._made(tensor):
+        if value is None and tensor is not result and self.is_made(tensor):
             value = self.keep(tensor)
         if value is not None and value.unread:
             self._note_need(value, tensor)
         return value
 
-    def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
+    def value_before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         if not self.lends_anything or self.trace is None:
-            return super()._before(overwritten, before)
+            return super().value_before(overwritten, before)
         value = before or self.known.find(overwritten, overwrites=1)
         return value if value is not None and self.trace.overwrite(value, overwritten) else None
 
-    def _unread_bytes(self, again: Again) -> int:
-        return 0 if self.lends_anything else super()._unread_bytes(again)
+    def bytes_for_nothing_else(self, again: Again) -> int:
+        return 0 if self.lends_anything else super().bytes_for_nothing_else(again)
 
 
 def _is_ordinary_tensor(thing: object) -> bool:

@@ -9,7 +9,7 @@ The rules, which this folder keeps together:
    has a `Recipe`: a function of other values. Two operations that save one tensor share its value. Vectors, parameters
    and tensors without a storage are just `Kept`.
 3. Who keeps. A saved tensor without a value is kept (`keep`). If its call then turns out to have a rule (`FOLLOWED` in
-   rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`_follow`).
+   rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
    Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
    shape and strides are kept (`Form`). Of what ReLU and LeakyReLU save, if nobody else reads it, one bit per value
@@ -117,7 +117,7 @@ class Recording(TorchFunctionMode):
     def __enter__(self) -> "Recording":
         self.outer = current_hooks()
         self.start = next_node_number()
-        self.hooks = saved_tensors_hooks(self._pack, self._unpack_hook())
+        self.hooks = saved_tensors_hooks(self.pack, self.unpack_hook())
         self.hooks.__enter__()
         if not self.checkpointed_only:
             super().__enter__()
@@ -182,7 +182,7 @@ class Recording(TorchFunctionMode):
         """Call a function, and see what can be computed again."""
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
-            self.made.note(function, args, kwargs, result, self._made)
+            self.made.note(function, args, kwargs, result, self.is_made)
             return result
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
@@ -195,20 +195,20 @@ class Recording(TorchFunctionMode):
         self.reads_form = reads_only_form(function, args, kwargs)
         self.known.settle(self.outer)
         try:
-            result = self._run(function, args, kwargs)
-            rule = self._rule_of(function)
+            result = self.run(function, args, kwargs)
+            rule = self.rule_of(function)
             if rule is not None and isinstance(result, Tensor) and result.requires_grad and is_ordinary(result):
                 if target is not None and result is target:
                     if result._version == version + 1:
-                        self._decide(rule, args, kwargs, result, before)
+                        self.decide(rule, args, kwargs, result, before)
                 elif not any(result is argument for argument in (*args, *kwargs.values())):
-                    self._decide(rule, args, kwargs, result, None)
+                    self.decide(rule, args, kwargs, result, None)
             else:
-                self.made.note(function, args, kwargs, result, self._made)
+                self.made.note(function, args, kwargs, result, self.is_made)
             for value, tensor in self.unsettled:
                 if isinstance(value.source, Kept) and not value.sign_readers:
                     value.source = Kept(tensor, self.outer)
-            self._end_call(result)
+            self.end_call(result)
         finally:
             self.arguments, self.function = (), None
             self.result_serves, self.reads_form, self.positive = False, False, None
@@ -226,19 +226,19 @@ class Recording(TorchFunctionMode):
         """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
         if (value := self.known.find(tensor)) is not None:
             return value
-        if not self._made(tensor):
+        if not self.is_made(tensor):
             return None
         value = value_by_node(self, tensor, tensor.grad_fn)
         return None if value is None else self.known.remember(tensor, value)
 
-    def _made(self, tensor: Tensor) -> bool:
+    def is_made(self, tensor: Tensor) -> bool:
         """Whether a tensor was made during this recording."""
         node = tensor.grad_fn
         if node is None or node_number(node) < self.start or not is_ordinary(tensor):
             return False
         return not self.outside or address(tensor.untyped_storage()) not in self.outside
 
-    def _pack(self, tensor: Tensor) -> Saved | Kept | Form:
+    def pack(self, tensor: Tensor) -> Saved | Kept | Form:
         """What autograd saves in place of a tensor."""
         if self.checkpointed_only and self.is_abandoned():
             return Kept(tensor, None)
@@ -251,12 +251,12 @@ class Recording(TorchFunctionMode):
             return Form(tensor)
         if (value := self.value_of(tensor)) is None:
             base = tensor._base
-            if base is not None and base.numel() == tensor.numel() and self._made(base):  # a view of all of its base
+            if base is not None and base.numel() == tensor.numel() and self.is_made(base):  # a view of all of its base
                 self.keep(base)
                 value = self.value_of(tensor)
         saved = Saved(value or self.keep(tensor))
         self.known.depends_on_memory(saved, tensor)
-        if self.result_serves and self._may_read_instead(saved.value):
+        if self.result_serves and self.may_read_instead(saved.value):
             self.replaceable.append(saved)
         elif self.positive is not None and saved.value.positive in (None, self.positive):
             saved.reads_signs, saved.value.positive = True, self.positive
@@ -274,7 +274,7 @@ class Recording(TorchFunctionMode):
             else:
                 value.source = Kept(tensor, self.outer)
         self.known.depends_on_memory(value, tensor)
-        self._note_kept(value, tensor)
+        self.note_kept(value, tensor)
         return self.known.remember(tensor, value)
 
     def copied(self, value: Value, tensor: Tensor) -> None:
@@ -284,44 +284,44 @@ class Recording(TorchFunctionMode):
 
     longest = LONGEST
 
-    def _unpack_hook(self) -> Callable[[Any], Tensor]:
+    def unpack_hook(self) -> Callable[[Any], Tensor]:
         return unpack
 
-    def _run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
-    def _end_call(self, result: Any) -> None:
+    def end_call(self, result: Any) -> None:
         """A call has ended, and its result has a value."""
 
-    def _rule_of(self, function: Function) -> Rule | None:
+    def rule_of(self, function: Function) -> Rule | None:
         return FOLLOWED.get(function)
 
-    def _decide(
+    def decide(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> None:
         """Give the result of a call a recipe, if the rules say so.
 
         `before`: if the call overwrote its first argument, which then is the result, the value that it had before.
         """
-        if (again := self._again(rule, args, kwargs, result, before)) is not None:
-            self._follow(again, result)
+        if (again := self.again(rule, args, kwargs, result, before)) is not None:
+            self.follow(again, result)
 
-    def _may_read_instead(self, value: Value) -> bool:
+    def may_read_instead(self, value: Value) -> bool:
         """Whether a result may be read instead of an argument of this value."""
         return isinstance(value.source, Recipe)
 
-    def _note_kept(self, value: Value, tensor: Tensor) -> None:
+    def note_kept(self, value: Value, tensor: Tensor) -> None:
         self.log.keep(value, tensor, self.function)
 
-    def _argument(self, tensor: Tensor, result: Tensor, before: Value | None) -> Value | None:
+    def argument_value(self, tensor: Tensor, result: Tensor, before: Value | None) -> Value | None:
         """The value of an argument, if a recipe may read it."""
-        return self._before(result, before) if tensor is result else self.value_of(tensor)
+        return self.value_before(result, before) if tensor is result else self.value_of(tensor)
 
-    def _unread_bytes(self, again: Again) -> int:
+    def bytes_for_nothing_else(self, again: Again) -> int:
         """Bytes that are kept for this recipe alone."""
         return unread_bytes(argument for argument in again.arguments if isinstance(argument, Value))
 
-    def _again(
+    def again(
         self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, before: Value | None
     ) -> Again | None:
         """How to repeat a call, if all that this needs is kept or may be lent (rules 3 and 4)."""
@@ -331,7 +331,7 @@ class Recording(TorchFunctionMode):
             copied = self.copy_parameters and isinstance(tensor, nn.Parameter)
             if not is_ordinary(tensor):
                 raise NotFollowed
-            value = self._argument(tensor, result, before)
+            value = self.argument_value(tensor, result, before)
             if value is not None and not copied:
                 return value
             stays = tensor.is_leaf and tensor.requires_grad
@@ -346,9 +346,9 @@ class Recording(TorchFunctionMode):
         except NotFollowed:
             return None
         lent = sum(self._lent_bytes(t, result) for t in unkept if not (t.is_leaf and t.requires_grad))
-        return again if lent + self._unread_bytes(again) <= result.nbytes else None
+        return again if lent + self.bytes_for_nothing_else(again) <= result.nbytes else None
 
-    def _follow(self, again: Again, result: Tensor) -> None:
+    def follow(self, again: Again, result: Tensor) -> None:
         """Give the result of a call a recipe."""
         arguments = [self._lent(a, result) if isinstance(a, Tensor) else a for a in again.arguments]
         recipe = Recipe(again.function, arguments, result, fresh=again.fresh, can_overwrite=again.can_overwrite)
@@ -366,7 +366,7 @@ class Recording(TorchFunctionMode):
     def _follow_base(self, result: Tensor, own: Value) -> None:
         """Functions such as `F.instance_norm` return a view of all that they make: other views follow from it."""
         base = result._base
-        if base is None or base.numel() != result.numel() or base.dtype != result.dtype or not self._made(base):
+        if base is None or base.numel() != result.numel() or base.dtype != result.dtype or not self.is_made(base):
             return
         if not (base.is_contiguous() and result.is_contiguous()):
             return
@@ -378,7 +378,7 @@ class Recording(TorchFunctionMode):
         elif isinstance(value.source, Kept):
             value.become(recipe)
 
-    def _before(self, overwritten: Tensor, before: Value | None) -> Value | None:
+    def value_before(self, overwritten: Tensor, before: Value | None) -> Value | None:
         """The value that a tensor had before a call overwrote it, unless it can only be read from the same memory."""
         value = before or self.known.find(overwritten, overwrites=1)  # from a copy
         if value is not None and value.reads_storage(address(overwritten.untyped_storage())):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..private import FakeTensor, StorageWeakRef, address, backward_runs, node_number, unpack
+from ..private import FakeTensor, StorageWeakRef, address, backward_runs, node_number, profiler_runs, unpack
 from ..saved import Kept, is_ordinary
 from .costs import (
     Call,
@@ -173,11 +173,14 @@ class StepTrace:
 
     @staticmethod
     def _apart(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Call | None:
-        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing."""
+        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing.
+
+        Nothing is measured while a profiler runs.
+        """
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         if "dropout" in getattr(function, "__name__", "") or any(one is result for one in tensors):
             return None
-        if not all(map(is_ordinary, tensors)):
+        if profiler_runs() or not all(map(is_ordinary, tensors)):
             return None
         return call_of(function, args, kwargs) if sum(one.nbytes for one in tensors) >= _SMALL else None
 
@@ -236,5 +239,5 @@ class StepTrace:
         for handle in self._handles:
             handle.remove()
         for event, call, stride in self._busy:
-            self.events[event] = (Event.BUSY, backward_temporaries(call, stride))
+            self.events[event] = (Event.BUSY, 0 if profiler_runs() else backward_temporaries(call, stride))
         return Step(self.nodes, self.memories, self.saved, self.events, self.forward, self.calls)

@@ -108,10 +108,10 @@ class Value:
         """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
         if isinstance(self.source, Kept) and self.source.hooks is None:
             return self.source.get()
-        calls, tensor = [self._get()], None  # no recursion: chains may be long
+        calls, tensor = [self.steps()], None  # no recursion: chains may be long
         while True:
             try:
-                calls.append(calls[-1].send(tensor)._get())
+                calls.append(calls[-1].send(tensor).steps())
                 tensor = None
             except StopIteration as returned:
                 tensor = returned.value
@@ -119,7 +119,7 @@ class Value:
                 if not calls:
                     return tensor
 
-    def _get(self) -> Generator["Value", Any, Tensor]:
+    def steps(self) -> Generator["Value", Any, Tensor]:
         """Yields the values that it needs, and is sent their tensors. Returns its own."""
         tensor = self.computed
         if tensor is None:
@@ -266,7 +266,7 @@ class Recipe:
         return [argument for argument in self.arguments if isinstance(argument, Value)]
 
     def steps(self) -> Generator[Value, Any, Tensor]:
-        """Compute the tensor: see `Value._get`. RuntimeError if an argument was modified in place."""
+        """Compute the tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""
         options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
         arguments = []
         for argument in self.arguments:
