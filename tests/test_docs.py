@@ -12,7 +12,16 @@ from omegaconf import OmegaConf
 
 from models.layers.saved import kept_bytes
 from scripts.compare_runs import Comparison, compare
-from scripts.evidence import documents, networks, plan_experiments, reconstruction_error, reversible, tables, training
+from scripts.evidence import (
+    documents,
+    networks,
+    networks_budget,
+    plan_experiments,
+    reconstruction_error,
+    reversible,
+    tables,
+    training,
+)
 from scripts.evidence.abn import page as abn_page
 from scripts.evidence.loader import measurement as loader
 from scripts.evidence.loader.crops import write_camvid
@@ -22,11 +31,12 @@ from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = REPOSITORY / "docs" / "results"
-PAGES = {  # by the first word of the record's name: record, its name -> the page's text
+PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
     "abn": abn_page.page,
     "faults": lambda record, _: report.page(record),
     "loader": loader.page,
     "memory": plan_experiments.page,
+    "networks_budget": networks_budget.page,
     "networks": networks.page,
     "reversible": reversible.page,
     "revnet": reconstruction_error.page,
@@ -44,7 +54,7 @@ def made_again(document: Path, folder: Path) -> str:
         arguments = Tables(str(folder / "results"), str(folder / "results"), str(RESULTS / "memory_plan.json"))
         return tables.write(OmegaConf.structured(arguments)).read_text()
     if document.with_suffix(".json").is_file():
-        page = PAGES[document.stem.partition("_")[0]]
+        page = next(page for name, page in PAGES.items() if document.stem.startswith(name))
         return page(json.loads(document.with_suffix(".json").read_text()), document.stem)
     # A comparison of runs, with the command that docs/results/README.md gives for the page.
     row = next(line for line in (RESULTS / "README.md").read_text().splitlines() if f"({document.name})" in line)

@@ -107,7 +107,8 @@ def _planned(step: Step, budget: float | int) -> Plan:
 
 
 def text(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+    unit = next((unit for unit in ("GiB", "MiB") if count >= _UNITS[unit]), "KiB")
+    return f"{count / _UNITS[unit]:.{2 if unit == 'GiB' else 1}f} {unit}"
 
 
 class Row(NamedTuple):
@@ -142,7 +143,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
 
     The step is run: twice, with the mean square of the outputs as loss. Gradients, buffers and the random state are
     then as before. Under `FakeTensorMode` nothing is computed, for a network that does not fit: times are then
-    estimated from bytes and operations.
+    estimated, and the bytes that operators take while they run are left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.

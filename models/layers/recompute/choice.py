@@ -1,12 +1,12 @@
 """Choose what a step keeps: the least time for every number of bytes."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .plan import Plan
 from .simulation import Outcome, simulate
-from .step import Kind, Step
+from .step import Kind, Node, Step
 
 _FINER = 0.97  # each target is this much lower than the peak before it
 _FEW = 16  # values of which pairs are tried
@@ -24,7 +24,8 @@ class Choice(NamedTuple):
 def frontier(step: Step, seconds: float = 20.0) -> list[Choice]:
     """Choices with ever lower peaks, none of which another beats in both peak and time.
 
-    The search begins with all that can be kept, and again with all but the results of norms, activations and the like.
+    The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
+    a third time, by bytes alone, since times are noisy.
     It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
     the step is above the target. It keeps values again, which cuts chains of recipes, where what is computed is too
     much at once. What it finds is then changed in single values, as long as this helps.
@@ -32,12 +33,21 @@ def frontier(step: Step, seconds: float = 20.0) -> list[Choice]:
     `seconds`: of this thread's time, after which it stops with what it has.
     """
     search = _Search(step, time.thread_time() + seconds)
-    for is_kept in (lambda node: True, lambda node: node.operations > 0):
+    starts: list[tuple[Callable[[Node], bool], bool]] = [(_all, True), (_slow, True), (_slow, False)]
+    for is_kept, search.counts_time in starts:
         search.start([node.kind == Kind.KEPT or (node.kind == Kind.FREE and is_kept(node)) for node in step.nodes])
         while search.lower(int(search.outcome.peak * _FINER)):
             pass
     search.polish()
     return pareto(search.found)
+
+
+def _all(node: Node) -> bool:
+    return True
+
+
+def _slow(node: Node) -> bool:
+    return node.operations > 0
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
@@ -62,6 +72,7 @@ class _Search:
         self.deadline = deadline
         self.is_free = [node.kind == Kind.FREE for node in step.nodes]
         self.found: list[Choice] = []
+        self.counts_time = True
 
     def start(self, kept: list[bool]) -> None:
         self.kept, self.outcome = kept, self.simulated(kept)
@@ -155,7 +166,8 @@ class _Search:
                 moments = counts[outcome.first[i]] - counts[outcome.born[i]]
                 if moments:
                     group, seconds = self.group(kept, outcome, i)
-                    ranked.append((seconds / (self.bytes(i) * moments + 1), i, group))
+                    price = seconds if self.counts_time else 1.0
+                    ranked.append((price / (self.bytes(i) * moments + 1), i, group))
         return [(i, group) for _, i, group in sorted(ranked)]
 
     def enough(self, ranked: list[tuple[int, list[int]]], outcome: Outcome, target: int) -> list[list[int]]:

@@ -81,6 +81,8 @@ def undo(network: nn.Module) -> nn.Module:
 def report(network: nn.Module) -> Report:
     """What the last forward pass of a prepared network kept: call it after a training step, and print the result.
 
+    Within a budget it says why: something was planned, or it cannot be computed again.
+
     ValueError if the network is not prepared, or has not run with gradients yet.
     """
     check_module(network, "report")
