@@ -33,7 +33,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 try:
     from torch._ops import OpOverload, OpOverloadPacket  # what `torch.ops` gives
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase

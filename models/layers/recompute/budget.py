@@ -1,5 +1,6 @@
 """A network that trains within a number of bytes."""
 
+import copy
 import logging
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
-from ..private import FakeTensor, tree_leaves
+from ..private import FakeTensor, FakeTensorMode, tree_leaves
 from .choice import Choice, frontier, plan_of
 from .costs import seconds_of
 from .plan import Plan, Planned
@@ -53,11 +54,24 @@ class Plans:
 
     def of_pass(self, module: nn.Module, inputs: Sequence[Tensor]) -> Planned | None:
         """What the next forward pass does: nothing new at first; then it is traced; then a plan is in force."""
+        return self._shape(module, inputs).next_pass(self.budget)
+
+    def plan_for(self, network: nn.Module, example: Any) -> None:
+        """Make the plan for inputs like an example, from a step on fake tensors."""
+        args, kwargs = arguments_of(example)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fakes = {id(one): mode.from_tensor(one) for one in [*network.parameters(), *network.buffers(), *inputs]}
+        with mode:
+            network_, args, kwargs = copy.deepcopy((network, args, kwargs), fakes)
+            step, _ = traced_step(network_, args, kwargs)
+        self._shape(network, inputs).plans.append(_planned(step, self.budget))
+
+    def _shape(self, module: nn.Module, inputs: Sequence[Tensor]) -> "_Shape":
         forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device) for tensor in inputs)
         devices = {tensor.device.type for tensor in inputs}
         key = (forms, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
-        shape = self._shapes.setdefault(key, _Shape())
-        return shape.next_pass(self.budget)
+        return self._shapes.setdefault(key, _Shape())
 
 
 class _Shape:
@@ -155,8 +169,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
             be traced, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
-    args, kwargs = ((), dict(example)) if isinstance(example, Mapping) else (example, {})
-    args = args if isinstance(args, tuple) else (args,)
+    args, kwargs = arguments_of(example)
     step, seconds = traced_step(network, args, kwargs)
     choices, plain = frontier(step), plain_peak(step)
     seconds = seconds or 3 * sum(node.seconds for node in step.nodes)
@@ -178,6 +191,13 @@ def _needed(step: Step, choice: Choice) -> list[int]:
     """The values that are computed again."""
     readers = simulate(step, choice.kept).readers
     return [number for number, kept in enumerate(choice.kept) if not kept and readers[number]]
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that an example stands for: see `plan`."""
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
 
 
 def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, float]:

@@ -22,7 +22,7 @@ from .report import KeptTensor, Report, summary
 
 
 def recompute_activations(
-    network: nn.Module, *, checkpointed_only: bool = False, budget: Budget | None = None
+    network: nn.Module, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
 ) -> nn.Module:
     """Make a network compute cheap activations again in its backward pass, instead of keeping them.
 
@@ -49,15 +49,19 @@ def recompute_activations(
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
             again as well, where that costs the least time. The second step of a shape is traced, and slower; a plan is
             in force from the third on (see `plan`). If no plan is within the budget, a warning names the least.
+        example: an input, as `plan` takes it: inputs like this have a plan from the first step on, which is made on fake
+            tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
 
     Raises:
-        ValueError: the budget is none, or is given with `checkpointed_only`.
+        ValueError: the budget is none, or is given with `checkpointed_only`; an example is given without a budget.
     """
     check_module(network, "recompute_activations")
     if budget is not None:
         budget = checked(budget)
         if checkpointed_only:
             raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
+    elif example is not None:
+        raise ValueError("an example is given without a budget: expected budget=…, such as '6GiB'")
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
@@ -67,6 +71,8 @@ def recompute_activations(
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
         module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
+        if example is not None and hooks.plans is not None:
+            hooks.plans.plan_for(network, example)
     return network
 
 

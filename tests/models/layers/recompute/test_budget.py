@@ -217,6 +217,18 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     assert fake.plain == pytest.approx(found.plain, rel=0.1)
 
 
+def test_with_an_example_the_first_step_is_planned():
+    torch.manual_seed(0)
+    plain, x = Mixed(), torch.randn(4, 3, 16, 16)
+    before = copy.deepcopy(plain.state_dict())
+    within = recompute_activations(copy.deepcopy(plain), budget=0.75, example=x)
+    assert all(map(torch.equal, before.values(), within.state_dict().values())) and within.head.weight.grad is None
+    assert_equal(train(within, x), train(plain, x))
+    assert "planned" in {line.why for line in report(within).lines}
+    with pytest.raises(ValueError, match="without a budget"):
+        recompute_activations(plain, example=x)
+
+
 def test_other_shapes_and_paths_have_plans_of_their_own():
     torch.manual_seed(0)
     plain = Skipping().double()
