@@ -49,7 +49,7 @@ def recompute_activations(
             already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
             again as well, where that costs the least time. The second step of a shape is traced, and slower; a plan is
             in force from the third on (see `plan`). If no plan is within the budget, a warning names the least.
-        example: an input, as `plan` takes it: inputs like this have a plan from the first step on, which is made on fake
+        example: an input, as `plan` takes it. Inputs like it have a plan from the first step on, which is made on fake
             tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
 
     Raises:
