@@ -56,6 +56,7 @@ class _Simulation:
         self.place = [-1] * count  # of a computed value: the value in whose memory it is; -1: not computed
         self.users = [0] * count  # computed values in this one's memory, and operations that read them
         self.using: dict[int, int] = {}  # the memory that a running operation reads, by number of what it saved
+        self.expanded: dict[int, int] = {}  # bytes of values made from signs, by number of what was saved
         self.level = self.highest = 0
         self.seconds = 0.0
         self.now = 0  # number of the event
@@ -110,6 +111,7 @@ class _Simulation:
                 self.hold(self.nodes[node].memory)
 
     def release(self, number: int) -> None:
+        self.level -= self.expanded.pop(number, 0)
         if number in self.using:
             self._leave(self.using.pop(number))
         pending = [self.step.saved[number].node]
@@ -134,6 +136,10 @@ class _Simulation:
             return
         self._note(node)
         if self.kept[node]:
+            if self.signs[node]:  # a byte for each, twice, and then values for the operation
+                self.expanded[number] = self.nodes[node].bytes
+                self.highest = max(self.highest, self.level + 16 * self.signs[node])
+                self.level += self.nodes[node].bytes
             return
         pending = [(node, False)]
         while pending:

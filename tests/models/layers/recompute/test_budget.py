@@ -94,7 +94,12 @@ def assert_equal(found: tuple[Tensor, list[Tensor]], expected: tuple[Tensor, lis
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-CASES = {"mixed": (Mixed, (4, 3, 16, 16)), "chain": (Chain, (2, 4, 24, 24))}
+def pooled() -> nn.Module:
+    """Of the ReLU's result, one bit per value is kept."""
+    return nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
+CASES = {"mixed": (Mixed, (4, 3, 16, 16)), "chain": (Chain, (2, 4, 24, 24)), "signs": (pooled, (4, 3, 32, 32))}
 
 
 @pytest.mark.parametrize("name", CASES)
