@@ -102,7 +102,7 @@ def pooled() -> nn.Module:
 CASES = {"mixed": (Mixed, (4, 3, 16, 16)), "chain": (Chain, (2, 4, 24, 24)), "signs": (pooled, (4, 3, 32, 32))}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["mixed", "chain"])
 def test_from_the_third_step_on_a_plan_is_in_force_and_exact(name):
     make, shape = CASES[name]
     torch.manual_seed(0)
