@@ -74,6 +74,11 @@ def backward_runs() -> bool:
     return _backward_number() != -1
 
 
+def profiler_runs() -> bool:
+    """Whether a profiler of PyTorch is recording, in any thread."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
 def node_number(node: Any) -> int:
     """See `next_node_number`."""
     return node._sequence_nr()

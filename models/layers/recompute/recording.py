@@ -146,11 +146,13 @@ class Recording(TorchFunctionMode):
         self.log = Log()
         self.made.clear()
         self.outer = self.frame = None
+        if self.trace is not None:
+            self.trace.forward = len(self.trace.events)
 
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if self.frame is not None and not is_running(self.frame):
-            self.abandoned = True
+            self.abandoned, self.frame = True, None  # first: this mode sees what `_forget` asks of tensors
             self._forget()
         if self.abandoned and self._is_innermost():
             self._end_hooks()
