@@ -70,6 +70,7 @@ from .values import Form, KnownValues, Positive, Recipe, Saved, Value, unread_by
 
 LONGEST = 12  # recipes between a value and kept ones; every longer chain keeps one value more
 
+_LONG = 2**12  # values of a vector that is traced, such as what an LSTM computes on the way
 _MUCH = 16  # tensors this many times smaller than the result may be kept for it
 
 
@@ -190,6 +191,8 @@ class Recording(TorchFunctionMode):
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
             self._note_memory(function, args, kwargs, result)
+            if self.trace is not None:
+                self._trace_results(result)
             return result
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
@@ -256,7 +259,8 @@ class Recording(TorchFunctionMode):
         """What autograd saves in place of a tensor."""
         if self.checkpointed_only and self.is_abandoned():
             return Kept(tensor, None)
-        if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
+        is_vector = tensor.dim() < 2 and (self.trace is None or tensor.numel() < _LONG)
+        if self.outer is None and tensor.grad_fn is None and (is_vector or isinstance(tensor, nn.Parameter)):
             self.vectors.append(tensor)
             return Kept(tensor, None)  # the quick way, for the many vectors and parameters
         if not is_ordinary(tensor):

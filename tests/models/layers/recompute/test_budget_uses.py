@@ -9,6 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.layers import plan, recompute_activations
+from models.layers.recompute.budget import traced_step
+from models.layers.recompute.costs import peak_bytes
+from models.layers.recompute.simulation import plain_peak
 
 
 class Layers(nn.Module):
@@ -151,3 +154,28 @@ def test_a_plan_leaves_its_example_alone():
     plan(network, y)
     y.sum().backward()
     assert torch.equal(x.grad, 2 * x)
+
+
+class Beside(nn.Module):
+    """An LSTM, which saves one long vector; and layers without gradient, whose tensors come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.teacher = nn.LSTM(32, 32), nn.Linear(32, 256).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lstm(x)[0]
+        with torch.no_grad():
+            weights = self.teacher(x)
+            scale = weights.square().mean()
+        return x * scale
+
+
+def test_the_plain_peak_has_long_vectors_and_what_is_computed_without_gradient():
+    network, x = Beside(), torch.randn(64, 4, 32)
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    step, _ = traced_step(network, (x,), {})
+    measured = peak_bytes(lambda: network(x).square().mean().backward(), "cpu")
+    assert plain_peak(step) == pytest.approx(measured, rel=0.05)
