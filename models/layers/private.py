@@ -75,8 +75,9 @@ def backward_runs() -> bool:
 
 
 def profiler_runs() -> bool:
-    """Whether a profiler of PyTorch is recording, in any thread."""
-    return torch.autograd.profiler._is_profiler_enabled
+    """Whether a profiler of PyTorch records, warms up or waits, in any thread."""
+    profiler = torch.autograd.profiler
+    return profiler._is_profiler_enabled or "ProfilerStep" in profiler.KinetoStepTracker._step_dict
 
 
 def node_number(node: Any) -> int:

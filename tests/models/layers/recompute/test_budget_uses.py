@@ -103,9 +103,15 @@ def test_forward_passes_without_a_backward_pass_take_no_traces():
 
 
 def test_a_step_that_is_profiled_is_not_traced():
-    """One profiler inside another would end it."""
+    """One profiler inside another would end it, and in its warm-up crash the process."""
     within, plain = pair()
     gradients(within)
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
+        for _ in range(2):
+            assert_like_plain(within, plain)
+            profile.step()
+    assert plans(within) == 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         for _ in range(2):
             assert_like_plain(within, plain)
