@@ -49,8 +49,6 @@ try:
     without_dispatch_modes = torch._C._DisableTorchDispatch
     # Autograd numbers the nodes of a thread in the order in which they are made.
     next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
-    # Whether a profiler runs in this thread: a second one cannot.
-    profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
     # Whether the running backward pass keeps its graph for another one (retain_graph=True).
     keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
     # Call a function when the running backward pass ends.
@@ -74,6 +72,13 @@ _SYNCHRONISED = getattr(SyncBatchNorm, "_backward_cls", None)
 def backward_runs() -> bool:
     """Whether a backward pass is running."""
     return _backward_number() != -1
+
+
+def profiler_runs() -> bool:
+    """Whether a profiler of PyTorch records, warms up or waits, in any thread."""
+    profiler = torch.autograd.profiler
+    steps = getattr(getattr(profiler, "KinetoStepTracker", None), "_step_dict", ())
+    return getattr(profiler, "_is_profiler_enabled", False) or "ProfilerStep" in steps
 
 
 def node_number(node: Any) -> int:

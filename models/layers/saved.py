@@ -18,7 +18,7 @@ _PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anyt
 
 def is_ordinary(tensor: Tensor) -> bool:
     """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
-    return type(tensor) in _PLAIN and has_storage(tensor) and not tensor.is_inference()
+    return type(tensor) in _PLAIN and has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Kept:
             tensor = tensor.detach()
         self.hooks = hooks
         self.name = name
-        self.shape = tensor.shape
+        self.shape = None if tensor.is_nested else tuple(tensor.shape)
         self.packed: Any = tensor
         self.counter: Tensor | None = tensor  # has the memory's version
         self.storage: StorageWeakRef | None = None
@@ -85,12 +85,12 @@ class Kept:
 def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
     """Raise RuntimeError if a tensor was modified in place since it had this version. `name` begins the message."""
     if tensor._version != version:
-        raise _modified(name, tensor.shape, tensor._version, version)
+        raise _modified(name, tuple(tensor.shape), tensor._version, version)
 
 
-def _modified(name: str, shape: torch.Size, found: int, expected: int) -> RuntimeError:
+def _modified(name: str, shape: tuple[int, ...] | None, found: int, expected: int) -> RuntimeError:
     return RuntimeError(
-        f"{name} of shape {tuple(shape)} needed for the gradient was modified by an inplace operation: it is at "
+        f"{name} of shape {shape} needed for the gradient was modified by an inplace operation: it is at "
         f"version {found}, expected version {expected}"
     )
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..inputs import check_module
-from ..private import FakeTensor, FakeTensorMode, tree_leaves
+from ..private import FakeTensor, FakeTensorMode, profiler_runs, tree_leaves, tree_map
+from ..saved import is_ordinary
 from .choice import Choice, frontier, plan_of
 from .costs import seconds_of
 from .plan import Plan, Planned
@@ -22,7 +23,7 @@ from .trace import State, StepTrace
 from .values import autocast_of
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-_TRACES = 16  # steps of one shape that are traced, if the network takes different paths
+_TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
 _SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,10 @@ class Plans:
         self._shape(network, inputs).plans.append(_planned(step, self.budget))
 
     def _shape(self, module: nn.Module, inputs: Sequence[Tensor]) -> "_Shape":
-        forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.device) for tensor in inputs)
+        forms = tuple(
+            (tensor.shape if is_ordinary(tensor) else None, tensor.dtype, tensor.requires_grad, tensor.device)
+            for tensor in inputs
+        )
         devices = {tensor.device.type for tensor in inputs}
         key = (forms, module.training, *sorted(f"{device} {autocast_of(device)}" for device in devices))
         return self._shapes.setdefault(key, _Shape())
@@ -84,11 +88,18 @@ class _Shape:
         self.traces = 0
         self.last: Planned | None = None
         self.strays = False  # the network takes paths that have no plan
+        self.waits = False  # for a profiler to end, which was said
 
     def next_pass(self, budget: float | int) -> Planned | None:
+        if profiler_runs():  # tracing starts another, which would end it
+            if not self.plans and not self.waits:
+                self.waits = True
+                warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
+            return Planned(self.plans) if self.plans else None
         self.passes += 1
         self.strays = self.strays or (self.last is not None and self.last.strayed)
         if self.trace is not None and self.trace.state() == State.ENDED:
+            self.traces += 1
             step = self.trace.step()
             if all(plan.calls != step.calls for plan in self.plans):
                 self.plans.append(_planned(step, budget))
@@ -98,7 +109,6 @@ class _Shape:
         trace = None
         if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or not self.plans):
             trace = self.trace = StepTrace()
-            self.traces += 1
         self.last = Planned(self.plans, trace) if self.plans or trace else None
         return self.last
 
@@ -170,7 +180,7 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
     """
     check_module(network, "plan")
     args, kwargs = arguments_of(example)
-    step, seconds = traced_step(network, args, kwargs)
+    step, seconds = traced_step(network, *tree_map(_apart, (args, kwargs)))
     choices, plain = frontier(step), plain_peak(step)
     seconds = seconds or 3 * sum(node.seconds for node in step.nodes)
     operations = 3 * sum(node.operations for node in step.nodes)
@@ -185,6 +195,11 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
     if not rows:
         raise ValueError(f"budgets={list(budgets)}: expected at least {text(choices[-1].peak)}, the least of all plans")
     return Frontier(plain, choices[-1].peak, rows)
+
+
+def _apart(leaf: Any) -> Any:
+    """An argument without its graph, and with a gradient of its own."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 def _needed(step: Step, choice: Choice) -> list[int]:

@@ -1,6 +1,7 @@
 """What operators cost: seconds, and the bytes that they take while they run."""
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 _BYTES_PER_SECOND = 1e10
 _OPERATIONS_PER_SECOND = 1e11
+_profiler = threading.Lock()  # a process has one; two threads that start it crash
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
 
@@ -39,6 +41,10 @@ class Call(NamedTuple):
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]  # `Form`s and constants
     names: tuple[str, ...]  # of the last arguments
+
+    @property
+    def device(self) -> torch.device:
+        return next((one.device for one in self.arguments if isinstance(one, Form)), torch.device("cpu"))
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
@@ -91,12 +97,11 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
 @cache
 def forward_temporaries(call: Call) -> int:
     """Bytes that a call takes while it runs, beside its arguments and result. It is measured, on other tensors."""
-    with _measured():
+    with _measured(call.device):
         kept: list[object] = []
-        given = call.run()[1]
-        device = given[0].device.type if given else "cpu"
+        call.run()
         arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, Form))
-        peak = peak_bytes(lambda: kept.append(call.run()), device)
+        peak = peak_bytes(lambda: kept.append(call.run()), call.device.type)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)
 
@@ -104,10 +109,11 @@ def forward_temporaries(call: Call) -> int:
 @cache
 def backward_temporaries(call: Call, stride: tuple[int, ...]) -> int:
     """Bytes that a call's node takes, beside what it saved and the gradients. `stride`: of the result's gradient."""
-    with _measured():
+    with _measured(call.device):
         result, leaves = call.run()
         gradient = Form(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
-        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient), result.device.type)
+        # The profiler warns of memory that is freed but was allocated before it: the graph stays.
+        peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device.type)
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
 
 
@@ -116,9 +122,10 @@ def _bytes(form: Form) -> int:
 
 
 @contextmanager
-def _measured() -> Iterator[None]:
-    """Measure under no recording."""
-    with torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
+def _measured(device: torch.device) -> Iterator[None]:
+    """Measure under no recording, in one thread at a time. The random state stays as it is."""
+    devices = [device] if device.type == "cuda" else []
+    with _profiler, torch.random.fork_rng(devices), torch.enable_grad(), saved_tensors_hooks(_as_it_is, _as_it_is):
         yield
 
 

@@ -14,9 +14,10 @@ from .values import Saved, Value
 class _Entry(weakref.ref[Tensor]):
     """A reference to a tensor, with its value in one version."""
 
-    __slots__ = ("key", "value", "version")
+    __slots__ = ("key", "storage", "value", "version")
 
     key: int
+    storage: int  # address; assigning to `data` changes it, but not the version
     value: Value
     version: int
 
@@ -67,6 +68,7 @@ class KnownValues:
         """Note the value of a tensor in its present version."""
         entry = _Entry(tensor, self._forget)
         entry.key, entry.value, entry.version = id(tensor), value, tensor._version
+        entry.storage = address(tensor.untyped_storage())
         self.entries[entry.key] = entry
         return value
 
@@ -91,7 +93,7 @@ class KnownValues:
         entry = self.entries.get(id(tensor))
         if entry is None or entry.version != tensor._version - overwrites or entry() is not tensor:
             return None
-        return entry.value
+        return entry.value if entry.storage == address(tensor.untyped_storage()) else None
 
     def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
         """Note that a kept value, or a `Saved`, depends on a tensor's memory."""

@@ -13,6 +13,8 @@ from .rules import EXPENSIVE, FOLLOWED, Again, Function, Rule
 from .step import Kind
 from .values import Form, Recipe, Saved, Value
 
+_LONG = 2**12  # values
+
 
 class PlannedRecording(Recording):
     """A `Recording` without other hooks around it.
@@ -47,6 +49,14 @@ class PlannedRecording(Recording):
             for tensor in filter(_is_ordinary_tensor, tree_leaves(result)):
                 self.trace.holds(tensor)
             self.trace.settle()
+
+    def forget(self) -> None:
+        super().forget()
+        if self.trace is not None:
+            self.trace.forward = len(self.trace.events)
+
+    def is_short(self, tensor: Tensor) -> bool:
+        return super().is_short(tensor) and tensor.numel() < _LONG  # an LSTM's vectors, for example, count
 
     def rule_of(self, function: Function) -> Rule | None:
         return FOLLOWED.get(function) or EXPENSIVE.get(function)

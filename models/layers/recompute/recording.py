@@ -127,14 +127,14 @@ class Recording(TorchFunctionMode):
         if not self.checkpointed_only:
             super().__exit__(*error)
         self._end_hooks()
-        self._forget()
+        self.forget()
 
     def _end_hooks(self) -> None:
         assert self.hooks is not None
         self.hooks.__exit__()
         self.hooks = None  # which refer to this recording
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self.known.settle_all(self.outer)
         self.known.clear()
         self.kept = self.log.kept()
@@ -145,8 +145,8 @@ class Recording(TorchFunctionMode):
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if self.frame is not None and not is_running(self.frame):
-            self.abandoned = True
-            self._forget()
+            self.abandoned, self.frame = True, None  # first: this mode sees what `_forget` asks of tensors
+            self.forget()
         if self.abandoned and self._is_innermost():
             self._end_hooks()
         return self.abandoned
@@ -183,6 +183,7 @@ class Recording(TorchFunctionMode):
         if not torch.is_grad_enabled() or not self._is_innermost():
             result = function(*args, **kwargs)
             self.made.note(function, args, kwargs, result, self.is_made)
+            self.end_call(result)
             return result
         target, version, before = None, 0, None
         if overwrites and args and isinstance(args[0], Tensor) and is_ordinary(args[0]):
@@ -242,7 +243,11 @@ class Recording(TorchFunctionMode):
         """What autograd saves in place of a tensor."""
         if self.checkpointed_only and self.is_abandoned():
             return Kept(tensor, None)
-        if self.outer is None and tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter)):
+        if (
+            self.outer is None
+            and tensor.grad_fn is None
+            and (self.is_short(tensor) or isinstance(tensor, nn.Parameter))
+        ):
             self.vectors.append(tensor)
             return Kept(tensor, None)  # the quick way, for the many vectors and parameters
         if not is_ordinary(tensor):
@@ -292,6 +297,10 @@ class Recording(TorchFunctionMode):
 
     def end_call(self, result: Any) -> None:
         """A call has ended, and its result has a value."""
+
+    def is_short(self, tensor: Tensor) -> bool:
+        """Whether a tensor without a graph is kept without further ado."""
+        return tensor.dim() < 2
 
     def rule_of(self, function: Function) -> Rule | None:
         return FOLLOWED.get(function)

@@ -43,9 +43,10 @@ class StepTrace:
         self.memories: list[int] = []
         self.saved: list[SavedTensor] = []
         self.events: list[tuple[Event, int]] = []
-        self.forward = 0
+        self.forward = -1  # number of events in the forward pass, once it has ended
         self.calls: list[Any] = []
-        self.reads = self.released = 0
+        self.ran = False  # the backward pass, at least through a part of the graph
+        self.released = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
         self._watched: dict[int, weakref.ref[Any]] = {}
         self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
@@ -142,7 +143,7 @@ class StepTrace:
     def unpack(self, saved: Any) -> Tensor:
         """What autograd calls in the backward pass."""
         if isinstance(saved, Saved) and backward_runs():
-            self.reads += 1
+            self.ran = True
             self.events.append((Event.READ, saved.number))
         return unpack(saved)
 
@@ -195,7 +196,6 @@ class StepTrace:
 
     def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
         """The forward pass has ended. `start`: sequence number of its first node."""
-        self.forward = len(self.events)
         pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         seen = set(pending)
         while pending:
@@ -219,6 +219,7 @@ class StepTrace:
 
     def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """The backward pass holds these tensors."""
+        self.ran = True
         for gradient in gradients:
             if gradient is not None and is_ordinary(gradient):
                 storage = gradient.untyped_storage()
@@ -230,9 +231,9 @@ class StepTrace:
 
     def state(self) -> "State":
         """How far the step has come."""
-        if self.reads:
+        if self.ran:
             return State.RUNS if backward_runs() else State.ENDED
-        return State.DROPPED if self.forward and self.released == len(self.saved) else State.RUNS
+        return State.DROPPED if self.forward >= 0 and self.released == len(self.saved) else State.RUNS
 
     def step(self) -> Step:
         """What was seen."""

@@ -285,6 +285,12 @@ def _join_an_inference_tensor(x: Tensor) -> Tensor:
     return torch.cat([F.silu(x), part], 1).sin()
 
 
+def _replace_data(x: Tensor) -> Tensor:
+    y = F.silu(x)
+    y.data = y.data * 2
+    return y.sin()
+
+
 def _graph(layout: str) -> Callable[[Tensor], Tensor]:
     """An adjacency matrix of some layout, then operations on rows that vmap batches."""
 
@@ -321,12 +327,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # `F.normalize` calls itself with out=None: nothing is written over.
     "normalised": lambda x: x.sin() * F.normalize(x, dim=1),
     "inference tensor": _join_an_inference_tensor,
+    "replaced data": _replace_data,
     "sparse": _graph("to_sparse"),
     "sparse CSR": _graph("to_sparse_csr"),
     "batched": _graph("to_dense"),
 }
 # {function: tensors that it keeps besides its input}; a chain keeps a value of every 13.
-TENSORS_KEPT = {"forty products": 3, "long chain": 2000 // 13, "complex view": 1, "conjugate": 4}
+TENSORS_KEPT = {"replaced data": 1, "forty products": 3, "long chain": 2000 // 13, "complex view": 1, "conjugate": 4}
 TENSORS_KEPT |= {"checkpoint inside": 1, "other hooks inside": 1, "view changed": 1, "relu over a view": 2}
 TENSORS_KEPT |= {"normalised": 4, "upsampled": 1, "inference tensor": 1, "batched": 3}
 
