@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +17,13 @@ from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
 
 CLASSES = "classes.json"
+TRAINED = range(2, 254)  # classes; a single one leaves nothing to learn
 DRAWN, WITHHELD = ("train", "val"), "test"
 _IGNORED = 255  # unless the file says otherwise
 
 _IMAGES = (".png", ".jpg", ".jpeg")
 _LABELS = (*_IMAGES, ".bmp", ".tif", ".tiff", ".webp")  # all but PNGs are refused by name, not overlooked
-_EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, …], "ignored": [255]}'
+_EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 
 _LAYOUT = Layout(
     name="folder",
@@ -32,7 +34,7 @@ DIR/train/images/**           or    DIR/images/**             PNG or JPEG
 DIR/train/labels/**                 DIR/labels/**             PNGs of the same names
 DIR/val/...                         DIR/train.txt, val.txt    names of images, one per line
 """,
-    source="sort your images like this, or have train and val drawn (docs/data.md),",
+    source="sort your images like this",
 )
 
 
@@ -48,14 +50,16 @@ def folder_classes(file: Path) -> ClassTable:
         unknown = content.keys() - {"classes", "ignored"} | {key for entry in entries for key in entry}
         if unknown := sorted(unknown - {"name", "colour"}):
             raise ValueError(f"the key {unknown[0]!r} is unknown")
-        colours = {number: rgb(entry["colour"]) for number, entry in enumerate(entries) if "colour" in entry}
+        colours = {
+            number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None
+        }
         ids = [number for number in range(len(entries)) if number not in ignored]
         names = tuple(str(entries[number]["name"]) for number in ids)
         for what, values in (("names", names), ("colours", tuple(colours.values()))):
             if repeated := sorted({str(value) for value in values if values.count(value) > 1}):
                 raise ValueError(f"two {what} are {repeated[0]}, expected different ones")
-        if not 0 < len(ids) < 254 or len(entries) > 256:
-            raise ValueError(f"{len(ids)} classes are not ignored, expected 1 to 253")
+        if len(ids) not in TRAINED or len(entries) > 256:
+            raise ValueError(f"the number of classes that are not ignored is {len(ids)}, expected 2 to 253")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file}: cannot be read as a list of classes ({type(error).__name__}: {error}); expected {_EXAMPLE}"
@@ -91,40 +95,47 @@ def folder(
     folds: int | None = None,
     fold: int = 0,
     fold_seed: int = 0,
+    folds_key: str = "folds",
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
-    `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
-    folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the classes' colours, on the
-    images as viewers show them: EXIF orientation counts.
+    `fold` of as many equal parts, drawn with `fold_seed`; messages call it `folds_key`. Images and labels are paired by
+    their paths below the two folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the
+    classes' colours, on the images as viewers show them: EXIF orientation counts.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
-    root = _LAYOUT.top(root)
+    way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {folds_key}=5 to draw train and val,"
+    layout = replace(_LAYOUT, source=way)
+    root = layout.top(root)
     above, drawn = root / split, folds is not None and split in DRAWN
     if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
         above = root
-    images = _LAYOUT.files(root, above / "images", _IMAGES, images_of=split, deep=True)
+    images = layout.files(root, above / "images", _IMAGES, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
-    labels = {} if without else _LAYOUT.files(root, above / "labels", _LABELS, deep=True)
+    labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
     if above == root:
         names = list(images)
-        chosen = _drawn(names, split, folds, fold, fold_seed) if drawn else _on_list(root, split, images, strict)
+        chosen = (
+            _drawn(names, split, folds, fold, fold_seed) if drawn else _on_list(layout, root, split, images, strict)
+        )
         images, labels = ({name: found[name] for name in chosen if name in found} for found in (images, labels))
     if split == WITHHELD and not labels:
         files = [Files(name, path) for name, path in images.items()]
     else:
-        files = _LAYOUT.pair(images, labels, root, looked_for=f"{above}/labels/NAME.png", strict=strict)
+        fix = "add the labels, under the names of their images, or take the images out"
+        files = layout.pair(images, labels, root, f"{above}/labels/NAME.png", strict, fix)
     if not (root / CLASSES).is_file():
-        raise _LAYOUT.error(
+        raise layout.error(
             f"folder: {root / CLASSES} is missing",
             root,
             fix=f"write {_EXAMPLE} there, or let python -m scripts.make_classes write what the labels hold",
         )
     fix = (
         f"Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root / CLASSES} as RGB, and are as large "
-        f"as viewers show their images: correct the label or the classes."
+        f"as viewers show their images. Export them again as PNG from your labelling tool, resize them with nearest "
+        f"neighbour, or correct the classes."
     )
     table = folder_classes(root / CLASSES)
     decode = partial(_decode, table.label_colours)
@@ -141,16 +152,16 @@ def folder_labels(root: str | os.PathLike | None) -> list[Path]:
     return found
 
 
-def _on_list(root: Path, split: str, images: Mapping[str, Path], strict: bool) -> list[str]:
+def _on_list(layout: Layout, root: Path, split: str, images: Mapping[str, Path], strict: bool) -> list[str]:
     """The names on the list of a split, which may have the images' suffixes."""
     file = root / f"{split}.txt"
     if not file.is_file():
         own, known = root / split / "images", [root / each / "images" for each in (split, *DRAWN)]
-        raise _LAYOUT.error(f"folder: neither the folder {own} nor the list {file} exists", root, missing=known)
+        raise layout.error(f"folder: neither the folder {own} nor the list {file} exists", root, missing=known)
     lines = read_list(file, "the name of an image")
     stems = {f"{name}{path.suffix}": name for name, path in images.items()}
     names = sorted({stems.get(line, line) for line in lines})
-    _LAYOUT.check_list(file, names, images, root, strict)
+    layout.check_list(file, names, images, root, strict)
     return names
 
 

@@ -27,13 +27,13 @@ class Inspection:
     """What `inspect` found.
 
     `problems`: unpaired files first, then in the order of the files. The counts cover all readable labels: `pixels`,
-    int64 (classes,), pixels of each class; `images`, int64 (classes,), images that contain the class; `ignored`, pixels
+    int64 (classes,), pixels of each class; `labels`, int64 (classes,), labels that contain the class; `ignored`, pixels
     of no class.
     """
 
     problems: tuple[Problem, ...]
     pixels: np.ndarray
-    images: np.ndarray
+    labels: np.ndarray
     ignored: int
 
 
@@ -46,12 +46,12 @@ def inspect(dataset: SegmentationDataset, workers: int | None = None, progress: 
     """
     classes = len(dataset.classes)
     problems = _unpaired(dataset)
-    pixels, images = np.zeros(256, np.int64), np.zeros(256, np.int64)
+    pixels, labels = np.zeros(256, np.int64), np.zeros(256, np.int64)
     for found, counts in every(dataset, partial(_inspected, dataset), workers, progress):
         problems += found
         pixels += counts
-        images += counts > 0
-    return Inspection(tuple(problems), pixels[:classes], images[:classes], ignored=int(pixels[dataset.ignore_index]))
+        labels += counts > 0
+    return Inspection(tuple(problems), pixels[:classes], labels[:classes], ignored=int(pixels[dataset.ignore_index]))
 
 
 def inspect_images(
@@ -96,8 +96,14 @@ def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
     without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
     without_image = [entry.label for entry in dataset.files if entry.image is None]
     return [
-        *(Problem("image without label", f"{path}: has no label; expected one. {RESTORE}") for path in without_label),
-        *(Problem("label without image", f"{path}: has no image; expected one. {RESTORE}") for path in without_image),
+        *(
+            Problem("image without label", f"{path}: has no label; expected one. Add it, or take the image out.")
+            for path in without_label
+        ),
+        *(
+            Problem("label without image", f"{path}: has no image; expected one. Add it, or take the label out.")
+            for path in without_image
+        ),
     ]
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from datasets.segmentation import Files
@@ -31,8 +32,9 @@ class Layout:
             raise self.error(f"no folder is given; {self.name} needs the folder that holds its files", None)
         root = Path(root).expanduser()
         if not root.is_dir():
-            packed = ", but an archive: unpack it first" if root.name.lower().endswith(_ARCHIVES) else ""
-            raise self.error(f"{root} is not an existing folder{packed}", None)
+            if root.name.lower().endswith(_ARCHIVES):
+                raise self.error(f"{root} is not an existing folder, but an archive: unpack it first", None)
+            raise ValueError(f"{root} is not an existing folder. Fix: give the dataset's folder{_similar(root)}.")
         return root
 
     def error(
@@ -109,17 +111,18 @@ class Layout:
         root: Path,
         looked_for: str,
         strict: bool = True,
+        fix: str | None = None,
     ) -> list[Files]:
         """Pair images with labels by stem. ValueError counts the images without a label and names the first ones.
 
         Without `strict`, images without a label and labels without an image are returned too, with None for the
-        missing file, for the caller to report. ValueError then only if no image has its label.
+        missing file, for the caller to report. ValueError then only if no image has its label. `fix`: see `error`.
         """
         missing = [stem for stem in images if stem not in labels]
         if len(missing) == len(images) or (strict and missing):
             count = f"{len(missing)} of {len(images)} images"
             problem = f"{self.name}: {count} have no label: {first_of(missing)}; looked for {looked_for}"
-            raise self.error(problem, root)
+            raise self.error(problem, root, fix=fix)
         stems = images if strict else sorted({*images, *labels})
         return [Files(name=stem, image=images.get(stem), label=labels.get(stem)) for stem in stems]
 
@@ -175,6 +178,13 @@ def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | Non
 def first_of(names: Sequence[str], shown: int = 5) -> str:
     """The first names of a list, for messages."""
     return ", ".join(names[:shown]) + ", …" * (len(names) > shown)
+
+
+def _similar(root: Path) -> str:
+    """For messages: a folder with nearly the name of the first one that is missing on the way to `root`."""
+    absent, above = next(pair for pair in zip((root, *root.parents), root.parents, strict=False) if pair[1].is_dir())
+    names = get_close_matches(absent.name, [entry.name for entry in above.iterdir() if entry.is_dir()], n=1)
+    return "".join(f", perhaps {above / name}" for name in names)
 
 
 def _packed(root: Path, archives: Sequence[str]) -> list[Path]:

@@ -17,7 +17,7 @@ from datasets.class_table import ClassTable, UnknownIds
 from datasets.reading import EVERYTHING, Stored, Unreadable, Window, decode_image, decode_label, read, read_size
 from datasets.time_limit import limited
 
-RESTORE = "Restore the file from the dataset's archive."
+RESTORE = "Restore the file from the dataset's archive, or your own image from its source."
 INSTANCES_PER_CLASS = 1000  # per image, at most; see `SegmentationDataset.scored`
 
 

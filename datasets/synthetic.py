@@ -11,6 +11,7 @@ import numpy as np
 
 from datasets.cache import cache_folder
 from datasets.cityscapes import cityscapes
+from datasets.folder import CLASSES
 from datasets.layout import one_level_off
 from datasets.segmentation import SegmentationDataset
 from datasets.streets import draw_street
@@ -30,13 +31,15 @@ def synthetic(
     seed: int = 0,
     strict: bool = True,
     draw: bool = True,
+    own_images: str = "choose the dataset folder",
 ) -> SegmentationDataset:
     """One split, "train" or "val", of a drawn Cityscapes: 256x128 pixels, 12 of the 19 classes, and void regions.
 
     `images`: numbers of (train, val) images. The first call writes the pictures into `root`, which must be new, empty
     or written by this function; the default is the user's cache folder. The pictures depend only on `images` and
-    `seed`. ValueError if the split is unknown, `root` holds other files or cannot be written, there are no pictures yet
-    and `draw` is False, or images or labels are missing (as in `cityscapes`).
+    `seed`. `own_images` is what messages advise for other pictures.
+    ValueError if the split is unknown, `root` holds other files or cannot be written, there are no pictures yet and
+    `draw` is False, or images or labels are missing (as in `cityscapes`).
     """
     if split not in _CITIES:
         raise ValueError(f"split {split!r} is unknown to synthetic; expected one of {', '.join(_CITIES)}")
@@ -48,7 +51,7 @@ def synthetic(
     if not is_written and not draw:
         raise ValueError(f"the synthetic dataset has not been drawn at {folder} yet; a training draws it")
     if not is_written:
-        _write_once(folder, settings)
+        _write_once(folder, settings, own_images)
     written = json.loads((folder / _MARKER).read_text())
     if written != settings:
         raise ValueError(
@@ -69,13 +72,15 @@ def write_streets(folder: Path, images: dict[str, int], seed: int) -> None:
             _write_png(folder / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", label)
 
 
-def _write_once(folder: Path, settings: dict) -> None:
+def _write_once(folder: Path, settings: dict, own_images: str) -> None:
     """Write a temporary folder and rename it: readers never see half a dataset, and one of two writers wins."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if (folder / _MARKER).is_file():  # written by another process in the meantime
             return
         instead = one_level_off(folder, [folder / _MARKER])
         choice = "Choose another folder" if instead is None else f"Give {instead[0]}, which holds it"
+        if any((folder / name).exists() for name in (CLASSES, "images", "train/images")):
+            choice = f"If it holds images of your own, {own_images}. {choice}"
         raise ValueError(
             f"{folder} exists and was not written by the synthetic dataset (it has no {_MARKER}); expected a new or "
             f"empty folder. {choice}, or give none to use the cache folder."

@@ -1,7 +1,8 @@
 """Checks a whole split before a training. Success is remembered."""
 
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,16 +84,24 @@ def _check_once(
         problems += found
         seen |= held
     if problems:
-        listed = "\n".join(f"  {problem.message}" for problem in problems[:_SHOWN])
-        more = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        listed = "\n".join(f"  {line}" for line in first_lines([problem.message for problem in problems]))
         raise ValueError(
-            f"{dataset.name}, split {dataset.split!r}: {len(problems)} problem(s) in {len(dataset)} images:\n"
-            f"{listed}{more}"
+            f"{dataset.name}, split {dataset.split!r}: {len(problems)} problem(s) in {len(dataset)} images:\n{listed}"
         )
     with suppress(OSError):  # a read-only cache folder only costs the time of the next check
         remembered.parent.mkdir(parents=True, exist_ok=True)
         remembered.write_text(json.dumps(sorted(seen)))
     return seen
+
+
+def first_lines(messages: Sequence[str]) -> list[str]:
+    """The first messages, how many more there are, and the last sentences of all of these messages, said once."""
+    shown = messages[:_SHOWN]
+    ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
+    ending *= len(shown) > 1
+    lines = [message.removesuffix(ending).rstrip() for message in shown]
+    more = [f"… and {len(messages) - _SHOWN} more"] * (len(messages) > _SHOWN)
+    return lines + more + [ending] * bool(ending)
 
 
 def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:

@@ -3,7 +3,7 @@
     python -m scripts.build_class_index data=cityscapes data.root=DIR [folder=DIR]
 
 Otherwise a training with sampler=class_uniform does this at its first start. The split is data.train_split. An
-interrupted run continues where it stopped. Prints each class's pixels and the number of images that contain it.
+interrupted run continues where it stopped. Prints each class's pixels and the number of labels that contain it.
 """
 
 import time
@@ -47,14 +47,14 @@ def index(values: DictConfig) -> ClassIndex:
     return found
 
 
-def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, images: np.ndarray) -> Table:
-    """Per class: pixels, share of all classes' pixels, and number of images that contain it."""
+def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, labels: np.ndarray) -> Table:
+    """Per class: pixels, share of all classes' pixels, and number of labels that contain it."""
     total = max(1, pixels.sum())
     rows = (
         [name, f"{count:,}", f"{100 * count / total:.2f}", str(containing)]
-        for name, count, containing in zip(classes, pixels, images, strict=True)
+        for name, count, containing in zip(classes, pixels, labels, strict=True)
     )
-    return table_of(["class", "pixels", "share %", "images"], rows, title)
+    return table_of(["class", "pixels", "share %", "labels"], rows, title)
 
 
 @configured("build_class_index", ClassIndexRun)

@@ -4,10 +4,11 @@
 
 Reads all labels below DIR. Classes are the ids up to the largest, or the colours of RGB labels; 255 is ignored, and so
 are ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called class_0, class_1,
-…: change their names in the file before you train.
+…: change their names in the file before you train. Prints the pixels of every id, which show strays.
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from datasets import reading_errors
-from datasets.folder import CLASSES, colour_codes, folder_labels
+from datasets.folder import CLASSES, TRAINED, colour_codes, folder_labels
 from datasets.reading import decode_label, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
@@ -25,8 +26,9 @@ from engine.configuration.command_line import configured
 from engine.console import make_console
 from engine.schema.data import FolderData
 from engine.schema.keys import group, key
+from scripts.build_class_index import class_table
 
-IGNORED, MOST = 255, 253
+IGNORED = 255
 
 
 @dataclass
@@ -36,45 +38,67 @@ class MakeClasses:
 
 
 def make_classes(values: DictConfig) -> Path:
-    """Write the file and return it. ValueError: it is there, or labels cannot be read or are not all of one kind."""
+    """Write the file and return it; print the pixels of every id, and how many labels hold it.
+
+    ValueError: the file is there, labels cannot be read or are not all of one kind, or the number of classes is wrong.
+    """
     config = configuration.typed(values, MakeClasses)
     labels, root = folder_labels(config.data.root), f"data.root={config.data.root}"
     file = Path(str(config.data.root)).expanduser() / CLASSES
     if file.exists():
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
-    ids: dict[int, tuple | None] = {}
-    codes: dict[int, tuple | None] = {}
+    kinds, pixels, holding, colours = set[bool](), Counter[int](), Counter[int](), dict[int, tuple[int, ...]]()
     with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        for is_rgb, found in in_order(lambda number: contents(labels[number]), range(len(labels)), config.workers):
-            (codes if is_rgb else ids).update(found)
-    if ids and codes:
+        for is_rgb, held, coloured in in_order(
+            lambda number: contents(labels[number]), range(len(labels)), config.workers
+        ):
+            kinds.add(is_rgb)
+            pixels.update(held)
+            holding.update(held.keys())
+            colours |= coloured
+    if len(kinds) > 1:
         raise ValueError(f"{root}: some labels hold ids, others colours; expected one kind")
-    ids = dict(enumerate(codes[code] for code in sorted(codes))) or ids
-    ids.pop(IGNORED, None)
-    if not 0 < len(ids) <= MOST:
-        raise ValueError(f"{root}: {len(ids)} different values in the labels; expected 1 to {MOST} classes")
-    colours = [*ids.values()]
+    values_of = dict(enumerate(sorted(pixels))) if True in kinds else {number: number for number in sorted(pixels)}
+    console = make_console()
+    if len(values_of) <= 256:
+        names = [f"{n} ignored" if n == IGNORED else f"{n} {colours.get(value, '')}" for n, value in values_of.items()]
+        counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))
+        console.print(class_table(f"ids in the labels ({len(labels)})", names, *counts))
+    ids = {number: colours.get(value) for number, value in values_of.items() if number != IGNORED}
+    if len(ids) not in TRAINED:
+        raise ValueError(
+            f"{root}: the number of classes in the labels is {len(ids)}, not counting {IGNORED}, which is ignored; "
+            f"expected {TRAINED[0]} to {TRAINED[-1]}. Masks of 0 and 255 should be written as 0 and 1"
+        )
+    file.write_text(written(ids))
+    console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True, markup=False)
+    return file
+
+
+def written(ids: dict[int, tuple[int, ...] | None]) -> str:
+    """The file's text: the ids with their colours, except colours that several ids have."""
+    several = [colour for colour, count in Counter(ids.values()).items() if count > 1]
+    colours = {number: colour for number, colour in ids.items() if colour and colour not in several}
     classes = [
-        {"name": f"class_{number}"} | ({"colour": ids[number]} if colours.count(ids.get(number)) == 1 else {})
+        {"name": f"class_{number}"} | ({"colour": colours[number]} if number in colours else {})
         for number in range(max(ids) + 1)
     ]
     ignored = [number for number in range(len(classes)) if number not in ids] + [IGNORED]
     entries = ",\n".join(map(json.dumps, classes))
-    file.write_text(f'{{"classes": [\n{entries}\n],\n"ignored": {ignored}}}\n')
-    make_console().print(f"{len(ids)} classes in {len(labels)} labels: {file}", soft_wrap=True, markup=False)
-    return file
+    return f'{{"classes": [\n{entries}\n],\n"ignored": {ignored}}}\n'
 
 
-@restorable("Labels are 8-bit PNGs of mode L or P, or RGB.")
-def contents(path: Path) -> tuple[bool, dict[int, tuple | None]]:
-    """Whether a label is RGB, and {id: colour in its palette, if it has one}, or {0xRRGGBB: colour}."""
+@restorable("Labels are 8-bit PNGs of mode L or P, or RGB: export them again as PNG from your labelling tool.")
+def contents(path: Path) -> tuple[bool, dict[int, int], dict[int, tuple[int, ...]]]:
+    """Whether a label is RGB; {id or 0xRRGGBB: pixels}; and the colours of these, for ids from the palette if any."""
     file = read(path)
     codes = colour_codes(file)
+    values, counts = np.unique(decode_label(file) if codes is None else codes, return_counts=True)
+    pixels = dict(zip(values.tolist(), counts.tolist(), strict=True))
     if codes is not None:
-        return True, {code: tuple(code.to_bytes(3, "big")) for code in np.unique(codes).tolist()}
-    ids = np.unique(decode_label(file)).tolist()
+        return True, pixels, {code: tuple(code.to_bytes(3, "big")) for code in pixels}
     palette = Image.open(path, formats=["PNG"]).getpalette() or []
-    return False, {number: tuple(palette[3 * number : 3 * number + 3]) or None for number in ids}
+    return False, pixels, {number: tuple(palette[3 * number :][:3]) for number in pixels if 3 * number < len(palette)}
 
 
 @configured("make_classes", MakeClasses)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from datasets import Inspection, inspect, inspect_images, reading_errors
-from datasets.verify import Problem
+from datasets.verify import Problem, first_lines
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
@@ -33,8 +33,6 @@ from engine.schema.classification import CLASSIFICATION_DATASETS, Classification
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from scripts.build_class_index import class_table
-
-_SHOWN = 5
 
 
 @dataclass
@@ -72,8 +70,8 @@ class SplitReport:
             "problems": self.by_kind(),
         }
         if self.inspection is not None:
-            counts = zip(self.inspection.pixels.tolist(), self.inspection.images.tolist(), strict=True)
-            columns = ({"pixels": pixels, "images": images} for pixels, images in counts)
+            counts = zip(self.inspection.pixels.tolist(), self.inspection.labels.tolist(), strict=True)
+            columns = ({"pixels": pixels, "labels": labels} for pixels, labels in counts)
             report["classes"] = dict(zip(self.classes, columns, strict=True))
             report["ignored_pixels"] = self.inspection.ignored
         return report
@@ -147,14 +145,12 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
     for report in reports:
         for kind, messages in report.by_kind().items():
             console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red", highlight=False)
-            for message in messages[:_SHOWN]:
+            for message in first_lines(messages):
                 problem, found_layout, explanation = message.partition("\nExpected layout")
                 fix = "".join(explanation.rpartition("\nFix: ")[1:]) if found_layout else ""
                 text = problem + fix if layout_is_known else message
                 layout_is_known |= bool(found_layout)
                 console.print(indent(text, "  "), markup=False, highlight=False, soft_wrap=True)
-            if len(messages) > _SHOWN:
-                console.print(f"  … and {len(messages) - _SHOWN} more", highlight=False)
             console.print()
     summary = table_of(["split", "images", "official", "problems"], title=title)
     for report in reports:
@@ -168,7 +164,7 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
 
 def histogram(report: SplitReport, found: Inspection) -> Table:
     share = 100 * found.ignored / (found.ignored + found.pixels.sum())
-    table = class_table(f"{report.split}: labelled pixels", report.classes, found.pixels, found.images)
+    table = class_table(f"{report.split}: labelled pixels", report.classes, found.pixels, found.labels)
     table.add_section()
     table.add_row("ignored", f"{found.ignored:,}", f"{share:.2f} of all", "")
     return table

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from datasets.camvid import camvid_classes
-from engine import planner
+from engine import assemble, planner
 from engine.checkpoint import files as checkpoint
 from engine.schema.segmentation import SegmentationRun
 from eval import evaluate
@@ -76,7 +76,7 @@ def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, 
         if name == "plan_memory":
             plan_memory.plan(composed("train_seg", *keys, *SMALL), SegmentationRun)
             continue
-        results.append(COMMANDS[name](composed(name, *keys, *MORE[name])))
+        results.append(COMMANDS[name](composed(name, *dict.fromkeys((*keys, *MORE[name])))))
         if resumes:
             again = train(composed(name, *keys, *SMALL, "resume=auto"))
             assert again["confusion_matrix"] == results[-1]["confusion_matrix"]
@@ -86,9 +86,13 @@ def test_the_walk_of_the_documentation_from_own_images_to_predictions(tmp_path, 
             names = [*camvid_classes().names, "unlabelled"]
             named = {"classes": [{"name": name} for name in names], "ignored": [11]}
             (own / "classes.json").write_text(json.dumps(named))
-    _, verified, pages, trained, tuned, evaluated, predicted = results
+    _, verified, pages, tried, trained, tuned, evaluated, predicted = results
     assert [(report.split, report.problems) for report in verified] == [("train", ()), ("val", ()), ("test", ())]
     assert len(pages) == 1 and len(predicted) == 2 and (tmp_path / "PICTURES").is_dir()
+    kinds = {
+        path.parent.relative_to(tmp_path / "PREDICTED").parts[0] for path in tmp_path.rglob("PREDICTED/*/**/*.png")
+    }
+    assert kinds == {"ids", "colour", "overlays"} and tried["config"]["trainer"]["steps"] == 2
     assert evaluated["confusion_matrix"] == tuned["confusion_matrix"] and evaluated["dataset"] == "folder"
     assert "crops of 32x32 pixels on one device" in capsys.readouterr().out
 
@@ -119,6 +123,11 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
 
 def test_own_images_are_planned_from_their_files(tmp_path):
     root = trees.folder(tmp_path / "boards")
+    for keys, fix in (("folder", "with data.folds=5 to draw train and val"), ("synthetic", "own, give data=folder.")):
+        config = run_config("run_dir=unused", f"data={keys}", f"data.root={root}").data
+        with pytest.raises(ValueError, match=re.escape(fix)):
+            assemble.dataset(config, "train", draw=True)
+            assemble.dataset(config, "elsewhere")
     data = run_config("run_dir=unused", "data=folder", f"data.root={root}", "data.train_split=[train,val]").data
     assert (planner.classes_of(data), planner.training_images(data)) == (3, 8)
     assert (

@@ -157,7 +157,7 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
     (tmp_path / "datasets" / "__init__.py").write_text("raise ImportError('the decoy was imported')")
     done = run("train_seg", f"run_dir={tmp_path}", "experiment=camvid/resnext_small", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1 and "Traceback" not in done.stderr and "decoy" not in done.stderr
-    assert "error: data.train_split=train: data.root=None: no folder is given" in done.stderr
+    assert "error: data.train_split=train: data.root=None (give data.root=DIR): no folder is given" in done.stderr
     assert "layout" in done.stderr
     for overrides, message in (
         (("experiment=camvid/resnext_small", "data.root=missing"), "data.root=missing: .*missing"),

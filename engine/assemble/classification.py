@@ -31,7 +31,7 @@ from datasets.imagenet import IMAGES as IMAGENET_IMAGES
 from datasets.imagenet import own_splits
 from datasets.shapes import IMAGES as SHAPES_IMAGES
 from datasets.workers import Loader
-from engine.assemble.data import evaluation_loader, loader, order_of
+from engine.assemble.data import evaluation_loader, loader, order_of, root_of
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import (
@@ -70,7 +70,7 @@ def classified_split(config: ClassificationData, split: str, key: str = "data.sp
     try:
         return make(config.root, split)
     except ValueError as error:
-        raise ValueError(f"{key}={split}: data.root={config.root}: {error}") from error
+        raise ValueError(f"{key}={split}: {root_of(config)}: {error}") from error
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:

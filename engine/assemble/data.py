@@ -65,8 +65,13 @@ def dataset(
             parts.append(make(config.root, name, strict=strict))
         except ValueError as error:
             chosen_split = f"{key}={name}: " if key else ""
-            raise ValueError(f"{chosen_split}data.root={config.root}: {error}") from error
+            raise ValueError(f"{chosen_split}{root_of(config)}: {error}") from error
     return joined(parts)
+
+
+def root_of(config: Data) -> str:
+    """The key of the folder with its value, for messages."""
+    return f"data.root={config.root}" + " (give data.root=DIR)" * (config.root is None)
 
 
 def official_images(config: SegmentationData) -> dict[str, int | None]:
@@ -82,11 +87,12 @@ def _source(config: SegmentationData, draw: bool = False) -> tuple[Callable[...,
         make = partial(coco_stuff, lists=config.lists, other_class=config.other_class, lists_key="data.lists")
         return make, COCO_STUFF_IMAGES[config.lists]
     if isinstance(config, FolderData):
-        return partial(folder, folds=config.folds, fold=config.fold, fold_seed=config.fold_seed), {}
+        drawn = partial(folder, folds=config.folds, fold=config.fold, fold_seed=config.fold_seed)
+        return partial(drawn, folds_key="data.folds"), {}
     sources: dict[str, tuple[Callable[..., SegmentationDataset], dict[str, int]]] = {
         "camvid": (camvid, CAMVID_IMAGES),
         "cityscapes": (cityscapes, CITYSCAPES_IMAGES),
-        "synthetic": (partial(synthetic, draw=draw), SYNTHETIC_IMAGES),
+        "synthetic": (partial(synthetic, draw=draw, own_images="give data=folder"), SYNTHETIC_IMAGES),
         "vistas": (vistas, VISTAS_IMAGES),
     }
     return sources[config.name]

@@ -39,7 +39,7 @@ def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
         assert bool(labels) == (split != "test" or kind == "camvid")
         for class_id in range(len(dataset.classes)):
             assert inspection.pixels[class_id] == sum(int((label == class_id).sum()) for label in labels)
-            assert inspection.images[class_id] == sum(bool((label == class_id).any()) for label in labels)
+            assert inspection.labels[class_id] == sum(bool((label == class_id).any()) for label in labels)
         assert inspection.ignored == sum(int((label == 255).sum()) for label in labels)
         assert inspection.pixels.sum() + inspection.ignored == sum(label.size for label in labels)
 
@@ -170,7 +170,7 @@ def test_names_five_offenders_in_order_and_counts_the_rest(camvid_folders, count
     message = refusal(camvid(camvid_folders, "train"), workers=2)
     named = [line.split("/")[-1].split(":")[0] for line in message.splitlines() if line.startswith("  /")]
     assert named == [f"0001TP_{index:06d}.png" for index in range(5)]
-    assert f"{count} problem(s) in 6 images" in message and message.endswith("\n  … and 1 more") == (count == 6)
+    assert f"{count} problem(s) in 6 images" in message and ("\n  … and 1 more\n" in message) == (count == 6)
 
 
 def checked_files(dataset, workers: int = 0) -> int:

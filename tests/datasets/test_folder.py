@@ -64,8 +64,11 @@ def test_splits_are_lists_or_are_drawn(root):
     (root / "test.txt").write_text("test/a/board.0")
     assert names(folder(root, "train")) == ["train/a/board.0", "train/b/board.1"]
     assert not folder(root, "test").has_labels and folder_splits(root, folds=2) == ["train", "val", "test"]
-    with pytest.raises(ValueError, match=f"neither the folder {root}/val/images nor the list {root}/val.txt exists"):
-        folder(root, "val")
+    neither = (
+        f"neither the folder {root}/val/images nor the list {root}/val.txt exists[^$]*Fix: .* with data.folds=5 to draw"
+    )
+    with pytest.raises(ValueError, match=neither):
+        folder(root, "val", folds_key="data.folds")
     (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
     with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
         folder(root, "val")
@@ -105,8 +108,9 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
 WRONG_CLASSES = {
     "{": "JSONDecodeError",
     "[]": "TypeError",
-    '{"classes": []}': "0 classes are not ignored, expected 1 to 253",
-    '{"classes": [{"name": "a"}], "ignored": [0]}': "0 classes are not ignored",
+    '{"classes": []}': "classes that are not ignored is 0, expected 2 to 253",
+    '{"classes": [{"name": "a"}], "ignored": [0]}': "classes that are not ignored is 0",
+    '{"classes": [{"name": "a"}, {"name": "b"}], "ignored": [1]}': "classes that are not ignored is 1, expected 2",
     '{"classes": [{"name": "a"}], "ignored": [256]}': "256",
     '{"classes": [{"name": "a"}], "ignore": [0]}': "the key 'ignore' is unknown",
     '{"classes": [{"name": "a", "color": [0, 0, 0]}]}': "the key 'color' is unknown",
@@ -203,6 +207,7 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
     message = (
         f"{file}: .*{problem}.* Labels hold ids, as 8-bit PNGs of mode L or P, or the colours of {root}/classes.json"
     )
+    message += r" as RGB.* Export them again as PNG from your labelling tool, resize them with nearest neighbour, or "
     for read in (lambda: verify(train, workers=0), lambda: train[0]):
         with pytest.raises(ValueError, match=message):
             read()
@@ -210,11 +215,29 @@ def test_wrong_labels_are_named_with_the_fix(what, root):
     assert re.match(message, found.message)
 
 
+def test_a_fix_for_all_wrong_labels_is_said_once(root):
+    for file in (root / "train" / "labels").rglob("*.png"):
+        file.write_bytes(jpeg(np.zeros((24, 40), np.uint8)))
+    train = folder(root, "train")
+    with pytest.raises(ValueError, match="6 problem") as error:
+        verify(train, workers=0)
+    _, *wrong, more, fix = str(error.value).splitlines()
+    labels = [f"  {entry.label}: is a JPEG, which changes values; expected a PNG." for entry in train.files]
+    assert wrong == labels[:5] and more == "  … and 1 more" and fix == f"  {train.label_fix}"
+
+
 def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_path):
     (root / "train/labels/b/board.3.png").rename(root / "train/labels/b/board.x.png")
-    with pytest.raises(ValueError, match="folder: 1 of 6 images have no label: b/board.3; looked for .*/train/labels/"):
+    with pytest.raises(
+        ValueError, match="folder: 1 of 6 images have no label: b/board.3; looked for .*/train/labels/"
+    ) as error:
         folder(root, "train")
+    assert str(error.value).endswith("add the labels, under the names of their images, or take the images out.")
     problems = inspect(folder(root, "train", strict=False), workers=0).problems
+    assert [problem.message.partition(": ")[2] for problem in problems] == [
+        "has no label; expected one. Add it, or take the image out.",
+        "has no image; expected one. Add it, or take the label out.",
+    ]
     assert [problem.kind for problem in problems] == ["image without label", "label without image"]
     (root / "classes.json").write_text(json.dumps({"classes": [*trees.FOLDER["classes"], {"name": "knot"}]}))
     for _ in range(2):  # the second time it is remembered
@@ -265,7 +288,7 @@ def test_training_and_prediction_see_the_same_image(root, tmp_path):
 
 
 def made(root: Path) -> dict:
-    (root / "classes.json").unlink()
+    (root / "classes.json").unlink(missing_ok=True)
     file = make_classes(composed("make_classes", f"data.root={root}", "workers=0"))
     assert file == root / "classes.json"
     with pytest.raises(ValueError, match=f"{file} is there already"):
@@ -288,10 +311,46 @@ def test_the_classes_are_written_that_the_labels_hold(root):
         made(root)
     for file in root.glob("*/labels/*/*.png"):
         trees.write(file, np.dstack([ids, ids, ids // 2]))
-    (root / "classes.json").write_text("")
-    assert made(root) == {"classes": [{"name": "class_0", "colour": [3, 6, 6]}], "ignored": [255]}
-    assert not folder(root, "train")[0].label.any()
-    label.write_bytes(jpeg(ids))
-    (root / "classes.json").write_text("")
-    with pytest.raises(ValueError, match=f"{label}: is a JPEG.*Labels are 8-bit PNGs"):
+    with pytest.raises(ValueError, match="number of classes in the labels is 1, .*expected 2 to 253"):
         made(root)
+    trees.write(label, np.dstack([ids, ids, ids]))
+    colours = [{"name": "class_0", "colour": [3, 6, 6]}, {"name": "class_1", "colour": [6, 6, 6]}]
+    assert made(root) == {"classes": colours, "ignored": [255]}
+    assert folder(root, "train")[0].label.all() and not folder(root, "train")[1].label.any()
+    label.write_bytes(jpeg(ids))
+    with pytest.raises(
+        ValueError, match=f"{label}: is a JPEG.*Labels are 8-bit PNGs.*again as PNG from your labelling"
+    ):
+        made(root)
+
+
+def test_masks_of_0_and_255_are_refused_and_strays_are_counted(root, capsys):
+    files = sorted(root.glob("*/labels/*/*.png"))
+    mask = np.repeat(np.array([[0, 255]], np.uint8), 20, axis=1).repeat(24, axis=0)
+    for file in files:
+        trees.write(file, mask)
+    with pytest.raises(ValueError, match="is 1, not counting 255, .*Masks of 0 and 255 should be written as 0 and 1"):
+        made(root)
+    assert re.search(r"255 ignored .* 3,840 .* 50.00 .* 8 ", capsys.readouterr().out)
+    for file in files:
+        trees.write(file, np.minimum(mask, 1))
+    (stray := np.minimum(mask, 1))[0, :4] = 2
+    trees.write_palette(files[0], stray, [(9, 9, 9)] * 3)
+    written = made(root)
+    assert written == {"classes": [{"name": f"class_{number}"} for number in range(3)], "ignored": [255]}
+    printed = capsys.readouterr().out
+    assert re.search(r"\n. 2 .* 4 .* 0.05 .* 1 ", printed)
+    assert printed.endswith(f"3 classes; now name the classes in {root}/classes.json\n")
+    trees.write_palette(files[0], np.minimum(mask, 1), [(1, 2, 3), (4, 5, 6)])
+    for file in files[1:]:
+        trees.write(file, np.full_like(mask, 2))
+    assert made(root)["classes"][1:] == [{"name": "class_1", "colour": [4, 5, 6]}, {"name": "class_2"}]
+
+
+def test_a_colour_of_null_is_left_out(tmp_path):
+    file = tmp_path / "classes.json"
+    tables = []
+    for colour in ({}, {"colour": None}):
+        file.write_text(json.dumps({"classes": [{"name": "a"} | colour, {"name": "b", "colour": [1, 2, 3]}]}))
+        tables.append(folder_classes(file))
+    assert tables[0] == tables[1]

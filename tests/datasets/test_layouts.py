@@ -81,9 +81,9 @@ def test_a_test_split_may_have_no_labels_and_there_are_no_other_splits(root, kin
     assert refusal(kind, root, "validation").startswith(unknown)
 
 
-@pytest.mark.parametrize("given", [None, "", "/nowhere/camvid", "archive"])
-def test_a_folder_that_does_not_exist_shows_the_layout_and_the_fix(given, tmp_path):
-    problem = "no folder is given; camvid needs the folder that holds" if not given else f"{given} is not an existing"
+@pytest.mark.parametrize("given", [None, "", "archive"])
+def test_without_a_folder_the_layout_is_shown_and_the_fix(given, tmp_path):
+    problem = "no folder is given; camvid needs the folder that holds"
     if given == "archive":
         given = tmp_path / "data.zip"
         given.write_bytes(b"PK")
@@ -92,6 +92,15 @@ def test_a_folder_that_does_not_exist_shows_the_layout_and_the_fix(given, tmp_pa
     assert message.startswith(problem) and message.endswith(" and give the folder at the top of this layout.")
     for part in ("DIR/train/images/*.jpg", "DIR/trainannot/*.png", "\nFix: download CamVid"):
         assert part in message
+
+
+def test_a_folder_that_does_not_exist_is_named_with_one_of_a_similar_name(tmp_path):
+    (tmp_path / "camvid").mkdir()
+    (tmp_path / "camvid.txt").write_text("")
+    problem = "is not an existing folder. Fix: give the dataset's folder"
+    for wrong in (tmp_path / "camvit", tmp_path / "camvit" / "data"):
+        assert refusal("camvid", wrong) == f"{wrong} {problem}, perhaps {tmp_path}/camvid."
+    assert refusal("camvid", tmp_path / "other") == f"{tmp_path}/other {problem}."
 
 
 def test_missing_folders_are_named_with_what_is_there_the_layout_and_the_fix(kind, root):

@@ -85,11 +85,17 @@ def test_classes_are_present_and_large_enough_to_learn():
 def test_what_it_does_not_write_is_refused_by_name(tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
+    (tmp_path / "boards" / "train" / "images").mkdir(parents=True)
     (mine / "thesis.txt").write_text("")
     synthetic(tmp_path / "streets", "train", images=(1, 1))
     other = f"{tmp_path}/streets holds .* written with .*'train': 1.*expected .*'train': 6.*Choose another folder"
     for root, split, message in (
         (mine, "train", f"^{mine} exists.*Choose another folder, or give none"),
+        (
+            tmp_path / "boards",
+            "train",
+            "If it holds images of your own, choose the dataset folder. Choose another folder",
+        ),
         (tmp_path / "streets", "train", f"^{other}"),
         (tmp_path, "val", f"Give {tmp_path}/streets, which holds it, "),
         (tmp_path / "streets" / "leftImg8bit", "val", f"Give {tmp_path}/streets, which holds it, "),

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from datasets import index_classes, synthetic
@@ -33,10 +35,11 @@ def test_complete_data_is_a_success_with_exact_counts(tmp_path):
         assert found["images"] == found["official_images"] == images and found["problems"] == {}
         index = index_classes(synthetic(None, split), tmp_path, workers=0)
         assert [column["pixels"] for column in found["classes"].values()] == index.counts.sum(axis=0).tolist()
-        assert [column["images"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
+        assert [column["labels"] for column in found["classes"].values()] == (index.counts > 0).sum(axis=0).tolist()
         assert found["ignored_pixels"] == images * 256 * 128 - index.counts.sum()
         absent = ", ".join(index.absent())
         assert f"{split}: without a pixel: {absent}" in completed.stdout and "motorcycle" in absent
+    assert re.findall(r"class .* pixels .* share % .* (\w+) ", completed.stdout) == ["labels", "labels"]
 
 
 def test_every_problem_is_reported(tmp_path, capsys):
@@ -63,6 +66,20 @@ def test_every_problem_is_reported(tmp_path, capsys):
     assert named == [f"aachen_{number:06d}_000020_leftImg8bit.png" for number in range(5)]
     assert lines[start + 6] == "  … and 2 more"
     assert "no images in split 'test'" in printed and "Expected layout" not in printed
+
+
+def test_fixes_for_own_images_are_said_once_per_kind_of_problem(tmp_path, capsys):
+    root = trees.folder(tmp_path / "boards")
+    for name in ("a/board.0", "a/board.2"):
+        (root / f"train/labels/{name}.png").unlink()
+        (root / f"train/images/{name.replace('a', 'b', 1)}x.jpg").write_bytes(b"")
+    for file in (root / "val/labels").rglob("*.png"):
+        trees.write(file, np.full((24, 40), 9, np.uint8))
+    verify_data(composed("verify_data", "data=folder", f"data.root={root}", "workers=0"))
+    printed = capsys.readouterr().out
+    for fix in ("Add it, or take the image out.", "Restore the file from the dataset's archive, or your own image"):
+        assert len(re.findall(f"^  {fix}", printed, re.MULTILINE)) == printed.count(fix) == 1, fix
+    assert printed.count("Labels hold ids, ") == 1
 
 
 def test_file_names_that_are_not_utf_8_are_reported(tmp_path):
