@@ -96,6 +96,15 @@ def chosen(only: Iterable[str]) -> list[str]:
     return [name for name in NETWORKS if name in names or not names]
 
 
+def tried(record: dict) -> list[str]:
+    """The `only` of the command that measures all networks of a record, also if several calls did."""
+    only = record["arguments"]["only"]
+    names = {entry["network"] for entry in [*record["rows"], *record["left_out"]]}
+    if names == set(only):
+        return only
+    return [] if len(names) == len(NETWORKS) else [name for name in NETWORKS if name in names]
+
+
 def package_of(name: str) -> str:
     return PACKAGES[name.rpartition("/")[0]]
 

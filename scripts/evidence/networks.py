@@ -50,15 +50,10 @@ def page(result: dict, name: str) -> str:
     networks = _by_network(result)
     rows = [row for of_network in networks.values() for row in of_network.values()]
     left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
-    # The command that measures all of them, also if several calls did.
-    only = result["arguments"]["only"]
-    tried = {*networks, *(entry["network"] for entry in result["left_out"])}
-    if tried != set(only):
-        only = [] if len(tried) == len(methods.NETWORKS) else [name for name in methods.NETWORKS if name in tried]
-    command = frame.command_line("bench_networks", NetworksArguments(**{**result["arguments"], "only": only}))
+    arguments = NetworksArguments(**{**result["arguments"], "only": methods.tried(result)})
     return frame.page_text(
         "networks",
-        {**result, "command": command},
+        {**result, "command": frame.command_line("bench_networks", arguments)},
         picture=f"![memory against time of every network and method]({name}.png)",
         device=frame.DEVICES[result["arguments"]["device"]],
         networks=len(networks),

@@ -46,9 +46,10 @@ TOLERANCE = 0.03  # of a measured peak from the planned one
 def page(result: dict, name: str) -> str:
     networks = frame.grouped(result["rows"], ["network"], "method")
     left_out = [f"- {entry['network']}: {entry['reason']}" for entry in result["left_out"]]
+    arguments = BudgetArguments(**{**result["arguments"], "only": methods.tried(result)})
     return frame.page_text(
         "networks_budget",
-        result,
+        {**result, "command": frame.command_line("bench_budget", arguments)},
         picture=f"![peak against time of every network]({name}.png)",
         device=frame.DEVICES[result["arguments"]["device"]],
         networks=len(networks),
@@ -128,25 +129,27 @@ STYLES = {RECOMPUTED: (charts.SKY, "o"), BLOCKS: (charts.VERMILION, "s"), BUDGET
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    networks = frame.grouped(result["rows"], ["network"], "method")
+    rows = sorted(result["rows"], key=lambda row: methods.NETWORKS.index(row["network"]))
+    networks = frame.grouped(rows, ["network"], "method")
     count = math.ceil(len(networks) / 4)
     figure, panels = charts.panels(count, 4, (14, 2.6 * count), sharex=True, sharey=True)
-    for axes, (name, rows) in zip(panels, networks.items(), strict=False):
-        ours = sorted((_peak(rows, method), _times(rows, method, PLAIN)) for method in rows if "budget" in rows[method])
-        x, y = zip(*ours, strict=True) if ours else ((), ())
+    for axes, (name, found) in zip(panels, networks.items(), strict=False):
+        ours = [(_peak(found, method), _times(found, method, PLAIN)) for method in found if "budget" in found[method]]
+        x, y = zip(*sorted(ours), strict=True) if ours else ((), ())
         charts.lines(axes, [charts.Series("budgets", y, x, charts.BLUE, ".-")])
         rivals = [
-            charts.Series(method, [_times(rows, method, PLAIN)], [_peak(rows, method)], *style)
+            charts.Series(method, [_times(found, method, PLAIN)], [_peak(found, method)], *style)
             for method, style in STYLES.items()
-            if method in rows
+            if method in found
         ]
         charts.points(axes, rivals, title=name)
     for axes in panels[len(networks) :]:
         axes.set_visible(False)
     for axes in panels[::4]:
-        axes.set(ylabel="time to plain", ylim=(0.95, 1.6))
-    for axes in panels[-4:]:
+        axes.set(ylabel="time to plain", ylim=(0.8, 1.6))
+    for axes in panels[max(0, len(networks) - 4) : len(networks)]:  # the lowest of each column
         axes.set(xlabel="peak to plain")
+        axes.tick_params(labelbottom=True)
     charts.legend(figure, columns=4)
     return {"": figure}
 
