@@ -24,6 +24,7 @@ from datasets.workers import in_order
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import make_console
+from engine.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import group, key
 from scripts.build_class_index import class_table
@@ -70,7 +71,7 @@ def make_classes(values: DictConfig) -> Path:
             f"{root}: the number of classes in the labels is {len(ids)}, not counting {IGNORED}, which is ignored; "
             f"expected {TRAINED[0]} to {TRAINED[-1]}. Masks of 0 and 255 should be written as 0 and 1"
         )
-    file.write_text(written(ids))
+    write_file(file, written(ids))
     console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True, markup=False)
     return file
 
