@@ -4,9 +4,10 @@ import copy
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torchvision
@@ -16,11 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from engine.memory import keep_freed_memory
+from engine.schema.keys import key
 from models.layers import recompute_activations
 from models.layers.saved import kept_bytes
-from scripts.evidence import frozen
-from scripts.evidence.frame import reason
-from scripts.evidence.measuring import compiled, peak_bytes, timed, training_step
+from scripts.evidence import frame, frozen
+from scripts.evidence.measuring import Elsewhere, compiled, peak_bytes, timed, training_step
 
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
@@ -172,6 +173,69 @@ def _saved_on_cpu(network: nn.Module, images: Tensor) -> object:
         return network(images)
 
 
+@dataclass
+class NetworksArguments(frame.DeviceArguments):
+    """Arguments of benchmarks that measure one network after the other."""
+
+    threads: int = key(1, above=0)
+    rounds: int = key(3, above=0)
+    images: int = key(4, least=2)  # per step; some norms have one value per image
+    image_size: int = key(224, above=0)  # pixels
+    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
+    only: list[str] = field(default_factory=list)  # networks; empty: all
+
+    def check(self) -> None:
+        super().check()
+        chosen(self.only)
+
+
+A = TypeVar("A", bound=NetworksArguments)
+
+
+def each(
+    arguments: A, clock: frame.Clock, names: Iterable[str], measured: Callable[[str, A], tuple[list[dict], list[dict]]]
+) -> Iterator[dict]:
+    """Measure one network after the other; yield the record so far after each.
+
+    Networks in the record of an earlier call are not measured again, unless even the plain network failed. `measured`
+    returns rows, and what is left out: {"network", "method", "reason"}.
+    """
+    environment = frame.provenance(PACKAGES.values())
+    before = frame.begun(arguments, environment)
+    rows = before.get("rows", [])
+    done = {row["network"] for row in rows}
+    left_out = [entry for entry in before.get("left_out", []) if entry["network"] in done]
+    environment |= {"threads": arguments.threads, "commit": frame.commits(before, environment)}
+
+    def record() -> dict:
+        seconds = round(before.get("seconds", 0) + clock.seconds, 1)
+        in_order = sorted(rows, key=lambda row: NETWORKS.index(row["network"]))
+        return {"environment": environment, "seconds": seconds, "rows": in_order, "left_out": left_out}
+
+    for name in names:
+        if name in done:
+            continue
+        if not installed(name):
+            left_out.append({"network": name, "method": ALL, "reason": f"{package_of(name)} is not installed"})
+            continue
+        try:
+            found = measured(name, arguments)
+        except Exception as error:  # e.g. out of memory: the other networks can still be measured
+            found = [], [{"network": name, "method": ALL, "reason": frame.reason(error)}]
+        rows += found[0]
+        left_out += found[1]
+        clock.report(name)
+        yield record()
+    yield record()
+
+
+def alone(make: Callable[[int], Any], name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
+    """Measure a network in a process of its own, whose memory is free afterwards. `make`: such as `Measurement`."""
+    given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
+    with Elsewhere(make, arguments.threads) as process:
+        return process.call("of", name, *given)
+
+
 class Measurement:
     """What a process that measures networks holds, see `Elsewhere`."""
 
@@ -214,7 +278,7 @@ def measured(
         except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
             if method == PLAIN:  # nothing to compare with
                 raise
-            left_out[method] = reason(error)
+            left_out[method] = frame.reason(error)
     times_ms = timed(steps, rounds, device)
     torch._dynamo.reset()  # frees compiled code
     return (

@@ -9,7 +9,7 @@ adds networks to it. FILE.png shows bytes against time.
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from matplotlib.figure import Figure
@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from engine.schema.keys import key
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
-from scripts.evidence.measuring import Elsewhere
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, ON_CPU, PLAIN, RECOMPUTED
 
 Rows = dict[str, dict]  # of one network, by method
@@ -160,59 +159,17 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 @dataclass
-class NetworksArguments(frame.DeviceArguments):
-    threads: int = key(1, above=0)
+class NetworksArguments(methods.NetworksArguments):
     rounds: int = key(5, above=0)
-    images: int = key(8, least=2)  # per step; some norms have one value per image
-    image_size: int = key(224, above=0)  # pixels
-    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
-    only: list[str] = field(default_factory=list)  # networks; empty: all
-
-    def check(self) -> None:
-        super().check()
-        methods.chosen(self.only)
+    images: int = key(8, least=2)  # per step
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    """Measure one network after the other; yield the record so far after each.
-
-    Networks in the record of an earlier call are not measured again, unless even the plain network failed.
-    """
-    environment = frame.provenance(methods.PACKAGES.values())
-    before = frame.begun(arguments, environment)
-    rows = before.get("rows", [])
-    done = {row["network"] for row in rows}
-    left_out = [entry for entry in before.get("left_out", []) if entry["network"] in done]
-    environment |= {"threads": arguments.threads, "commit": frame.commits(before, environment)}
-
-    def record() -> dict:
-        seconds = round(before.get("seconds", 0) + clock.seconds, 1)
-        in_order = sorted(rows, key=lambda row: methods.NETWORKS.index(row["network"]))
-        return {"environment": environment, "seconds": seconds, "rows": in_order, "left_out": left_out}
-
-    for name in methods.chosen(arguments.only):
-        if name in done:
-            continue
-        if not methods.installed(name):
-            missing = f"{methods.package_of(name)} is not installed"
-            left_out.append({"network": name, "method": methods.ALL, "reason": missing})
-            continue
-        try:
-            measured = measured_alone(name, arguments)
-        except Exception as error:  # e.g. out of memory: the other networks can still be measured
-            measured = [], [{"network": name, "method": methods.ALL, "reason": frame.reason(error)}]
-        rows += measured[0]
-        left_out += measured[1]
-        clock.report(name)
-        yield record()
-    yield record()
+    yield from methods.each(arguments, clock, methods.chosen(arguments.only), measured_alone)
 
 
 def measured_alone(name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
-    """See `methods.measured`. The network has a process to itself, whose memory is free afterwards."""
-    given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
-    with Elsewhere(methods.Measurement, arguments.threads) as process:
-        return process.call("of", name, *given)
+    return methods.alone(methods.Measurement, name, arguments)
 
 
 run, main = frame.benchmark("bench_networks", NetworksArguments, measure, page, pictures)

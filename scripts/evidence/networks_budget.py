@@ -10,15 +10,14 @@ import copy
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from engine.memory import keep_freed_memory
-from engine.schema.keys import key
 from models.layers.recompute.budget import traced_step
 from models.layers.recompute.choice import Choice, frontier, plan_of
 from models.layers.recompute.plan import Plan, Planned
@@ -26,8 +25,8 @@ from models.layers.recompute.planned_recording import PlannedRecording
 from models.layers.recompute.simulation import plain_peak
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
-from scripts.evidence.measuring import Elsewhere, peak_bytes, timed
-from scripts.evidence.methods import BLOCKS, BUDGET, PLAIN, RECOMPUTED
+from scripts.evidence.measuring import peak_bytes, timed
+from scripts.evidence.methods import BLOCKS, BUDGET, PLAIN, RECOMPUTED, NetworksArguments
 
 Rows = dict[str, dict]  # of one network, by method
 
@@ -46,7 +45,7 @@ TOLERANCE = 0.03  # of a measured peak from the planned one
 def page(result: dict, name: str) -> str:
     networks = frame.grouped(result["rows"], ["network"], "method")
     left_out = [f"- {entry['network']}: {entry['reason']}" for entry in result["left_out"]]
-    arguments = BudgetArguments(**{**result["arguments"], "only": methods.tried(result)})
+    arguments = NetworksArguments(**{**result["arguments"], "only": methods.tried(result)})
     return frame.page_text(
         "networks_budget",
         {**result, "command": frame.command_line("bench_budget", arguments)},
@@ -154,44 +153,13 @@ def pictures(result: dict) -> dict[str, Figure]:
     return {"": figure}
 
 
-@dataclass
-class BudgetArguments(frame.DeviceArguments):
-    threads: int = key(1, above=0)
-    rounds: int = key(3, above=0)
-    images: int = key(4, least=2)  # per step
-    image_size: int = key(224, above=0)  # pixels
-    compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
-    only: list[str] = field(default_factory=list)  # networks; empty: all that are installed
-
-    def check(self) -> None:
-        super().check()
-        methods.chosen(self.only)
+def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
+    names = [name for name in methods.chosen(arguments.only) if not name.startswith("frozen/")]
+    yield from methods.each(arguments, clock, names, measured_alone)
 
 
-def measure(arguments: BudgetArguments, clock: frame.Clock) -> Iterator[dict]:
-    """Measure one network after the other; yield the record so far after each."""
-    environment = frame.provenance(methods.PACKAGES.values())
-    before = frame.begun(arguments, environment)
-    rows, left_out = before.get("rows", []), before.get("left_out", [])
-    done = {entry["network"] for entry in [*rows, *left_out]}
-    environment |= {"threads": arguments.threads, "commit": frame.commits(before, environment)}
-    for name in methods.chosen(arguments.only):
-        if name in done or not methods.installed(name) or name.startswith("frozen/"):
-            continue
-        try:
-            rows = rows + measured_alone(name, arguments)
-        except Exception as error:  # e.g. out of memory: the other networks can still be measured
-            left_out = [*left_out, {"network": name, "reason": frame.reason(error)}]
-        clock.report(name)
-        seconds = round(before.get("seconds", 0) + clock.seconds, 1)
-        yield {"environment": environment, "seconds": seconds, "rows": rows, "left_out": left_out}
-
-
-def measured_alone(name: str, arguments: BudgetArguments) -> list[dict]:
-    """See `measured`. The network has a process to itself, whose memory is free afterwards."""
-    given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
-    with Elsewhere(Measurement, arguments.threads) as process:
-        return process.call("of", name, *given)
+def measured_alone(name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
+    return methods.alone(Measurement, name, arguments)
 
 
 class Measurement:
@@ -201,8 +169,8 @@ class Measurement:
         torch.set_num_threads(threads)
         keep_freed_memory()
 
-    def of(self, *arguments: object) -> list[dict]:
-        return measured(*arguments)  # type: ignore[arg-type]
+    def of(self, *arguments: Any) -> tuple[list[dict], list[dict]]:
+        return measured(*arguments), []
 
 
 def measured(name: str, device: str, images: int, size: int, rounds: int, compiler: str | None) -> list[dict]:
@@ -287,4 +255,4 @@ def _deviation(gradients: Tensor, reference: Tensor) -> float:
     return ((gradients - reference).abs().max() / reference.abs().max()).item()
 
 
-run, main = frame.benchmark("bench_budget", BudgetArguments, measure, page, pictures)
+run, main = frame.benchmark("bench_budget", NetworksArguments, measure, page, pictures)

@@ -221,13 +221,8 @@ class StepTrace:
         """The backward pass holds these tensors."""
         self.ran = True
         for gradient in gradients:
-            if gradient is not None and is_ordinary(gradient):
-                storage = gradient.untyped_storage()
-                if address(storage) not in self._numbers or self._numbers[address(storage)][0].expired():
-                    self._numbers.pop(address(storage), None)
-                    memory = self.memory(gradient)
-                    self.events.append((Event.HOLD, memory))
-                    self._watched[id(storage)] = weakref.ref(storage, partial(self._lets, id(storage), memory))
+            if gradient is not None:
+                self.holds(gradient)
 
     def state(self) -> "State":
         """How far the step has come."""
