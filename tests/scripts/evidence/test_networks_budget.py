@@ -23,7 +23,7 @@ def here(monkeypatch):
 
     def measured_here(name, arguments):
         size, rounds = arguments.image_size, arguments.rounds
-        return networks_budget.measured(name, arguments.device, arguments.images, size, rounds, None)
+        return networks_budget.measured(name, arguments.device, arguments.images, size, rounds, None), []
 
     build = methods.build
     monkeypatch.setattr(methods, "build", lambda name, size: nn.Identity() if name == FAILS else build(name, size))
