@@ -182,7 +182,7 @@ def colour_codes(file: Stored, window: Window = EVERYTHING) -> np.ndarray | None
 
 
 def _decode(ids: Mapping[int, int], file: Stored, window: Window) -> np.ndarray:
-    """A label's ids, uint8 (H, W); those of an RGB file by `ids`, {0xRRGGBB: id}."""
+    """A label's ids, uint8 (H, W). `ids` is {0xRRGGBB: id}, for RGB files."""
     codes = colour_codes(file, window)
     if codes is None:
         return decode_label(file, window)

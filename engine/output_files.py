@@ -1,4 +1,4 @@
-"""Write the files that users ask for; those of a run have a folder of their own (engine/checkpoint)."""
+"""Write files to paths that users name. (Files of a run directory are written by engine/checkpoint.)"""
 
 import errno
 import os

@@ -31,6 +31,7 @@ from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
 from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS
+from models.layers.saved import size_text
 from scripts.evidence import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
@@ -64,12 +65,12 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
     if budget is not None:
         verdict = f"This step {'does not fit' if fails else 'fits'} into memory.budget={config.memory.budget}"
         less = config.memory.deductions(devices)
-        console.print(f"{verdict}: less {less}, {planner.gib(budget)} are left for tensors.")
+        console.print(f"{verdict}: less {less}, {size_text(budget)} are left for tensors.")
     each = "on one device" if devices == 1 else f"on each of {devices} devices"
-    console.print(f"{share} crops of {crop} pixels {each}: {planner.gib(trace.peak)}, most in: {trace.place}")
-    at_peak = ([kind, planner.gib(size)] for kind, size in trace.at_peak.items() if size)
+    console.print(f"{share} crops of {crop} pixels {each}: {size_text(trace.peak)}, most in: {trace.place}")
+    at_peak = ([kind, size_text(size)] for kind, size in trace.at_peak.items() if size)
     console.print(table_of(["at the peak", "memory"], at_peak))
-    console.print(f"kept for the backward pass: {planner.gib(sum(trace.saved.values()))}")
+    console.print(f"kept for the backward pass: {size_text(sum(trace.saved.values()))}")
     console.print(kept_table(trace, -(-share // config.trainer.accumulation_steps) * prod(config.data.crop())))
     if config.memory.fit is not None:
         found = list(fits(config, devices))
@@ -80,8 +81,8 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         console.print(combination_table(config))
     host = planner.step_memory(config, share, size, devices, offloaded=True)
     console.print(
-        f"In torch.autograd.graph.save_on_cpu(), a step would need {planner.gib(host.peak)} on a device and move "
-        f"{planner.gib(host.moved)} to the host's memory and back."
+        f"In torch.autograd.graph.save_on_cpu(), a step would need {size_text(host.peak)} on a device and move "
+        f"{size_text(host.moved)} to the host's memory and back."
     )
     console.print("Temporary memory is that of the eager layers; CUDA's fused layers need less.")
     if config.trainer.precision != "float32":
@@ -90,7 +91,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         console.print("trainer.compile=true is planned as without it: compiled graphs keep about as much.")
     if fails and not found:
         raise ValueError(
-            f"memory.budget={config.memory.budget}: this step needs {planner.gib(trace.peak)}; memory.fit=batch or "
+            f"memory.budget={config.memory.budget}: this step needs {size_text(trace.peak)}; memory.fit=batch or "
             f"memory.fit=crop finds what fits"
         )
     return found
@@ -137,7 +138,7 @@ def fit_table(found: list[Fit]) -> Table:
     first = found[0].crops * found[0].crop_size ** 2
     for fit in found:
         more = fit.crops * fit.crop_size**2 / first - 1
-        table.add_row(fit.norm, str(fit.crops), str(fit.share), fit.crop, planner.gib(fit.bytes), f"{more:+.0%}")
+        table.add_row(fit.norm, str(fit.crops), str(fit.share), fit.crop, size_text(fit.bytes), f"{more:+.0%}")
     return table
 
 
@@ -171,7 +172,7 @@ def combination_table(config: TrainingRun) -> Table:
     """Memory of one device for the whole minibatch, by combination."""
     crops, size = config.data.crops_per_minibatch, config.data.crop_size
     needed = {name: planner.step_memory(changed, crops, size).peak for name, changed in combinations(config).items()}
-    rows = ([name, planner.gib(config.memory.needed(peak, devices=1))] for name, peak in needed.items())
+    rows = ([name, size_text(config.memory.needed(peak, devices=1))] for name, peak in needed.items())
     return table_of(["combination", "memory"], rows)
 
 

@@ -5,6 +5,7 @@ import functools
 import graphlib
 import itertools
 import re
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -21,25 +22,7 @@ from engine.schema.segmentation import SegmentationRun
 REPOSITORY = Path(__file__).resolve().parent.parent
 ROOMS = {"engine", "models", "datasets", "scripts", "tests", "train_seg", "train_imagenet", "eval"}
 MAY_IMPORT = {"datasets": {"datasets"}, "models": {"models"}, "engine": {"engine", "models", "datasets"}}
-# What the layers may import: they are copied into other projects.
-LAYERS_IMPORT = {"torch", "triton", "models", "collections", "contextlib", "copy", "dataclasses", "functools"}
-LAYERS_IMPORT |= {
-    "importlib",
-    "types",
-    "inspect",
-    "enum",
-    "logging",
-    "math",
-    "operator",
-    "os",
-    "random",
-    "sys",
-    "threading",
-    "time",
-    "typing",
-    "warnings",
-    "weakref",
-}
+LAYERS_IMPORT = {"torch", "triton", "models"} | sys.stdlib_module_names  # they are installed without the rest
 
 KNOWS_HYDRA = ("engine/configuration/config.py", "engine/configuration/command_line.py", "engine/schema/")
 NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")

@@ -6,7 +6,6 @@ from engine.planner.fit import (
     fake_step,
     fitted,
     fitting,
-    gib,
     share_of,
     step_memory,
     training_images,

@@ -40,6 +40,7 @@ from engine.schema.memory import Memory
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
+from models.layers.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)
 
@@ -173,8 +174,8 @@ def fitting(config: Config, devices: int, images: int | None = None) -> Config:
     if found is None:
         raise ValueError(
             f"memory.budget={memory.budget} with memory.fit={memory.fit}: nothing fits; {smallest[0]} crops of "
-            f"{crop_text(config.data, smallest[1])} pixels already need {gib(peak(*smallest))} on a device, and "
-            f"{gib(budget)} are left for tensors"
+            f"{crop_text(config.data, smallest[1])} pixels already need {size_text(peak(*smallest))} on a device, and "
+            f"{size_text(budget)} are left for tensors"
         )
     chosen = deepcopy(config)
     if memory.fit == "batch":
@@ -242,16 +243,16 @@ def fitted(config: Config) -> Iterator[Config]:
     chosen = _begun(config) or (fitting(config, processes, _images(config)) if memory.fit else deepcopy(config))
     data, share = chosen.data, share_of(chosen, processes)
     needed = step_memory(chosen, share, data.crop_size, processes).peak
-    step = f"{share} crops of {crop_text(data)} pixels on each device need {gib(needed)}"
+    step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(needed)}"
     if needed > budget:
         raise ValueError(
-            f"memory.budget={memory.budget}: {step}, and {gib(budget)} are left for tensors; memory.fit=batch or "
+            f"memory.budget={memory.budget}: {step}, and {size_text(budget)} are left for tensors; memory.fit=batch or "
             f"memory.fit=crop chooses what fits"
         )
     on_cpu = device_of(config.trainer.device, key="trainer.device").type == "cpu"
     logger.info(
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
-        f"data.crop_size={data.crop_size}, as {step} of {gib(budget)}"
+        f"data.crop_size={data.crop_size}, as {step} of {size_text(budget)}"
         + ("; on a CPU nothing holds the process to it" if on_cpu else "")
     )
     chosen.memory = Memory()
@@ -261,8 +262,8 @@ def fitted(config: Config) -> Iterator[Config]:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         taken = f"{'its tensors' if device.type == 'cuda' else 'the process'} took {peak_memory_mib(device):,.1f} MiB"
         raise MemoryError(
-            f"{error}. The plan for memory.budget={memory.budget} was {gib(needed)}, and {taken} before that: give "
-            f"more memory.workspace or memory.fragmentation, or a smaller budget"
+            f"{error}. The plan for memory.budget={memory.budget} was {size_text(needed)}, and {taken} before that: "
+            f"give more memory.workspace or memory.fragmentation, or a smaller budget"
         ) from error
 
 
@@ -287,8 +288,3 @@ def _begun(config: Config) -> Config | None:
 def crop_text(data: Data, crop_size: int | None = None) -> str:
     """A crop's height x width as text."""
     return "x".join(map(str, data.crop(crop_size)))
-
-
-def gib(count: int) -> str:
-    """Bytes as text, in GiB or MiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -31,6 +31,14 @@ def copied(tensor: Tensor) -> Tensor:
     return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def size_text(count: int) -> str:
+    """Bytes for people, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
+
+
 class Kept:
     """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
 

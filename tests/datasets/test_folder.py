@@ -1,4 +1,4 @@
-"""Own images: which files make a split, what labels may hold, and what is said about those that are wrong."""
+"""Own images: the files of a split, the labels that are allowed, and the messages about others."""
 
 import json
 import re

@@ -36,9 +36,8 @@ def inplace_abn(
 
     ValueError: the activation cannot be inverted, x is not (N, C, *spatial), or there are no statistics to use.
     """
-    return _inplace_abn(
-        x, weight, bias, running_mean, running_var, training, momentum, eps, Activation(activation, activation_param)
-    )
+    call = Call(training, momentum, eps, Activation(activation, activation_param))
+    return _normalised(x, weight, bias, running_mean, running_var, call)
 
 
 def inplace_abn_sync(
@@ -55,38 +54,33 @@ def inplace_abn_sync(
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """`inplace_abn` with the minibatch statistics of all processes of `group`; None: the default group."""
-    phi = Activation(activation, activation_param)
     group = synchronised_group(group) if training else None
-    return _inplace_abn(x, weight, bias, running_mean, running_var, training, momentum, eps, phi, group)
+    call = Call(training, momentum, eps, Activation(activation, activation_param), group)
+    return _normalised(x, weight, bias, running_mean, running_var, call)
 
 
-def _inplace_abn(
+def _normalised(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    activation: Activation,
-    group: dist.ProcessGroup | None = None,
+    call: Call,
 ) -> Tensor:
-    check_activation(activation, invertible=True)
+    check_activation(call.activation, invertible=True)
     sizes = {len(each) for each in (weight, bias, running_mean, running_var) if each is not None}
     if x.dim() < 2 or sizes - {x.shape[1]}:
         raise ValueError(
             f"inplace_abn got an input of shape {tuple(x.shape)}: expected (N, {max(sizes, default='C')}, …)"
         )
-    if not training and (running_mean is None or running_var is None):
+    if not call.use_batch_statistics and (running_mean is None or running_var is None):
         raise ValueError("inplace_abn with training=False needs running_mean and running_var")
-    if training and group is None and x.numel() <= x.shape[1]:
+    if call.use_batch_statistics and call.group is None and x.numel() <= x.shape[1]:
         raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: one value per channel has no variance")
-    call = Call(training, momentum, eps, activation, group)
-    scale = None if weight is None else released_scale(weight, eps)
+    scale = None if weight is None else released_scale(weight, call.eps)
     return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, call, _KEEP_OUTPUT)
 
 
 def released_scale(weight: Tensor, eps: float) -> Tensor:
-    """|weight| + eps; as in the released package, the gradient at 0 is that of positive weights, not 0."""
+    """|weight| + eps. Its gradient at 0 is 1, as in the released package, and not 0."""
     return torch.where(weight < 0, -weight, weight) + eps

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..private import FakeTensor, FakeTensorMode, profiler_runs, tree_leaves, tree_map
-from ..saved import is_ordinary
+from ..saved import is_ordinary, size_text
 from .choice import Choice, frontier, plan_of
 from .costs import seconds_of
 from .plan import Plan, Planned
@@ -32,18 +33,20 @@ Budget = float | int | str
 
 def checked(budget: Budget) -> float | int:
     """A number of bytes, or a share of the plain network's peak. ValueError if it is neither."""
-    if isinstance(budget, str):
-        number, unit = budget.strip(), next((unit for unit in _UNITS if budget.strip().endswith(unit)), "")
-        try:
-            budget = int(float(number.removesuffix(unit)) * _UNITS[unit])
-        except (KeyError, ValueError):
-            raise ValueError(f"budget={budget!r}: expected e.g. '6GiB' ({', '.join(_UNITS)}), or a share") from None
-    if isinstance(budget, bool) or not budget > 0 or (isinstance(budget, float) and budget > 1):
+    number: object = budget
+    if isinstance(budget, str) and (match := re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(_UNITS)})", budget.strip())):
+        number = int(float(match[1]) * _UNITS[match[2]])
+    if (
+        not isinstance(number, (int, float))
+        or isinstance(number, bool)
+        or not number > 0
+        or (isinstance(number, float) and number > 1)
+    ):
         raise ValueError(
-            f"budget={budget!r}: expected bytes, such as '6GiB' or {6 * 2**30}, or a share of the plain network's "
-            "peak between 0 and 1, such as 0.3"
+            f"budget={budget!r}: expected bytes, such as '6GiB' ({', '.join(_UNITS)}) or {6 * 2**30}, or a share of "
+            "the plain network's peak between 0 and 1, such as 0.3"
         )
-    return budget
+    return number
 
 
 class Plans:
@@ -91,6 +94,7 @@ class _Shape:
         self.waits = False  # for a profiler to end, which was said
 
     def next_pass(self, budget: float | int) -> Planned | None:
+        """See `Plans.of_pass`."""
         if profiler_runs():  # tracing starts another, which would end it
             if not self.plans and not self.waits:
                 self.waits = True
@@ -120,19 +124,14 @@ def _planned(step: Step, budget: float | int) -> Plan:
     choice = next((choice for choice in choices if choice.peak <= limit), choices[-1])
     _log.warning(  # which is seen by default: it explains a pause
         "planned %d calls in %.1f s: a peak of %s instead of %s, for %.1f ms more",
-        *(len(step.calls), seconds, text(choice.peak), text(plain), choice.seconds * 1e3),
+        *(len(step.calls), seconds, size_text(choice.peak), size_text(plain), choice.seconds * 1e3),
     )
     if choice.peak > limit:
         warnings.warn(
-            f"no plan keeps this step within {text(limit)}: the least is {text(choice.peak)}, which is taken",
+            f"no plan keeps this step within {size_text(limit)}: the least is {size_text(choice.peak)}, which is taken",
             stacklevel=2,
         )
     return plan_of(step, choice)
-
-
-def text(count: int) -> str:
-    unit = next((unit for unit in ("GiB", "MiB") if count >= _UNITS[unit]), "KiB")
-    return f"{count / _UNITS[unit]:.{2 if unit == 'GiB' else 1}f} {unit}"
 
 
 class Row(NamedTuple):
@@ -155,11 +154,12 @@ class Frontier(NamedTuple):
     def __str__(self) -> str:
         cells = [("budget", "peak", "of plain", "kept", "operations", "time")]
         for row in self.rows:
+            budget, peak, kept = map(size_text, (row.budget, row.peak, row.kept))
             more = f"+{row.operations:.1%}", f"+{row.seconds:.1%}"
-            cells.append((text(row.budget), text(row.peak), f"{row.peak / self.plain:.2f}", text(row.kept), *more))
+            cells.append((budget, peak, f"{row.peak / self.plain:.2f}", kept, *more))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([f"plain: {text(self.plain)}; the least: {text(self.least)}", *lines])
+        return "\n".join([f"plain: {size_text(self.plain)}; the least: {size_text(self.least)}", *lines])
 
 
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) -> Frontier:
@@ -193,7 +193,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
             kept = simulate(step, choice.kept).levels[step.forward - 1]
             rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
     if not rows:
-        raise ValueError(f"budgets={list(budgets)}: expected at least {text(choices[-1].peak)}, the least of all plans")
+        least = size_text(choices[-1].peak)
+        raise ValueError(f"budgets={list(budgets)}: expected one of at least {least}, the least peak of all plans")
     return Frontier(plain, choices[-1].peak, rows)
 
 

@@ -63,7 +63,7 @@ def test_fraction_outside_its_range_is_refused(fraction):
 
 
 def test_weights_multiply_the_losses_of_their_classes_and_are_1_on_average():
-    """Frequent classes count less; the mean over the pixels that they were counted on is that of equal weights."""
+    """Frequent classes count less. Over the pixels that were counted, the weights' mean is 1."""
     logits, labels = crops()
     counts = torch.bincount(labels[labels != 255].flatten().long(), minlength=6)
     weights = inverse_frequencies(counts)

@@ -259,7 +259,7 @@ JOINS = {  # what plain and prepared networks keep, in values, if no part is wri
 @pytest.mark.parametrize("written_over", [0, 1, 2])
 @pytest.mark.parametrize("name", JOINS)
 def test_nothing_is_kept_for_something_smaller(name, written_over):
-    """The parts of a concatenation may take its place, but not that of its mean. Written over, they would be copied."""
+    """A concatenation's parts may be kept instead of it, but not instead of its mean; overwritten, they are copied."""
     join, theirs, ours = JOINS[name]
     x = torch.randn(2, 3, 8, 8)
     plain = Joins(join, written_over)

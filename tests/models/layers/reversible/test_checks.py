@@ -83,7 +83,7 @@ def test_checking_changes_no_bit_and_needs_little_memory(monkeypatch):
 
 
 def test_pure_bfloat16_adds_up_rounding(monkeypatch):
-    """The bounds in docs/memory.md: how far the gradient is from that of stored activations, relative to its length."""
+    """The bounds in docs/memory.md on the distance to the gradient with stored activations, relative to its norm."""
     monkeypatch.setattr(checks._mode, "checks", False)  # they might find it
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(100))
 
