@@ -118,13 +118,13 @@ def packed_by(node: Any, name: str) -> Any:
     return found[0] if found else None
 
 
-def packed_by_synchronised_norm(node: Any) -> tuple[Any, ...]:
-    """What an `nn.SyncBatchNorm` saved, as it was packed: input, weight, mean, inverse standard deviation and count.
+def is_synchronised_norm(node: Any) -> bool:
+    """Whether a node is of an `nn.SyncBatchNorm`: it saves input, weight, mean, inverse standard deviation, count."""
+    return type(node) is _SYNCHRONISED
 
-    Empty for other nodes.
-    """
-    if type(node) is not _SYNCHRONISED:
-        return ()
+
+def packed_by_function(node: Any) -> tuple[Any, ...]:
+    """What the node of a custom function saved, as it was packed; empty where PyTorch does not tell."""
     return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
 
 

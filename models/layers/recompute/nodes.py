@@ -5,8 +5,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..norms.bn_act import is_node, recompute_output
-from ..private import address, packed_by_synchronised_norm
+from ..norms.bn_act import Node, is_node, recompute_output
+from ..private import address, is_synchronised_norm, packed_by_function
 from ..saved import Kept, is_ordinary
 from .known import KnownValues
 from .rules import normalised, saved_value
@@ -34,10 +34,12 @@ def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | Non
         return _of_view(recording, tensor)
     if is_node(node):
         if node.strategy.recompute_output and tensor._version == node.output_version:
-            return Value(Recipe(recompute_output, (node,), tensor))  # the node also holds the result while it is read
+            packed = packed_by_function(node)
+            kept = saved_value(packed[0]) if packed else None
+            return Value(Recipe(_checkpointed_output, (node, kept), tensor))
     elif tensor._version:
         return None
-    elif packed := packed_by_synchronised_norm(node):
+    elif is_synchronised_norm(node) and (packed := packed_by_function(node)):
         return _of_synchronised_norm(recording, tensor, node, packed)
     elif recording.arguments:
         name = type(node).__name__
@@ -46,6 +48,14 @@ def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | Non
         if name == "UnsafeViewBackward0":
             return _of_reshaped_argument(recording, tensor, node)
     return None
+
+
+def _checkpointed_output(node: Node, kept: Tensor | None) -> Tensor:
+    """The output of a `CheckpointedABN`, which its node also holds while it is read. `kept`: what the node saved.
+
+    The node finds that by itself; as an argument it is known to be needed, and is computed before if it is not kept.
+    """
+    return recompute_output(node)
 
 
 def _of_view(recording: Recorded, tensor: Tensor) -> Value | None:

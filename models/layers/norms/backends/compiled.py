@@ -125,10 +125,13 @@ def as_blocks(x: Tensor) -> tuple[Tensor, int]:
 
 
 def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
-    """Inverse of `as_blocks`: view blocks in the shape and layout of `like`."""
+    """Inverse of `as_blocks`: blocks in the shape and layout of `like`.
+
+    Detached: autograd lets nobody write over a view that a custom function returns.
+    """
     if like.is_contiguous():
-        return blocks.view(like.shape)
-    return blocks.view(like.movedim(1, -1).shape).movedim(-1, 1)
+        return blocks.view(like.shape).detach()
+    return blocks.view(like.movedim(1, -1).shape).movedim(-1, 1).detach()
 
 
 def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:

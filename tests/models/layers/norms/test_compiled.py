@@ -5,10 +5,11 @@ from itertools import product
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
-from models.layers import CheckpointedABN, InPlaceABN
+from models.layers import CheckpointedABN, InPlaceABN, recompute_activations, report
 from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS, Activation
 from models.layers.norms.backends import compiled as compiled_backend
 from models.layers.norms.backends.compiled import CompiledBackend, compiler_available
@@ -173,6 +174,17 @@ def is_freed(argument: torch.Tensor) -> bool:
     reference = weakref.ref(argument)
     del argument
     return reference() is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_result_is_a_tensor_of_its_own(without_code, layout):
+    """Autograd refuses writes over a view that a custom function returns, and a view has no recipe."""
+    x = torch.randn(2, 4, 4, 4, requires_grad=True).to(memory_format=LAYOUTS[layout])
+    z = CheckpointedABN(4, backend="compiled")(x)
+    z.add_(1).sum().backward()
+    prepared = recompute_activations(nn.Sequential(CheckpointedABN(4, backend="compiled"), nn.Conv2d(4, 4, 1)))
+    prepared(x)
+    assert report(prepared).bytes == x.nbytes
 
 
 def test_message_without_a_compiler(monkeypatch):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import plan, recompute_activations, report
+from models.layers import CheckpointedABN, plan, recompute_activations, report
 from models.layers.recompute.budget import Plans, traced_step
 from models.layers.recompute.choice import Choice, frontier, pareto
 from models.layers.recompute.costs import peak_bytes
@@ -99,7 +99,18 @@ def pooled() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 16, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
-CASES = {"mixed": (Mixed, (4, 3, 16, 16)), "chain": (Chain, (2, 4, 24, 24)), "signs": (pooled, (4, 3, 32, 32))}
+def checkpointed() -> nn.Module:
+    """Each layer's output is computed from what the layer keeps, which may have to be computed first."""
+    blocks = [(CheckpointedABN(8, store=store), nn.Conv2d(8, 8, 3, padding=1)) for store in ("x", "x_hat", "x", "x")]
+    return nn.Sequential(nn.Conv2d(3, 8, 1), *(layer for block in blocks for layer in block))
+
+
+CASES = {
+    "mixed": (Mixed, (4, 3, 16, 16)),
+    "chain": (Chain, (2, 4, 24, 24)),
+    "signs": (pooled, (4, 3, 32, 32)),
+    "checkpointed": (checkpointed, (4, 3, 32, 32)),
+}
 
 
 @pytest.mark.parametrize("name", ["mixed", "chain"])
