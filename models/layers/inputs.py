@@ -1,6 +1,21 @@
-"""Checks of what users give."""
+"""What users give: modules, and tensors somewhere in arguments and results."""
 
-from torch import nn
+from dataclasses import fields, is_dataclass
+
+from torch import Tensor, nn
+
+from .private import tree_leaves
+
+
+def tensors_in(thing: object) -> list[Tensor]:
+    """The tensors in nested lists, tuples, dictionaries and dataclasses."""
+    found = []
+    for leaf in tree_leaves(thing):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)])
+    return found
 
 
 def check_module(value: object, receiver: str) -> None:

@@ -6,7 +6,6 @@ Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each 
 |---|---|---|
 | `_top_saved_tensors_default_hooks` | the saved-tensor hooks in effect | `_Noted` sees them set (torch 2.6, 2.7) |
 | `data` of a `SavedTensor` | what hooks packed for a node | `packed_by` asks the unpack hook (2.9 and before) |
-| the same of `SyncBatchNorm`'s node | the statistics of synchronised norms | the result is kept (2.9 and before) |
 | `_raw_saved_*`, `_saved_*` of nodes | statistics, masks, indices, shares | the result is kept |
 | `triton.knobs` | whether kernels are interpreted | the environment variable behind it (Triton before 3.4) |
 | `torch._dynamo.comptime` | a warning at compilation | ImportError while compiling |
@@ -109,12 +108,7 @@ def packed_by(node: Any, name: str) -> Any:
     """What a node of PyTorch holds for a tensor that it saved by this name, with `unpack`; None if it holds nothing."""
     if _SHOWS_PACKED:
         return getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
-    found: list[Any] = []
-    _asked.packed = found
-    try:
-        getattr(node, f"_saved_{name}", None)
-    finally:
-        _asked.packed = None
+    _, found = _reading(node, f"_saved_{name}")
     return found[0] if found else None
 
 
@@ -124,8 +118,22 @@ def is_synchronised_norm(node: Any) -> bool:
 
 
 def packed_by_function(node: Any) -> tuple[Any, ...]:
-    """What the node of a custom function saved, as it was packed; empty where PyTorch does not tell."""
-    return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
+    """What the node of a custom function holds for the tensors that it saved, with `unpack`; None for absent ones."""
+    if _SHOWS_PACKED:
+        return tuple(getattr(saved, "data", None) for saved in getattr(node, "_raw_saved_tensors", ()))
+    tensors, found = _reading(node, "saved_tensors")
+    packed = iter(found)
+    return tuple(None if tensor is None else next(packed, None) for tensor in tensors or ())
+
+
+def _reading(node: Any, name: str) -> tuple[Any, list[Any]]:
+    """An attribute of a node, and the objects that `unpack` was given for it."""
+    found: list[Any] = []
+    _asked.packed = found
+    try:
+        return getattr(node, name, None), found
+    finally:
+        _asked.packed = None
 
 
 def dropped_share(node: Any) -> float | None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from ..inputs import tensors_in
 from ..norms.abn import ABN
 from ..norms.inplace_abn import InPlaceABN
-from ..private import BatchNormBase, StorageWeakRef, tree_leaves, tree_map, without_function_modes
+from ..private import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
 from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
@@ -92,7 +93,7 @@ def calls_on_example(
             try:
                 observer.run(network.train(training), args)
             except Exception as error:  # a network may raise anything
-                shapes = ", ".join(str(tuple(x.shape)) for x in tree_leaves(args) if isinstance(x, Tensor))
+                shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in(args))
                 raise ValueError(
                     f"the network raises {type(error).__name__} in {'training' if training else 'evaluation'} mode on "
                     f"an example of shape {shapes}: {error}; give an example on which it runs in both modes"
@@ -105,7 +106,7 @@ def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
     """Context in which the modules have copies of their attributes and buffers, which are dropped at its end."""
     states = {module: vars(module) for module in network.modules()}
     buffers = {buffer: buffer.detach().clone() for buffer in network.buffers()}
-    devices = {x.device for x in tree_leaves((args, list(network.parameters()))) if isinstance(x, Tensor) and x.is_cuda}
+    devices = {x.device for x in tensors_in((args, list(network.parameters()))) if x.is_cuda}
     python_state = random.getstate()
     try:
         with torch.random.fork_rng(list(devices)):
@@ -149,8 +150,8 @@ class _Observer(TorchFunctionMode):
         copies = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
         with torch.no_grad(), torch.compiler.set_stance("force_eager"), self:
             result = network(*copies)
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and (call := self.outputs.get(_storage_of(tensor))):
+        for tensor in tensors_in(result):
+            if call := self.outputs.get(_storage_of(tensor)):
                 call.is_returned = True
 
     def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +160,7 @@ class _Observer(TorchFunctionMode):
         if name in METADATA or not self.running:
             return function(*args, **kwargs)
         reader = Reader(name, self.running[-1])
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = tensors_in((args, kwargs))
         if reader.module in self.twins and any(tensor.dim() > 1 for tensor in tensors):
             self.functions.setdefault(reader.module, []).append(name)
         if name == "batch_norm":  # called by another module: `norm.forward(x)`, or a function with the norm's tensors

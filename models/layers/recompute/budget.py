@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..inputs import check_module
-from ..private import FakeTensor, FakeTensorMode, profiler_runs, tree_leaves, tree_map
+from ..inputs import check_module, tensors_in
+from ..private import FakeTensor, FakeTensorMode, profiler_runs, tree_map
 from ..saved import is_ordinary, size_text
 from .choice import Choice, frontier, plan_of
 from .costs import seconds_of
@@ -64,7 +64,7 @@ class Plans:
         """Make the plan for inputs like an example, from a step on fake tensors."""
         args, kwargs = arguments_of(example)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         fakes = {id(one): mode.from_tensor(one) for one in [*network.parameters(), *network.buffers(), *inputs]}
         with mode:
             network_, args, kwargs = copy.deepcopy((network, args, kwargs), fakes)
@@ -218,7 +218,7 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Step, float]:
     """A step of a network, and the seconds that it takes; 0 on fake tensors."""
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
     buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
@@ -229,7 +229,7 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     def run(planned: Planned | None) -> None:
         recording = Recording(inputs=inputs) if planned is None else PlannedRecording(planned, inputs=inputs)
         with recording:
-            outputs = [one for one in tree_leaves(network(*args, **kwargs)) if isinstance(one, Tensor)]
+            outputs = tensors_in(network(*args, **kwargs))
         outputs = [output for output in outputs if output.requires_grad and output.is_floating_point()]
         if not outputs:
             raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")

@@ -8,7 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..private import OpOverload, OpOverloadPacket, tree_leaves, written_arguments
+from ..inputs import tensors_in
+from ..private import OpOverload, OpOverloadPacket, written_arguments
 
 _OPERATORS = frozenset(
     f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
@@ -58,4 +59,4 @@ def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
         first = args[0] if args else kwargs.get("input")
         out = kwargs.get("out")
         found = first if isinstance(first, Tensor) and out is None else (first, out)
-    return [tensor for tensor in tree_leaves(found) if isinstance(tensor, Tensor)]
+    return tensors_in(found)

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..private import Hooks, StorageWeakRef, address, tree_leaves
+from ..inputs import tensors_in
+from ..private import Hooks, StorageWeakRef, address
 from ..saved import Kept, is_ordinary
 from .values import Saved, Value
 
@@ -151,7 +152,7 @@ class MadeMemory:
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if address(storage) not in self.storages:
-                given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, Tensor) and is_ordinary(a)]
+                given = filter(is_ordinary, tensors_in((args, kwargs)))
                 if all(is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
                     self.storages[address(storage)] = StorageWeakRef(storage)
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ..inputs import check_module
-from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled, tree_leaves
+from ..inputs import check_module, tensors_in
+from ..private import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled
 from ..reversible.couplings import Coupling
 from .budget import Budget, Plans, checked
 from .planned_recording import PlannedRecording
@@ -177,7 +177,7 @@ class _Hooks:
         _open.passes.append(_Pass(module, recording, frame))
 
     def _recording(self, module: nn.Module, arguments: object, frame: FrameType) -> Recording:
-        inputs = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        inputs = tensors_in(arguments)
         copied, planned = _is_sharded(module), None
         if self.plans is not None and current_hooks() is None:  # others decide what is kept
             planned = self.plans.of_pass(module, inputs)
@@ -195,8 +195,7 @@ class _Hooks:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
                 if isinstance(recording, PlannedRecording) and recording.trace is not None:
-                    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-                    recording.trace.watch_backward(outputs, recording.start)
+                    recording.trace.watch_backward(tensors_in(output), recording.start)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

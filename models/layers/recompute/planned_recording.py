@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..private import address, tree_leaves
+from ..inputs import tensors_in
+from ..private import address
 from ..saved import Kept, is_ordinary
 from .plan import Planned
 from .recording import Recording
@@ -37,7 +38,7 @@ class PlannedRecording(Recording):
     def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.trace is None:
             return function(*args, **kwargs)
-        for tensor in filter(_is_ordinary_tensor, tree_leaves(self.arguments)):
+        for tensor in filter(is_ordinary, tensors_in(self.arguments)):
             if self.is_made(tensor):  # by code that calls no function
                 self.trace.holds(tensor)
             else:
@@ -46,7 +47,7 @@ class PlannedRecording(Recording):
 
     def end_call(self, result: Any) -> None:
         if self.trace is not None:
-            for tensor in filter(_is_ordinary_tensor, tree_leaves(result)):
+            for tensor in filter(is_ordinary, tensors_in(result)):
                 self.trace.holds(tensor)
             self.trace.settle()
 
@@ -131,7 +132,7 @@ class PlannedRecording(Recording):
     def _is_new(self, base: Tensor, arguments: Sequence[Any]) -> bool:
         """Whether a call has made the memory of its result, of which that is a view."""
         memory = address(base.untyped_storage())
-        given = filter(_is_ordinary_tensor, tree_leaves(arguments))
+        given = filter(is_ordinary, tensors_in(arguments))
         return self.is_made(base) and all(address(tensor.untyped_storage()) != memory for tensor in given)
 
     def may_read_instead(self, value: Value) -> bool:
@@ -155,7 +156,3 @@ class PlannedRecording(Recording):
 
     def bytes_for_nothing_else(self, again: Again) -> int:
         return 0 if self.lends_anything else super().bytes_for_nothing_else(again)
-
-
-def _is_ordinary_tensor(thing: object) -> bool:
-    return isinstance(thing, Tensor) and is_ordinary(thing)

@@ -226,9 +226,10 @@ class StepTrace:
 
     def state(self) -> "State":
         """How far the step has come."""
+        is_released = self.forward >= 0 and self.released == len(self.saved)
         if self.ran:
-            return State.RUNS if backward_runs() else State.ENDED
-        return State.DROPPED if self.forward >= 0 and self.released == len(self.saved) else State.RUNS
+            return State.ENDED if is_released or not backward_runs() else State.RUNS  # reentrant checkpoints: both
+        return State.DROPPED if is_released else State.RUNS
 
     def step(self) -> Step:
         """What was seen."""

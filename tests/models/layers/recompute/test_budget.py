@@ -6,6 +6,7 @@ import itertools
 import pickle
 import random
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -245,6 +246,27 @@ def test_with_an_example_the_first_step_is_planned():
         recompute_activations(plain, example=x)
 
 
+@dataclass
+class Answer:
+    logits: Tensor
+    classes: int
+
+
+class InDataclasses(Chain):
+    def forward(self, x: Answer) -> Answer:
+        return Answer(super().forward(x.logits), x.classes)
+
+
+def test_tensors_may_be_in_dataclasses():
+    torch.manual_seed(0)
+    network, x = InDataclasses(4), Answer(torch.randn(2, 4, 8, 8), 4)
+    assert plan(network, x).least < plan(network, x).plain
+    recompute_activations(network, budget=0.5)
+    for _ in range(3):
+        network(x).logits.square().mean().backward()
+    assert "planned" in {line.why for line in report(network).lines}
+
+
 def test_other_shapes_and_paths_have_plans_of_their_own():
     torch.manual_seed(0)
     plain = Skipping().double()
@@ -280,6 +302,19 @@ def test_what_composes_composes_under_a_plan():
         found.append([y, first, *second, *part, *both, *outside])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reentrant_checkpoint_repeats_a_planned_pass():
+    """It repeats the forward pass inside of a backward pass."""
+    torch.manual_seed(0)
+    plain, x = Chain(4).double(), torch.randn(2, 4, 6, 6, dtype=torch.float64, requires_grad=True)
+    within = recompute_activations(copy.deepcopy(plain), budget=0.5)
+    for _ in range(4):
+        for network in (plain, within):
+            network.zero_grad()
+            checkpoint(network, x, use_reentrant=True).square().sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), within.parameters(), strict=True))
+    assert "planned" in {line.why for line in report(within).lines}
 
 
 def test_under_autocast_a_plan_computes_in_the_same_precision():
