@@ -29,7 +29,7 @@ faults: $(INSTALLED)  ## inject every fault into small trainings and count what 
 peer: $(INSTALLED)  ## build the released inplace_abn against the installed PyTorch and compare with it (6 minutes, a C++ compiler)
 	@test -d $(PEER)/inplace_abn || $(VENV)/bin/python -m pip install --quiet --no-deps --target $(PEER)/tools setuptools-scm vcs-versioning
 	@test -d $(PEER)/inplace_abn || PYTHONPATH=$(CURDIR)/tests/peer_build:$(PEER)/tools \
-		$(VENV)/bin/python -m pip install --no-build-isolation --no-deps --target $(PEER) inplace-abn
+		$(VENV)/bin/python -m pip install --no-cache-dir --no-build-isolation --no-deps --target $(PEER) inplace-abn
 	PYTHONPATH=$(PEER) $(SCALAR) $(VENV)/bin/python -m pytest -m peer $(PYTEST)
 
 lint: $(INSTALLED)  ## check style and types
