@@ -56,7 +56,7 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"training.TrainingRun"},
     "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
-    "engine/configuration/command_line.py": {"keys.Keys", "keys.groups_of"},
+    "engine/configuration/command_line.py": {"keys.Keys", "keys.groups_of", "keys.override"},
     "engine/configuration/sweep.py": {"keys.Keys", "keys.override"},
     "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},

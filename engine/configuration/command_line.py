@@ -26,7 +26,7 @@ from engine.configuration.config import register, typed
 from engine.console import logger, make_printing_safe
 from engine.distributed import launched
 from engine.memory import is_out_of_memory
-from engine.schema.keys import Keys, groups_of
+from engine.schema.keys import Keys, groups_of, override
 from engine.stopping import EXIT_CODE, Preempted
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -80,6 +80,7 @@ def configured(
 
         @wraps(run)
         def checked() -> None:
+            sys.argv[1:] = map(_quoted_path, sys.argv[1:])
             with errors_for_users():  # Hydra's own message would not say what the command takes
                 if sweep.asked_for(sys.argv[1:]):
                     has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
@@ -111,6 +112,12 @@ def _checked(name: str, schema: type, overrides: list[str]) -> Keys:
         return typed(composed(name, *overrides), schema)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(f"{' '.join(overrides)}: {str(error.__cause__ or error).splitlines()[0]}") from error
+
+
+def _quoted_path(argument: str) -> str:
+    """key=PATH as Hydra takes it, if PATH exists and has a = or a comma, as run directories of sweeps have."""
+    key, _, value = argument.partition("=")
+    return override(key, value) if {"=", ","} & set(value) and os.path.exists(value) else argument
 
 
 def command_line() -> str:

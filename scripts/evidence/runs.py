@@ -42,6 +42,7 @@ class Run:
     """The files of a run that has ended, with local folders replaced by DIR.
 
     Attributes:
+        copied: whether a comparison wrote the files.
         typed: its configuration.
         keys: the configuration's keys without `OF_A_RUN`, paths and devices; the processes, the images evaluated.
     """
@@ -58,6 +59,7 @@ class Run:
         self.command = _without_folders(header.removeprefix("# "))
         processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
         self.processes = int(processes[1]) if processes else None  # None: of an older version
+        self.copied = self.results["config"]["run_dir"] == "DIR"
         self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
         self.others = {
@@ -161,9 +163,13 @@ def found_runs(
 ) -> tuple[list[AnyRun], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the other run directories, with the reason.
 
-    Runs in `but_not_below` count only if the given folder lies there too. ValueError: a folder has no run directory.
+    Of a run and the copies of it that comparisons wrote into the same folder, the run counts. Those in `but_not_below`,
+    where the next comparison writes, count only if the given folder lies there too.
+
+    ValueError: a folder has no run directory.
     """
-    runs, left_out = [], {}
+    runs: list[AnyRun] = []
+    left_out: dict[Path, str] = {}
     hidden = but_not_below and but_not_below.resolve()
     for folder in map(Path, folders):
         if not folder.is_dir():
@@ -173,14 +179,19 @@ def found_runs(
             found = [path for path in found if not path.resolve().is_relative_to(hidden)]
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
+        own: dict[str, AnyRun] = {}  # by records
         for path in sorted(found, key=_with_numbers):
             if not (path / "results.json").is_file():
                 left_out[path] = _not_ended(path)
                 continue
             try:
-                runs.append(kind(path))
+                run = kind(path)
             except (ValueError, KeyError, TypeError, AttributeError, IndexError, FileNotFoundError) as error:
                 left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
+                continue
+            if own.setdefault(run.metrics, run).copied and not run.copied:
+                own[run.metrics] = run
+        runs += own.values()
     return runs, left_out
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from omegaconf import OmegaConf
 
 from datasets import synthetic
 from eval import evaluate
-from scripts.compare_runs import Comparison, Group, compare
+from scripts.compare_runs import Comparison, Group, compare, main
 from scripts.evidence.runs import Run, differing, found_runs
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
@@ -107,6 +108,7 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     kept = sorted(path.name for path in (folder / "report").iterdir())
     assert kept == [f"optim.lr={lr},seed={seed}" for lr, seed in sorted(scores)]
     assert report(folder / "report", folder) == page  # the copies are below the same folder
+    assert columns(report(tmp_path / "other", folder)) == columns(page)  # now they are beside the runs
     again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")
     assert columns(again) == columns(page) and cells[1] in again  # the order of seeds is that of their names
 
@@ -168,10 +170,19 @@ def test_curves_are_means_over_the_steps_that_all_seeds_have():
 
 
 def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):
-    for lr in ("10", "9", "0.05", "1e-3"):
-        copied(tmp_path / f"optim.lr={lr}")
+    for number, lr in enumerate(("10", "9", "0.05", "1e-3")):
+        copied(tmp_path / f"optim.lr={lr}", score=number / 10)
     runs, _ = found_runs([tmp_path], Run)
     assert [run.name for run in runs] == [f"optim.lr={lr}" for lr in ("1e-3", "0.05", "9", "10")]
+
+
+def test_a_path_that_exists_needs_no_quotes_of_hydra(tmp_path, monkeypatch, capsys):
+    """Names of sweeps have = and commas, which Hydra takes for its own."""
+    copied(tmp_path / "norm=std,optim.lr=0.1" / "seed=0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", "runs=norm=std,optim.lr=0.1", "out=report"])
+    main()
+    assert capsys.readouterr().out == "report.md\n" and (tmp_path / "report" / "seed=0").is_dir()
 
 
 def test_what_cannot_be_compared_is_named(finished, tmp_path):
