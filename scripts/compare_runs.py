@@ -1,7 +1,7 @@
 """Compare runs side by side:
 
     python -m scripts.compare_runs runs=FOLDER out=OUT
-    python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME "title=A against B"
+    python -m scripts.compare_runs runs=[RUN_DIR,OTHER_DIR] out=docs/results/NAME "title=A against B"
 
 `runs` are run directories, or folders that hold some at any depth. Runs that differ in their seed alone share a column:
 mean ± standard deviation. Columns are named after folders, or after the keys that differ if folders are dates. Writes
@@ -53,7 +53,7 @@ class Group(NamedTuple):
 
     def percent(self, score: str, of_class: str = "") -> tuple[float | None, float | None]:
         """Mean and standard deviation of a score over the runs that have it; None for none, or a single one."""
-        found = (run.percent().get((score, of_class)) for run in self.runs)
+        found = (run.percent.get((score, of_class)) for run in self.runs)
         values = [value for value in found if value is not None]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return statistics.mean(values) if values else None, deviation
@@ -73,10 +73,10 @@ class Group(NamedTuple):
 
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
     runs = [run for group in groups for run in group.runs]
-    scores, first = runs[0].scores, runs[0].percent()
+    scores, first = runs[0].scores, runs[0].percent
     rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
     for score, of_class in first:
-        in_all = all((score, of_class) in run.percent() for run in runs)
+        in_all = all((score, of_class) in run.percent for run in runs)
         if score not in (scores.best_title, *FROM_CONFUSION) and (in_all or of_class):
             about, _, view = score.partition(", ")
             name = of_class or f"{about} %" + (f", {view}" if view else "")
@@ -113,7 +113,7 @@ def as_csv(groups: list[Group]) -> str:
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["runs", "score", "class", "percent", "deviation", "seeds"])
     for group in groups:
-        for score, of_class in group.runs[0].percent():
+        for score, of_class in group.runs[0].percent:
             values = ("" if value is None else f"{value:.4f}" for value in group.percent(score, of_class))
             lines.writerow([group.title, score, of_class, *values, len(group.runs)])
     return text.getvalue()

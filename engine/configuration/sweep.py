@@ -64,7 +64,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
         )
     console = make_console()
     log_to(console, None)
-    folder, jobs = _jobs(arguments, check, has_run_dir)
+    folder, jobs = jobs_of(arguments, check, has_run_dir)
     waiting = []
     for job in jobs:
         if job.has_ended():
@@ -85,7 +85,9 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
         sys.exit(1)
 
 
-def _jobs(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool) -> tuple[Path | None, list[Job]]:
+def jobs_of(
+    arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool
+) -> tuple[Path | None, list[Job]]:
     """The sweep's folder and its jobs, in order: the last key's values change first."""
     shared, values, folder = _parsed(arguments, has_run_dir)
     owns = [

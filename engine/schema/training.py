@@ -87,9 +87,8 @@ class TrainingRun:
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
 
-    run_dir: str | None = key(
-        None, free_on_resume=True
-    )  # null: runs/DATASET-NORM/OVERRIDES/DATE; with -m, their folder
+    # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
+    run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it
     resume: str | None = key(None, free_on_resume=True)
     seed: int = key(0, least=0, most=2**63 - 1)

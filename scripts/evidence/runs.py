@@ -6,6 +6,7 @@ import re
 import shlex
 import statistics
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar, cast
 
@@ -104,6 +105,7 @@ class Run:
     def peak_memory(self) -> float:
         return max(self.curve("train", "peak_memory_mib")[1])
 
+    @cached_property
     def percent(self) -> dict[tuple[str, str], float | None]:
         """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none.
 

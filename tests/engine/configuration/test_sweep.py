@@ -3,6 +3,8 @@
 import importlib
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import train_imagenet
 from engine.configuration import sweep
 from engine.configuration.command_line import command_line
 from engine.stopping import Preempted
-from tests.runs import composed
+from tests.runs import REPOSITORY, SHORT_SHAPES, composed, run
 
 
 @pytest.fixture
@@ -133,3 +135,26 @@ def test_a_stopped_sweep_ends_with_the_status_of_a_stopped_run(swept, monkeypatc
     monkeypatch.setattr("engine.configuration.command_line._ignore_interrupts", lambda: None)
     with pytest.raises(SystemExit, match="^75$"):
         train_imagenet.main()
+
+
+@pytest.mark.slow
+def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
+    """One rate diverges: the others run. Each run directory holds its own command, and what is left runs alone."""
+    options = (*SHORT_SHAPES, "optim.lr=0.01,0.02,1e30", "seed=0,1", "trainer.steps=3", f"run_dir={tmp_path}/sweep")
+    done = run("train_imagenet", "-m", *options)
+    assert done.returncode == 1 and "\n4 run, 0 had been run before, 2 failed\n" in done.stdout
+    assert len(re.findall("(?m)^failed: optim.lr=1e[+]30 seed=[01]: error: step [123]: .*optim.lr$", done.stdout)) == 2
+    for lr, seed in ((0.01, 0), (0.02, 1)):
+        folder = tmp_path / "sweep" / f"optim.lr={lr},seed={seed}"
+        command = (folder / "config.yaml").read_text().splitlines()[0].removeprefix("# ")
+        assert command in (folder / "log.txt").read_text() and " -m " not in command
+        values = composed("train_imagenet", *shlex.split(command)[2:])
+        assert (values.optim.lr, values.seed, values.run_dir) == (lr, seed, str(folder))
+    shutil.rmtree(tmp_path / "sweep" / "optim.lr=0.02,seed=1")
+    done = run("train_imagenet", "-m", *options)
+    assert "\n1 run, 3 had been run before, 2 failed\n" in done.stdout
+    compare = next(line for line in done.stdout.splitlines() if line.startswith("compare   ")).split(maxsplit=1)[1]
+    subprocess.run([sys.executable, *shlex.split(compare)[1:]], cwd=REPOSITORY, check=True, timeout=300)
+    page = (tmp_path / "sweep" / "comparison.md").read_text()
+    assert "\n|  | optim.lr=0.01 | optim.lr=0.02 |\n" in page and page.count("| 2 (0, 1) ") == 2
+    assert page.count("/optim.lr=1e+30,seed=") == 2 and (tmp_path / "sweep" / "comparison.png").is_file()
