@@ -1,7 +1,8 @@
 """Compare runs side by side:
 
     python -m scripts.compare_runs runs=FOLDER out=OUT
-    python -m scripts.compare_runs runs=[RUN_DIR,OTHER_DIR] out=docs/results/NAME "title=A against B"
+    python -m scripts.compare_runs runs=[RUN_DIR,OTHER_RUN] out=OUT "title=Two norms"
+    python -m scripts.compare_runs runs=[FOLDER,docs/results/NAME/RUN] out=docs/results/NAME
 
 `runs` are run directories, or folders that hold some at any depth. Runs that differ in their seed alone share a column:
 mean ± standard deviation. Columns are named after folders, or after the keys that differ if folders are dates. Writes
@@ -35,7 +36,7 @@ from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, f
 class Comparison:
     runs: Any = MISSING  # a folder, or a list of folders: run directories, or what holds some
     out: str = MISSING  # path of the report, without suffix
-    title: str = "Comparison of runs"
+    title: str = "Comparison of runs"  # of the page
 
     def check(self) -> None:
         if not as_list(self.runs):

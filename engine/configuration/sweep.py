@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from engine.checkpoint.run_directory import RunDirectory, named_after
@@ -116,11 +117,15 @@ def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[st
             raise ValueError(f"-m with {word}: a sweep takes keys alone; run_dir=FOLDER says where it writes")
     try:
         given = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(words)}
-        values = {key: [*each.sweep_string_iterator()] for key, each in given.items() if each.is_sweep_override()}
     except HydraException as error:
-        raise ValueError(f"{str(error).splitlines()[0]}: expected values with commas between them: key=a,b") from error
-    if not values:
-        raise ValueError("-m: no key has several values; give some, such as seed=0,1,2, or leave -m out")
+        raise ValueError(str(error).splitlines()[0]) from error
+    swept = {key: each for key, each in given.items() if each.is_sweep_override()}
+    for each in swept.values():
+        if each.value_type in (ValueType.GLOB_CHOICE_SWEEP, ValueType.INTERVAL_SWEEP):
+            raise ValueError(f"{each.input_line}: expected values with commas between them, as in seed=0,1,2")
+    if not swept:
+        raise ValueError("-m: no key has several values; give some without brackets, as in seed=0,1,2, or leave -m out")
+    values = {key: [*each.sweep_string_iterator()] for key, each in swept.items()}
     own = given.keys() & {*OF_RUN_DIRECTORIES} if has_run_dir else set()
     for key in own & values.keys():
         raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
