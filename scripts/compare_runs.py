@@ -86,7 +86,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         seeds = [", ".join(str(run.typed.seed) for run in group.runs) for group in groups]
         rows.append(["seeds", *(f"{len(g.runs)} ({s})" for g, s in zip(groups, seeds, strict=True))])
     rows += [
-        ["images evaluated", *(", ".join(dict.fromkeys(str(run.results["images"]) for run in g.runs)) for g in groups)],
+        ["images evaluated", *(str(group.runs[0].results["images"]) for group in groups)],
         ["training images / s, median", *(f"{group.mean(Run.speed):.1f}" for group in groups)],
         ["peak memory of the process, MiB", *(f"{group.mean(Run.peak_memory):,.0f}" for group in groups)],
         ["training, minutes", *(f"{group.mean(Run.minutes):.1f}" for group in groups)],

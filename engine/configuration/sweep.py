@@ -75,7 +75,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
     start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]
     commands = {job.title: [*start, *job.arguments] for job in waiting}
     failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting))
-    if folder is not None:
+    if folder is not None and folder.is_dir():  # otherwise no job has begun
         keys = shlex.join([override("runs", folder), override("out", folder / "comparison")])
         for line in (
             f"compare   python -m scripts.compare_runs {keys}",

@@ -154,6 +154,7 @@ def _hide_folders(results: dict) -> dict:
 def _without_folders(command: str) -> str:
     """A command line with data.root=DIR, and without the arguments that only say where the run was written."""
     words = [word for word in shlex.split(command) if not word.startswith(("run_dir=", "resume="))]
+    words[1:2] = [Path(word).name for word in words[1:2]]  # the entry may have been started from another folder
     return shlex.join("data.root=DIR" if word.startswith("data.root=") else word for word in words)
 
 

@@ -54,7 +54,7 @@ def finished(tmp_path_factory) -> Path:
     root, run_dir = folder / "my streets", folder / "std" / "seed0"  # as scripts.run_table calls it
     synthetic(root, "train")
     overrides = (f"run_dir={run_dir}", f"data.root={root}", *SHORT, "trainer.steps=2", "norm=std")
-    train(composed("train_seg", *overrides), command=shlex.join(["python", "train_seg.py", *overrides]))
+    train(composed("train_seg", *overrides), command=shlex.join(["python", f"{root}/train_seg.py", *overrides]))
     last = run_dir / "checkpoints" / "last.pt"
     evaluate(composed("eval", f"checkpoint={last}", "tta.scales=[0.25]", "workers=0", "device=cpu"))
     return run_dir
