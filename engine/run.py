@@ -1,6 +1,7 @@
 """A training run of any task on one rank, from its configuration to its results."""
 
 import reprlib
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class Run(Generic[Config, Split]):
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
         )
+        if shorter := self.config.shorter_length(self.schedule.steps_per_epoch):
+            logger.info(shorter)
         if self.config.compiles(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
         self.learner = learner
@@ -191,7 +194,8 @@ def opened(
         StopRequest(data.timeout_seconds) as stop,
     ):
         config.check_shares(world.size)
-        directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name))[0])
+        given = configuration.deciding((word for word in shlex.split(command) if "=" in word), config)
+        directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config), _removed_unless_begun(directory, stop):
             run = _agree(config, world, stop, directory, *find(data))
             log_to(run.console, directory.log if world.first else None, world.rank)

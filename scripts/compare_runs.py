@@ -1,18 +1,24 @@
-"""Compare runs side by side: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
+"""Compare runs side by side:
 
-Writes NAME.md (commands, scores, also per class and of other evaluations, hardware), NAME.png (curves) and, in
-NAME/RUN/, the files of each run that both are made from. Given as `runs`, these folders make the same report again. All
-runs have the same task.
+    python -m scripts.compare_runs runs=FOLDER out=OUT
+    python -m scripts.compare_runs runs=[RUN_DIR,OTHER_RUN] out=OUT "title=Two norms"
+    python -m scripts.compare_runs runs=[FOLDER,docs/results/NAME/RUN] out=docs/results/NAME
+
+`runs` are run directories, or folders that hold some at any depth. Runs that differ in their seed alone share a column:
+mean ± standard deviation. Columns are named after folders, or after the keys that differ if folders are dates. Writes
+OUT.md (commands, scores, also per class and of other evaluations, hardware; what has not ended), OUT.png (curves),
+OUT.csv (all scores) and, in OUT/RUN/, the files of each run that these are made from. Given as `runs`, these folders
+make the same report again. All runs have the same task.
 """
 
-import json
+import csv
 import os
-import re
-import shlex
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
@@ -20,177 +26,147 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_figure, write_file
+from engine.schema.keys import as_list
 from scripts.evidence import charts
 from scripts.evidence.frame import conditions, table
+from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, folder_name, found_runs, titles_of
 
 
 @dataclass
 class Comparison:
-    runs: list[str] = MISSING  # run directories, or folders that an earlier comparison wrote
+    runs: Any = MISSING  # a folder, or a list of folders: run directories, or what holds some
     out: str = MISSING  # path of the report, without suffix
-    title: str = "Comparison of runs"
+    title: str = "Comparison of runs"  # of the page
+
+    def check(self) -> None:
+        if not as_list(self.runs):
+            raise ValueError(f"runs={self.runs}: expected a folder, or a list of different folders: [DIR,DIR]")
 
 
-class Scores(NamedTuple):
-    """The names of a task's scores in results.json, and their titles."""
+class Group(NamedTuple):
+    """Runs of one configuration with different seeds."""
 
-    best: str
-    best_title: str
-    second: str
-    second_title: str
-    of_classes: str
+    title: str
+    runs: list[Run]
 
+    def mean(self, value: Callable[[Run], float]) -> float:
+        return statistics.mean(map(value, self.runs))
 
-SCORES = (
-    Scores("miou", "mIoU %", "pixel_accuracy", "pixel accuracy %", "iou"),
-    Scores("top1", "top-1 %", "top5", "top-5 %", "accuracy"),
-)
+    def percent(self, score: str, of_class: str = "") -> tuple[float | None, float | None]:
+        """Mean and standard deviation of a score over the runs that have it; None for none, or a single one."""
+        found = (run.percent.get((score, of_class)) for run in self.runs)
+        values = [value for value in found if value is not None]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return statistics.mean(values) if values else None, deviation
 
+    def cell(self, score: str, of_class: str = "") -> str:
+        mean, deviation = self.percent(score, of_class)
+        return "–" if mean is None else f"{mean:.2f}" + (f" ± {deviation:.2f}" if deviation is not None else "")
 
-class Run:
-    """The files of one run, with local folders replaced by DIR."""
-
-    def __init__(self, folder: Path, title: str | None = None):
-        for name in ("results.json", "metrics.jsonl", "config.yaml"):
-            if not (folder / name).is_file():
-                raise ValueError(f"runs: {folder} has no {name}: expected the directory of a run that has ended")
-        self.name = title or folder.resolve().name
-        self.results = json.loads((folder / "results.json").read_text())
-        known = [scores for scores in SCORES if scores.best in self.results]
-        if not known:
-            names = " or ".join(scores.best for scores in SCORES)
-            raise ValueError(f"runs: {folder} has no {names} in its results.json: expected a run of this project")
-        (self.scores,) = known
-        header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
-        self.command = _without_folders(header.removeprefix("# "))
-        processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
-        self.processes = int(processes[1]) if processes else None  # None: of an older version
-        self.config = re.sub(r"(?m)^(run_dir|  root): (?!null).*$", r"\1: DIR", self.config)
-        _hide_folders(self.results)
-        self.others = {
-            path.stem.removeprefix("results_"): _hide_folders(json.loads(path.read_text()))
-            for path in sorted(folder.glob("results_*.json"))
-        }
-        self.metrics = (folder / "metrics.jsonl").read_text()
-        self.records = [json.loads(line) for line in self.metrics.splitlines()]
-        if self.records[-1].get(self.scores.best) != self.results[self.scores.best]:
-            raise ValueError(
-                f"runs: the last record of {folder} is not the evaluation in its results.json: expected the directory "
-                f"of a run that has ended"
-            )
-
-    def launched(self) -> str:
-        """The command that starts all of its processes."""
-        if self.processes in (None, 1):
-            return self.command
-        return f"torchrun --nproc-per-node {self.processes} {self.command.removeprefix('python ')}"
-
-    def curve(self, kind: str, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one key in the "train" or "val" records."""
-        chosen = [record for record in self.records if record["kind"] == kind]
-        return [record["step"] for record in chosen], [record[key] for record in chosen]
-
-    def speed(self) -> float:
-        """Median of the images per second that the training logged."""
-        return statistics.median(self.curve("train", "images_per_second")[1])
-
-    def minutes(self) -> float:
-        """Training time, without evaluations and checkpoints: images over images per second, summed."""
-        steps, speeds = self.curve("train", "images_per_second")
-        crops = self.results["config"]["data"]["crops_per_minibatch"]
-        done = [0, *steps[:-1]]
-        return sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True)) / 60
-
-    def peak_memory(self) -> float:
-        return max(self.curve("train", "peak_memory_mib")[1])
-
-    def write(self, folder: Path) -> None:
-        files = {"results": self.results, **{f"results_{name}": results for name, results in self.others.items()}}
-        for stem, results in files.items():
-            write_file(folder / f"{stem}.json", json.dumps(results) + "\n")
-        write_file(folder / "config.yaml", f"# {self.command}\n{self.config}")
-        write_file(folder / "metrics.jsonl", self.metrics)
+    def curve(self, kind: str, key: str) -> tuple[list[int], list[float], list[float]]:
+        """Steps that all runs have in their "train" or "val" records, and their mean and deviation (empty for one)."""
+        curves = [dict(zip(*run.curve(kind, key), strict=True)) for run in self.runs]
+        steps = [step for step in curves[0] if all(curve.get(step) is not None for curve in curves)]
+        values = [[curve[step] for curve in curves] for step in steps]
+        deviations = [statistics.stdev(each) for each in values] if len(curves) > 1 else []
+        return steps, [statistics.mean(each) for each in values], deviations
 
 
-def _hide_folders(results: dict) -> dict:
-    """Replace this machine's folders in `results` by DIR; returns it."""
-    results["config"]["run_dir"] = "DIR"
-    results["config"]["data"]["root"] = results["config"]["data"]["root"] and "DIR"
-    results["checkpoint"] = f"DIR/checkpoints/{Path(results['checkpoint']).name}"
-    return results
-
-
-def _without_folders(command: str) -> str:
-    """A command line with data.root=DIR, and without the arguments that only say where the run was written."""
-    words = [word for word in shlex.split(command) if not word.startswith(("run_dir=", "resume="))]
-    return shlex.join("data.root=DIR" if word.startswith("data.root=") else word for word in words)
-
-
-def report(runs: list[Run], title: str, picture: str) -> str:
-    scores = runs[0].scores
-    rows = [
-        [f"**{scores.best_title}, last checkpoint**", *(f"**{_percent(run.results[scores.best])}**" for run in runs)],
-        [scores.second_title, *(_percent(run.results[scores.second]) for run in runs)],
-    ]
-    for name in runs[0].others:
-        if all(name in run.others for run in runs):
-            about = f"{scores.best_title}, eval.py: {name.replace('_', ', ')}"
-            rows.append([about, *(_percent(run.others[name][scores.best]) for run in runs)])
-    for name in runs[0].results[scores.of_classes]:
-        rows.append([name, *(_percent(run.results[scores.of_classes].get(name)) for run in runs)])
+def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
+    runs = [run for group in groups for run in group.runs]
+    scores, first = runs[0].scores, runs[0].percent
+    rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
+    for score, of_class in first:
+        in_all = all((score, of_class) in run.percent for run in runs)
+        if score not in (scores.best_title, *FROM_CONFUSION) and (in_all or of_class):
+            about, _, view = score.partition(", ")
+            name = of_class or f"{about} %" + (f", {view}" if view else "")
+            rows.append([name, *(group.cell(score, of_class) for group in groups)])
+    if len(runs) > len(groups):
+        seeds = [", ".join(str(run.typed.seed) for run in group.runs) for group in groups]
+        rows.append(["seeds", *(f"{len(g.runs)} ({s})" for g, s in zip(groups, seeds, strict=True))])
     rows += [
-        ["images evaluated", *(str(run.results["images"]) for run in runs)],
-        ["training images / s, median", *(f"{run.speed():.1f}" for run in runs)],
-        ["peak memory of the process, MiB", *(f"{run.peak_memory():,.0f}" for run in runs)],
-        ["training, minutes", *(f"{run.minutes():.1f}" for run in runs)],
+        ["images evaluated", *(str(group.runs[0].results["images"]) for group in groups)],
+        ["training images / s, median", *(f"{group.mean(Run.speed):.1f}" for group in groups)],
+        ["peak memory of the process, MiB", *(f"{group.mean(Run.peak_memory):,.0f}" for group in groups)],
+        ["training, minutes", *(f"{group.mean(Run.minutes):.1f}" for group in groups)],
     ]
     lines = [f"# {title}", "", "```", *(run.launched() for run in runs), "```", ""]
-    lines.append(table(["", *(run.name for run in runs)], rows))
-    lines += ["", f"![training loss and validation {scores.best_title.removesuffix(' %')} over steps]({picture})", ""]
+    lines.append(table(["", *(group.title for group in groups)], rows))
+    if len(runs) > len(groups):
+        lines += ["", "Means ± standard deviations over seeds."]
+    if left_out:
+        lines += ["", "Not in the table:"]
+        lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
+    lines += ["", f"![training loss and validation {scores.best_title} over steps]({picture})", ""]
+    for score in FROM_CONFUSION:
+        classes = [of_class for name, of_class in first if name == score]
+        if classes:
+            cells = ([name or "mean", *(group.cell(score, name) for group in groups)] for name in classes)
+            lines += [table([f"{score} %", *(group.title for group in groups)], cells), ""]
     lines += [f"- {run.name}: {conditions(run.results['environment'])}" for run in runs]
     return "\n".join(lines) + "\n"
 
 
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.2f}"
+def as_csv(groups: list[Group]) -> str:
+    """A line for each score of each group, in percent: score, class, mean, standard deviation, number of runs."""
+    text = StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["runs", "score", "class", "percent", "deviation", "seeds"])
+    for group in groups:
+        for score, of_class in group.runs[0].percent:
+            values = ("" if value is None else f"{value:.4f}" for value in group.percent(score, of_class))
+            lines.writerow([group.title, score, of_class, *values, len(group.runs)])
+    return text.getvalue()
 
 
-def curves(runs: list[Run]) -> Figure:
-    scores = runs[0].scores
+def curves(groups: list[Group]) -> Figure:
+    scores = groups[0].runs[0].scores
     figure, panels = charts.panels(1, 2, (10, 3.6))
-    best = ("val", scores.best, f"validation {scores.best_title.removesuffix(' %')}", "o-")
-    for axes, (kind, key, label, style) in zip(panels, (("train", "loss", "training loss", "-"), best), strict=True):
+    best = ("val", scores.best, f"validation {scores.best_title} %", "o-", 100)
+    for axes, (kind, key, label, style, factor) in zip(
+        panels, (("train", "loss", "training loss", "-", 1), best), strict=True
+    ):
         shown = []
-        for run in runs:
-            steps, values = run.curve(kind, key)
-            shown.append(charts.Series(run.name, values, steps, style=style))
+        for group in groups:
+            steps, *values = group.curve(kind, key)
+            mean, spread = ([factor * value for value in each] for each in values)
+            shown.append(charts.Series(group.title, mean, steps, style=style, spread=spread))
         charts.lines(axes, shown, xlabel="step", ylabel=label)
     charts.legend(figure, columns=3)
     return figure
 
 
-def titles(folders: list[Path]) -> list[str]:
-    """The names of run directories, or of their parents if all have the same: STD/seed0 and INPLACE/seed0."""
-    while len(folders) > 1 and len({folder.name for folder in folders}) == 1 and len(set(folders)) == len(folders):
-        folders = [folder.parent for folder in folders]
-    return [folder.name for folder in folders]
+def named_groups(runs: Sequence[Run]) -> list[Group]:
+    """Group runs by configuration. Runs whose folders have equal names, or dates, are named after their group."""
+    groups = by_configuration(runs)
+    titles = titles_of(groups)
+    named = len({run.name for run in runs}) == len(runs) and not any(DATE.fullmatch(run.name) for run in runs)
+    for title, group in zip(titles, groups, strict=True):
+        for run in group if not named else ():
+            run.name = title if len(group) == 1 else f"{title}, seed={run.typed.seed}"
+    return [Group(title, group) for title, group in zip(titles, groups, strict=True)]
 
 
 def compare(values: DictConfig) -> Path:
-    """Write the report and return the page's path. Raises ValueError for a folder that is not a finished run."""
+    """Write the report and return the page's path. Raises ValueError if no run has ended, or for several tasks."""
     config = configuration.typed(values, Comparison)
-    names = titles([Path(folder).resolve() for folder in config.runs])
-    runs = [Run(Path(folder), name) for folder, name in zip(config.runs, names, strict=True)]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"runs={config.runs}: expected folders with different names, the titles of the columns")
+    out = Path(config.out)
+    runs, left_out = found_runs(as_list(config.runs), Run, but_not_below=out)
+    if not runs:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in left_out.items())
+        raise ValueError(f"runs={config.runs}: no run has ended ({reasons})")
     if len({run.scores for run in runs}) > 1:
         raise ValueError(f"runs={config.runs}: expected runs of one task")
-    out = Path(config.out)
+    groups = named_groups(runs)
+    if len({folder_name(run.name) for run in runs}) < len(runs):
+        raise ValueError(f"runs={config.runs}: expected different runs, in folders of different names")
     for run in runs:
-        run.write(out / run.name)
-    write_figure(Path(f"{out}.png"), curves(runs), dpi=120)
+        run.write(out / folder_name(run.name))
+    write_figure(Path(f"{out}.png"), curves(groups), dpi=120)
+    write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")
-    write_file(page, report(runs, config.title, os.path.basename(f"{out}.png")))
+    write_file(page, report(groups, left_out, config.title, os.path.basename(f"{out}.png")))
     return page
 
 

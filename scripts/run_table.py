@@ -12,8 +12,6 @@ nothing: it evaluates every released file in `files`, and prints the published s
 """
 
 import shlex
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +24,11 @@ from engine import assemble, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import make_console, table_of
+from engine.jobs import run_jobs
 from engine.schema.classification import CLASSIFICATION_DATASETS
 from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
-from engine.stopping import Preempted
 from models.checkpoints.published import published
 from scripts.evidence import papers
 from scripts.evidence.measuring import operations_of
@@ -94,7 +92,7 @@ def run(values: DictConfig) -> int:
 
     Raises:
         ValueError: there is no such table; a run directory holds another run; no training has its data and weights.
-        Preempted: SIGTERM stopped a training.
+        Preempted: a training was asked to stop.
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
     if arguments.files is not None:
@@ -111,38 +109,11 @@ def run(values: DictConfig) -> int:
     lacking = sorted({entry for job in waiting for entry in job.missing})
     if waiting and not ready:
         raise ValueError(f"table={arguments.table} needs {'; '.join(lacking)}")
-    failed = []
-    for job in ready:
-        console.print(f"{job.experiment}, seed {job.seed}", style="bold")
-        if code := _finished(job.command):
-            failed.append(job)
-            console.print(f"failed with exit code {code}; see {job.run_dir}", style="red")
-    done = len(ready) - len(failed)
-    console.print(f"{done} run, {len(jobs) - len(waiting)} had been run before, {len(failed)} failed")
-    for job in failed:
-        console.print(f"failed: {job.experiment}, seed {job.seed}")
+    commands = {f"{job.experiment}, seed {job.seed}": job.command for job in ready}
+    failed = run_jobs(commands, console, ended_before=len(jobs) - len(waiting), folder=papers.REPOSITORY)
     if lacking:
         console.print(f"{len(waiting) - len(ready)} not run, which need {'; '.join(lacking)}")
-    return len(failed)
-
-
-def _finished(command: list[str]) -> int:
-    """Run a training and return its exit status. A SIGTERM goes on to it, and Preempted is raised when it has ended."""
-    with subprocess.Popen(command, cwd=papers.REPOSITORY) as training:
-        stopped = []
-
-        def stop(number: int, _: object) -> None:
-            stopped.append(number)
-            training.send_signal(number)
-
-        before = signal.signal(signal.SIGTERM, stop)
-        try:
-            status = training.wait()
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    if stopped:
-        raise Preempted("the training was stopped")
-    return status
+    return failed
 
 
 def jobs_of(arguments: RunTable) -> list[Job]:

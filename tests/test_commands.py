@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from engine.configuration import config as configuration
+from engine.configuration import sweep
 from scripts import plan_memory, run_table
 from scripts.evidence import frame, methods, papers, tables
 from tests.runs import REPOSITORY, composed
@@ -65,6 +66,9 @@ def checked(words: list[str]) -> object:
         return None
     importlib.import_module(module)  # declares the command
     name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
+    if "-m" in keys:
+        _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)
+        return jobs
     values = composed(name, *keys)
     return configuration.typed(values, OmegaConf.get_type(values))
 
@@ -127,6 +131,8 @@ def test_commands_are_found_and_wrong_ones_noticed():
         "torchrun --nproc-per-node 4 train_seg.py experiment=cifar10/resnet14",
         "python train_imagenet.py … norm=package norm.activation=relu",
         "python eval.py tta.flip=true",
+        "python train_seg.py -m optim.lr=0.1 seed=0",
+        "python train_seg.py -m optim.lr=0.1,0.2 seed=a,b",
         'python -m scripts.run_table table=table3 "overrides=[trainer.precision=bfloat16,trainer.epochs=30]"',
         'python -m scripts.run_table table=table3 "weights={resnext101: GONE}"',
         "init.weights=FILE init.format=caffe",

@@ -62,7 +62,9 @@ def made_again(document: Path, folder: Path) -> str:
     runs, out, title = (word.partition("=")[2] for word in command[3:])
     assert REPOSITORY / f"{out}.md" == document
     runs = [str(REPOSITORY / run) for run in runs.strip("[]").split(",")]
-    return compare(OmegaConf.structured(Comparison(runs, str(folder / document.stem), title))).read_text()
+    page = compare(OmegaConf.structured(Comparison(runs, str(folder / document.stem), title)))
+    assert page.with_suffix(".csv").read_text() == document.with_suffix(".csv").read_text()
+    return page.read_text()
 
 
 @pytest.mark.parametrize("document", [*documents.DOCUMENTS, *sorted(RESULTS.glob("*.md"))], ids=lambda path: path.stem)

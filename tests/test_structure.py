@@ -24,7 +24,7 @@ ROOMS = {"engine", "models", "datasets", "scripts", "tests", "train_seg", "train
 MAY_IMPORT = {"datasets": {"datasets"}, "models": {"models"}, "engine": {"engine", "models", "datasets"}}
 LAYERS_IMPORT = {"torch", "triton", "models"} | sys.stdlib_module_names  # they are installed without the rest
 
-KNOWS_HYDRA = ("engine/configuration/config.py", "engine/configuration/command_line.py", "engine/schema/")
+KNOWS_HYDRA = ("engine/configuration/", "engine/schema/")
 NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
 # Modules outside engine/schema and engine/assemble that import the schema, and the names they import.
 KNOWS_SCHEMA = {
@@ -39,7 +39,8 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"training.TrainingRun"},
     "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
-    "engine/configuration/command_line.py": {"keys.groups_of"},
+    "engine/configuration/command_line.py": {"keys.Keys", "keys.groups_of", "keys.override"},
+    "engine/configuration/sweep.py": {"keys.Keys", "keys.override"},
     "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
     "engine/tasks.py": {

@@ -92,13 +92,14 @@ DROPOUT = (
 
 
 def test_resuming_gives_the_same_weights_to_the_bit(streets, tmp_path):
-    """In mid-epoch, with dropout and class-uniform sampling, and if blocks and an index elsewhere are recomputed."""
+    """In mid-epoch, with dropout and class-uniform sampling, if blocks and an index elsewhere are recomputed, and if
+    fewer images are evaluated."""
     options = (*streets[1], *DROPOUT, "norm=std", "sampler=class_uniform", "sampler.fraction=0.5")
     options += ("trainer.steps=4", "trainer.checkpoint_every_steps=2")
     train_short(tmp_path / "whole", *options)
     interrupted(tmp_path / "resumed", 4, *options, "trainer.recompute=blocks")
     assert checkpoint.load(tmp_path / "resumed" / "checkpoints" / "last.pt")["step"] == 2
-    options += ("trainer.recompute=sqrt", f"sampler.folder={tmp_path / 'index'}")
+    options += ("trainer.recompute=sqrt", f"sampler.folder={tmp_path / 'index'}", "trainer.evaluate_images=1")
     train_short(tmp_path / "resumed", *options, "resume=auto")
     assert list((tmp_path / "index").rglob("index.npz"))
     said = "classes have no pixel in the training split and are not drawn: "

@@ -2,10 +2,12 @@
 
 import errno
 import fcntl
+import hashlib
 import os
+import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -19,12 +21,28 @@ from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
+LONGEST_NAME = 255  # bytes, of Linux's filesystems
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def new_run_path(dataset: str, norm: str) -> str:
-    """The folder of a run if none is given."""
-    return f"runs/{dataset}-{norm}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
+def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
+    """The folder of a run if none is given: TensorBoard lists runs by their folders."""
+    parts = ["runs", f"{dataset}-{norm}", *([named_after(overrides)] if overrides else [])]
+    return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"])
+
+
+def named_after(overrides: Sequence[str], digest: bool = False) -> str:
+    """A file name that lists key=value overrides: optim.lr=0.1,seed=0.
+
+    Brackets and quotes are left out, and a slash becomes a dash, so that few names need quotes. A name that is too
+    long, or one with `digest`, ends with a part of the overrides' hash.
+    """
+    text = ",".join(overrides)
+    name = re.sub(r"[^\w.+=,-]+", "-", re.sub(r"[][{}()'\"\s\\]", "", text))
+    if digest or len(name.encode()) > LONGEST_NAME:
+        hashed = hashlib.sha256(text.encode()).hexdigest()[:8]
+        name = f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{hashed}"
+    return name
 
 
 class RunDirectory:
@@ -172,13 +190,13 @@ class RunDirectory:
         state = self._newest_good()
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+        steps = state.get("total_steps")
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
-            raise ValueError(
-                f"run_dir={self.path} holds a run with another configuration: {listed}. Give the same values to "
-                f"continue it, or another run_dir to start a new run"
-            )
-        steps = state.get("total_steps")
+            advice = "Give the same values to continue it, or another run_dir to start a new run"
+            if state["step"] == steps and total_steps > steps:
+                advice = config.longer_advice(self.last)
+            raise ValueError(f"run_dir={self.path} holds a run with another configuration: {listed}. {advice}")
         if steps != total_steps:
             raise ValueError(
                 f"run_dir={self.path} holds a run of {steps} steps, but with the images found now it would have "

@@ -9,20 +9,24 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from dataclasses import fields
+from functools import cache, partial, wraps
 from pathlib import Path, PurePosixPath
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration.config import register
+from engine.configuration import sweep
+from engine.configuration.config import register, typed
 from engine.console import logger, make_printing_safe
 from engine.distributed import launched
 from engine.memory import is_out_of_memory
-from engine.schema.keys import groups_of
+from engine.schema.keys import Keys, groups_of, override
 from engine.stopping import EXIT_CODE, Preempted
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -76,7 +80,12 @@ def configured(
 
         @wraps(run)
         def checked() -> None:
+            sys.argv[1:] = map(_quoted_path, sys.argv[1:])
             with errors_for_users():  # Hydra's own message would not say what the command takes
+                if sweep.asked_for(sys.argv[1:]):
+                    has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
+                    sweep.run(sys.argv[1:], partial(_checked, name, schema), has_run_dir)
+                    return
                 _check_choices(sys.argv[1:], schema)
             run()
 
@@ -94,6 +103,21 @@ def composed(name: str, *overrides: str) -> DictConfig:
             return hydra.compose(f"command/{name}", list(overrides))
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def _checked(name: str, schema: type, overrides: list[str]) -> Keys:
+    """The configuration that a declared command gets from `overrides`. ValueError: they are wrong."""
+    _check_choices(overrides, schema)
+    try:
+        return typed(composed(name, *overrides), schema)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{' '.join(overrides)}: {str(error.__cause__ or error).splitlines()[0]}") from error
+
+
+def _quoted_path(argument: str) -> str:
+    """key=PATH as Hydra takes it, if PATH exists and has a = or a comma, as run directories of sweeps have."""
+    key, _, value = argument.partition("=")
+    return override(key, value) if {"=", ","} & set(value) and os.path.exists(value) else argument
 
 
 def command_line() -> str:

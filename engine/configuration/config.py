@@ -1,6 +1,6 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and those to plain dictionaries and back."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,3 +150,9 @@ def fixed(config: Keys) -> dict[str, object]:
 def shared(config: Keys) -> dict[str, object]:
     """{"optim.lr": 1, …}: the keys that must be equal on all ranks."""
     return {name: value for name, value, entry in leaves(config) if not entry.metadata.get("per_machine")}
+
+
+def deciding(overrides: Iterable[str], config: Keys) -> list[str]:
+    """The overrides that a resumed run may not change: those of groups, and of the keys that `fixed` lists."""
+    free = {name for name, _, entry in leaves(config) if entry.metadata.get("free_on_resume")}
+    return [each for each in overrides if each.partition("=")[0].lstrip("+") not in free]

@@ -26,7 +26,7 @@ class Trainer:
     evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
     # Evaluate only N images, even at the end: the first, or in classification some of every class; null: all.
-    evaluate_images: int | None = key(None, above=0)
+    evaluate_images: int | None = key(None, above=0, free_on_resume=True)
     checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
     log_every_steps: int = key(20, above=0, free_on_resume=True)
     device: str = key("auto", one_of=DEVICES, per_machine=True)
@@ -87,7 +87,8 @@ class TrainingRun:
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
 
-    run_dir: str | None = key(None, free_on_resume=True)  # null: runs/DATASET-NORM/DATE
+    # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
+    run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it
     resume: str | None = key(None, free_on_resume=True)
     seed: int = key(0, least=0, most=2**63 - 1)
@@ -144,6 +145,16 @@ class TrainingRun:
         backend = getattr(self.norm, "backend", "eager")
         norms = backend == "compiled" or (backend == "auto" and device_type == "cpu")
         return self.trainer.compile or (norms and not self.trainer.smoke)
+
+    def shorter_length(self, steps_per_epoch: int) -> str | None:
+        """For the log: which of the keys epochs and steps ends the run. None if only one is given."""
+        epochs, steps = self.trainer.epochs, self.trainer.steps
+        if epochs is None or steps is None:
+            return None
+        ends, other = f"trainer.steps={steps}", f"trainer.epochs={epochs} ({epochs * steps_per_epoch} steps)"
+        if epochs * steps_per_epoch < steps:
+            ends, other = other, ends
+        return f"{ends} ends the run before {other}"
 
     def score_text(self, score: float) -> str:
         """The score for the console."""
@@ -214,6 +225,11 @@ class TrainingRun:
             f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}. "
             f"memory.budget=… memory.fit=batch chooses a minibatch that fits"
         )
+
+    def longer_advice(self, checkpoint: Path) -> str:
+        """For messages: how to train for longer than a run that has ended with `checkpoint`."""
+        start = shlex.quote(override("init.weights", checkpoint))
+        return f"The run has ended. To train its weights for longer, start a new run: another run_dir, and {start}"
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
         """For messages: how to continue from `checkpoint`, the last good one, after divergence."""

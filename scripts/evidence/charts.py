@@ -27,6 +27,7 @@ class Series(NamedTuple):
     colour: str | None = None  # None: the next one of matplotlib's
     style: str = "-"  # of lines and points, as matplotlib's format
     texts: Sequence[str] = ()  # beside bars and points; an empty one is left out
+    spread: Sequence[float] = ()  # of lines: deviation of each point, a band
 
 
 def panels(rows: int, columns: int, inches: tuple[float, float], **options: Any) -> tuple[Figure, list[Axes]]:
@@ -61,7 +62,10 @@ def stacked_bars(axes: Axes, names: Sequence[str], shown: Iterable[Series], **la
 
 def lines(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
     for series in shown:
-        axes.plot(series.x, series.y, series.style, color=series.colour, label=series.label, markersize=4)
+        (line,) = axes.plot(series.x, series.y, series.style, color=series.colour, label=series.label, markersize=4)
+        if series.spread:
+            low, high = np.subtract(series.y, series.spread), np.add(series.y, series.spread)
+            axes.fill_between(series.x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     _finish(axes, "both", labels)
 
 

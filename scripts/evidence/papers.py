@@ -110,9 +110,10 @@ def published(experiment: str) -> list[Published]:
 
 
 def training_of(config: TrainingRun) -> dict[str, object]:
-    """The keys, with their values, that distinguish one training from another and have an effect on it."""
+    """The keys, with their values, that distinguish one training, or its score, from another and have an effect."""
     without_effect = {"data.antialias"} if getattr(config.data, "never_shrinks", False) else set()
-    return {name: value for name, value in configuration.fixed(config).items() if name not in {*FREE, *without_effect}}
+    keys = {**configuration.fixed(config), "trainer.evaluate_images": config.trainer.evaluate_images}
+    return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
 
 
 def changed_keys(config: TrainingRun, experiment: str, processes: int | None = None) -> list[str]:

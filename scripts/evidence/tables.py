@@ -16,18 +16,17 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
 
-from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_file
-from scripts.compare_runs import Run
 from scripts.evidence import charts, frame, papers
 from scripts.evidence.frame import GIB, MIB, table
+from scripts.evidence.runs import Run, found_runs
 
 SCORE_TITLES = {"miou": "mIoU", "top1": "top-1", "top5": "top-5"}
 VIEWS = {"_ten_crop": "ten crops", "_crop320": "320 pixels"}
@@ -58,17 +57,12 @@ class Tables:
 
 
 class Finished(Run):
-    """A run that has ended, with its configuration."""
+    """A run that has ended, and the experiment that it was started as."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        self.folder = folder
-        self.entry, schema = next(item for item in papers.SCHEMAS.items() if item[1].score == self.scores.best)
-        state = {"format": SEGMENTATION_ONLY if self.entry == "train_seg" else FORMAT, "config": self.results["config"]}
-        config = cast(dict, migrated(state))["config"]
-        self.typed = configuration.from_plain(config, schema, f"{folder}")
         named = re.search(r"experiment=([\w/.-]+)", self.command)
-        self.experiment = named[1] if named else None  # that it was started as
+        self.experiment = named[1] if named else None
 
     def on_gpu(self) -> bool:
         """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
@@ -96,7 +90,11 @@ def write(values: DictConfig) -> Path:
     _, _, after = rest.partition(END)
     if not after:
         raise ValueError(f"out={out}: {page} has no lines {START!r} and {END!r}, between which the tables would go")
-    runs, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs)
+    found, left_out = found_runs([arguments.runs] if isinstance(arguments.runs, str) else arguments.runs, Finished)
+    finished: dict[str, Finished] = {}  # by its records, as a page may hold a copy of another page's run
+    for run in found:
+        finished.setdefault(run.metrics, run)
+    runs = list(finished.values())
     planned = planned_memory(Path(arguments.plan))
     tables = rows_of(runs, planned)
     shown = {run.folder for rows in tables.values() for run in runs_of(rows)}
@@ -109,29 +107,6 @@ def write(values: DictConfig) -> Path:
     text = as_markdown(tables, pictures, left_out, out)
     write_file(page, f"{before}{START}\n{text}\n{END}{after}")
     return page
-
-
-def found_runs(folders: list[str]) -> tuple[list[Finished], dict[Path, str]]:
-    """The runs below folders, and run directories that cannot be read, with the reason."""
-    finished: dict[str, Finished] = {}  # by its records, as a page may hold a copy of another page's run
-    left_out = {}
-    for folder in folders:
-        if not Path(folder).is_dir():
-            raise ValueError(f"runs: {folder} is not a folder")
-        found = sorted(file.parent for file in Path(folder).rglob("config.yaml"))
-        if not found:
-            raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        for path in found:
-            if not (path / "results.json").is_file():
-                left_out[path] = "it has not ended"
-                continue
-            try:
-                run = Finished(path)
-            except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-                left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
-            else:
-                finished.setdefault(run.metrics, run)
-    return list(finished.values()), left_out
 
 
 def planned_memory(file: Path) -> dict[str, int]:
@@ -300,9 +275,9 @@ def chart(runs: list[Finished]) -> Figure:
             style = "o-" if len(steps) > 2 else "o"  # two evaluations are no curve
             curves.append(charts.Series(label, [100 * value for value in values], steps, style=style))
             bars.append(charts.Series(label, [100 * (of_classes[name] or 0) for name in classes]))
-        charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title}")
+        charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title} %")
         left.legend(fontsize=7)
-        about = f"{scores.of_classes.replace('iou', 'IoU')} of each class, %"
+        about = f"{scores.class_title} of each class, %"
         charts.bars(right, classes, bars, rotation=60, ylabel=about)
         right.tick_params(axis="x", labelsize=7)
     return figure

@@ -3,10 +3,13 @@
 Reports of whole trainings are in docs/results, where tests/test_docs.py makes them again.
 """
 
+import csv
 import json
 import re
 import shlex
 import shutil
+import statistics
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +17,8 @@ from omegaconf import OmegaConf
 
 from datasets import synthetic
 from eval import evaluate
-from scripts.compare_runs import Comparison, Run, compare
+from scripts.compare_runs import Comparison, Group, compare, main
+from scripts.evidence.runs import Run, differing, found_runs
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
@@ -26,6 +30,23 @@ def report(folder: Path, *runs: Path) -> str:
     return compare(OmegaConf.structured(Comparison(runs=list(map(str, runs)), out=str(folder)))).read_text()
 
 
+def copied(folder: Path, score: float = 0.9, **changed: object) -> Path:
+    """A run of CIFAR-10 with another score and other keys, such as norm={"name": "std"}."""
+    shutil.copytree(CIFAR / "inplace", folder)
+    results = json.loads((folder / "results.json").read_text())
+    for name, value in changed.items():
+        results["config"][name] = {**results["config"][name], **value} if isinstance(value, dict) else value
+    results["top1"] = score
+    (folder / "results.json").write_text(json.dumps(results))
+    *records, last = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*records, json.dumps({**json.loads(last), "top1": score})]))
+    return folder
+
+
+def columns(page: str) -> list[str]:
+    return re.search(r"(?m)^\|  \| (.*) \|$", page)[1].split(" | ")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """A run of two steps, evaluated again in another way, in a folder of a name with a space."""
@@ -33,7 +54,7 @@ def finished(tmp_path_factory) -> Path:
     root, run_dir = folder / "my streets", folder / "std" / "seed0"  # as scripts.run_table calls it
     synthetic(root, "train")
     overrides = (f"run_dir={run_dir}", f"data.root={root}", *SHORT, "trainer.steps=2", "norm=std")
-    train(composed("train_seg", *overrides), command=shlex.join(["python", "train_seg.py", *overrides]))
+    train(composed("train_seg", *overrides), command=shlex.join(["python", f"{root}/train_seg.py", *overrides]))
     last = run_dir / "checkpoints" / "last.pt"
     evaluate(composed("eval", f"checkpoint={last}", "tta.scales=[0.25]", "workers=0", "device=cpu"))
     return run_dir
@@ -46,7 +67,7 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     kept = [tmp_path / "report" / name for name in ("std", "inplace")]
     assert report(tmp_path / "report", *kept) == page
     assert str(root) not in page and " data.root=DIR " in page and "run_dir" not in page
-    assert "\n|  | std | inplace |\n" in page
+    assert columns(page) == ["std", "inplace"]  # a second run of a configuration and a seed has its own column
     files = list((tmp_path / "report").rglob("*.*"))
     assert len(files) == 2 * 4 and all(str(root) not in file.read_text() for file in files)
     assert (tmp_path / "report.png").stat().st_size > 10_000
@@ -63,26 +84,126 @@ def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     assert "\ntorchrun --nproc-per-node 2 train_seg.py data.root=DIR" in report(tmp_path / "report", *kept)
 
 
+def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
+    """In a folder of runs that are named by dates. What has not ended is listed; numbers are in their order."""
+    folder, scores = tmp_path / "runs", {}
+    for number, (lr, seed) in enumerate(((0.25, 0), (0.25, 1), (0.5, 1), (0.5, 0), (0.5, 2))):
+        scores[lr, seed] = score = 0.8 + number**2 / 100
+        copied(folder / f"2026-11-22_17-00-{number:02d}", score, optim={"lr": lr}, seed=seed)
+    (folder / "2026-11-22_18-00-00").mkdir()
+    (folder / "2026-11-22_18-00-00" / "config.yaml").touch()
+    (folder / "2026-11-22_18-00-00" / "metrics.jsonl").write_text('{"kind": "train", "step": 40, "loss": 1.0}\n')
+    page = report(folder / "report", folder)
+    assert columns(page) == ["optim.lr=0.25", "optim.lr=0.5"]
+    cells, lines = [], {}
+    for lr in (0.25, 0.5):
+        own = [100 * score for (rate, _), score in scores.items() if rate == lr]
+        cells.append(f"{statistics.mean(own):.2f} ± {statistics.stdev(own):.2f}")
+        lines[f"optim.lr={lr}"] = [f"{statistics.mean(own):.4f}", f"{statistics.stdev(own):.4f}", str(len(own))]
+    assert f"| **top-1 %, last checkpoint** | **{cells[0]}** | **{cells[1]}** |" in page
+    assert "| seeds | 2 (0, 1) | 3 (1, 0, 2) |" in page
+    assert "- runs/2026-11-22_18-00-00: it has not ended (step 40)\n" in page
+    found = list(csv.reader((folder / "report.csv").read_text().splitlines()))
+    assert {line[0]: line[3:] for line in found if line[1:3] == ["top-1", ""]} == lines
+    kept = sorted(path.name for path in (folder / "report").iterdir())
+    assert kept == [f"optim.lr={lr},seed={seed}" for lr, seed in sorted(scores)]
+    assert report(folder / "report", folder) == page  # the copies are below the same folder
+    assert columns(report(tmp_path / "other", folder)) == columns(page)  # now they are beside the runs
+    again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")
+    assert columns(again) == columns(page) and cells[1] in again  # the order of seeds is that of their names
+
+
+def test_columns_keep_the_names_that_somebody_gave(tmp_path):
+    runs = [copied(tmp_path / name, seed=seed) for seed, name in enumerate(("mine_seed0", "mine_seed1"))]
+    other = copied(tmp_path / "its", optim={"lr": 0.25})
+    assert columns(report(tmp_path / "report", *runs, other)) == ["mine", "its"]
+    tables = [copied(tmp_path / name / f"seed{seed}", seed=seed) for name in ("a", "b") for seed in (0, 1)]
+    for path in tables[2:]:
+        results = json.loads((path / "results.json").read_text())
+        results["config"]["norm"]["eps"] = 0.5
+        (path / "results.json").write_text(json.dumps(results))
+    assert columns(report(tmp_path / "tables", *tables)) == ["a", "b"]
+    assert sorted(path.name for path in (tmp_path / "tables").iterdir()) == [
+        *("a,seed=0", "a,seed=1", "b,seed=0", "b,seed=1")
+    ]
+    fold = [copied(tmp_path / "folds" / f"data.fold_seed={fold}", seed=fold) for fold in (0, 1)]
+    assert columns(report(tmp_path / "one", *fold)) == ["data.fold_seed=0"]  # one configuration of two seeds
+
+
+def test_keys_of_a_choice_are_compared_among_runs_with_the_same_choice():
+    one = {"norm.name": "std", "norm.eps": 1, "optim.lr": 0.1, "data.mean": [0.5, 1], "init.weights": None}
+    two = {"norm.name": "inplace", "norm.eps": 2, "norm.floor": 3, "optim.lr": 0.1, "data.mean": [0.5, 1]}
+    three = {**two, "norm.floor": 4, "data.mean": [0.5, 2], "init.weights": True}
+    assert differing([one, two]) == ["norm=std", "norm=inplace"]
+    assert differing([two, three]) == ["norm.floor=3, data.mean=[0.5,1]", "norm.floor=4, data.mean=[0.5,2]"]
+    assert differing([one, three]) == [
+        *("norm=std, data.mean=[0.5,1], init.weights=null", "norm=inplace, data.mean=[0.5,2], init.weights=true")
+    ]
+
+
+def test_precision_recall_and_f1_are_counted_from_the_confusion_matrix():
+    """Rows are labels. The fourth class is predicted but not scored, as COCO-Stuff's "other" is; the third is never."""
+    run = Run(CIFAR / "std")
+    run.results["accuracy"] = {"cat": 0.5, "dog": 0.5, "emu": None}
+    run.results["confusion_matrix"] = [[6, 2, 0, 2], [4, 16, 0, 0], [0, 0, 0, 0], [9, 9, 9, 9]]
+    percent = run.percent
+    assert percent["precision", "cat"] == pytest.approx(60) and percent["recall", "cat"] == pytest.approx(60)
+    assert percent["precision", "dog"] == pytest.approx(1600 / 18) and percent["recall", "dog"] == pytest.approx(80)
+    assert percent["F1", "dog"] == pytest.approx(100 * 2 / (18 / 16 + 20 / 16))
+    assert percent["precision", "emu"] is percent["recall", "emu"] is percent["F1", "emu"] is None
+    assert percent["recall", ""] == pytest.approx(70)
+    assert run.percent["accuracy", "emu"] is None and Group("", [run]).cell("recall", "emu") == "–"
+
+
 def test_the_speed_is_the_median_also_of_an_even_number_of_values():
     run = Run(CIFAR / "std")
     run.records = [{"kind": "train", "step": step, "images_per_second": 2.0**step} for step in range(4)]
     assert run.speed() == 3.0
 
 
+def test_curves_are_means_over_the_steps_that_all_seeds_have():
+    runs = [Run(CIFAR / "std"), Run(CIFAR / "std")]
+    for run, losses in zip(runs, ({1: 1.0, 2: 2.0, 3: 3.0}, {2: 4.0, 3: None, 4: 1.0}), strict=True):
+        run.records = [{"kind": "train", "step": step, "loss": loss} for step, loss in losses.items()]
+    steps, means, deviations = Group("", runs).curve("train", "loss")
+    assert (steps, means, deviations) == ([2], [3.0], [statistics.stdev([2.0, 4.0])])
+
+
+def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):
+    for number, lr in enumerate(("10", "9", "0.05", "1e-3")):
+        copied(tmp_path / f"optim.lr={lr}", score=number / 10)
+    runs, _ = found_runs([tmp_path], Run)
+    assert [run.name for run in runs] == [f"optim.lr={lr}" for lr in ("1e-3", "0.05", "9", "10")]
+
+
+def test_a_path_that_exists_needs_no_quotes_of_hydra(tmp_path, monkeypatch, capsys):
+    """Names of sweeps have = and commas, which Hydra takes for its own."""
+    copied(tmp_path / "norm=std,optim.lr=0.1" / "seed=0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare_runs.py", "runs=norm=std,optim.lr=0.1", "out=report"])
+    main()
+    assert capsys.readouterr().out == "report.md\n" and (tmp_path / "report" / "seed=0").is_dir()
+
+
 def test_what_cannot_be_compared_is_named(finished, tmp_path):
-    with pytest.raises(ValueError, match="has no results.json"):
-        report(tmp_path / "report", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="runs: .*empty"):
+        report(tmp_path / "report", tmp_path / "empty")
     with pytest.raises(ValueError, match="expected runs of one task"):
         report(tmp_path / "report", finished, CIFAR / "std")
+    with pytest.raises(ValueError, match=r"runs=5: expected a folder, or a list of different folders: \[DIR,DIR\]"):
+        compare(OmegaConf.structured(Comparison(runs=5, out="a")))
     cut_off = shutil.copytree(finished, tmp_path / "cut off", ignore=shutil.ignore_patterns("checkpoints"))
     records = (cut_off / "metrics.jsonl").read_text().splitlines(keepends=True)
     (cut_off / "metrics.jsonl").write_text("".join(records[:-1]))
-    with pytest.raises(ValueError, match="a run that has ended"):
+    with pytest.raises(ValueError, match=r"no run has ended \(.*cut off: .* its last record is not the evaluation in"):
         report(tmp_path / "report", cut_off)
     unknown = tmp_path / "unknown"
     unknown.mkdir()
     (unknown / "results.json").write_text(json.dumps({"dataset": "words", "perplexity": 1.0}))
     (unknown / "metrics.jsonl").write_text(json.dumps({"kind": "val", "step": 1, "perplexity": 1.0}) + "\n")
     (unknown / "config.yaml").write_text("# python train_words.py\ndata:\n  name: words\n")
-    with pytest.raises(ValueError, match=f"^runs: {unknown} has no miou or top1 in its results.json"):
-        report(tmp_path / "report", unknown)
+    page = report(tmp_path / "report", finished, cut_off, unknown)
+    assert columns(page) == ["std"]
+    assert "/cut off: it cannot be read (ValueError: its last record" in page
+    assert "/unknown: it cannot be read (ValueError: it has no miou or top1 in its results.json: " in page

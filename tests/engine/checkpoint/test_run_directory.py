@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.run_directory import RunDirectory
+from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as cfg
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import run_config, same, with_key
@@ -221,9 +221,24 @@ FREE_ON_RESUME = {
     *("run_dir", "resume", "sampler.folder", "trainer.device", "trainer.pictures", "trainer.profile"),
     *("data.root", "data.workers", "data.verify", "data.on_error", "data.max_skipped", "data.timeout_seconds"),
     *("trainer.evaluate_every_epochs", "trainer.evaluate_every_steps", "trainer.checkpoint_every_steps"),
-    *("trainer.evaluate_batch_size", "trainer.log_every_steps", "trainer.recompute", "trainer.timeout_seconds"),
+    *(
+        "trainer.evaluate_batch_size",
+        "trainer.evaluate_images",
+        "trainer.log_every_steps",
+        "trainer.recompute",
+        "trainer.timeout_seconds",
+    ),
     *(f"memory.{name}" for name in ("budget", "gpus", "fit", "context", "nccl", "workspace", "fragmentation")),
 }
+
+
+def test_a_folder_is_named_by_what_makes_its_run_another(tmp_path):
+    """Overrides of keys that a resumed run may change are left out. The date tells equal runs apart."""
+    given = ("norm=std", "+optim.lr=0.1", f"data.root={tmp_path}", "trainer.evaluate_images=2", "experiment=a/b")
+    assert cfg.deciding(given, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
+    date = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"
+    assert re.fullmatch(f"runs/streets-std/norm=std,experiment=a-b/{date}", new_run_path("streets", "std", given[::4]))
+    assert re.fullmatch(f"runs/streets-std/{date}", new_run_path("streets", "std", []))
 
 
 def test_exactly_the_free_keys_may_change(tmp_path, monkeypatch):
@@ -348,6 +363,14 @@ def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refu
     assert resumed(run, config) == 1
     with pytest.raises(ValueError, match="another configuration: init.weights was None and is other.pt"):
         resumed(run, with_key(config, "init.weights", "other.pt"))
+    longer = with_key(config, "trainer.steps", 12)
+    with pytest.raises(ValueError, match="trainer.steps was None and is 12. Give the same values to continue it"):
+        run.checkpoint_to_resume(longer, total_steps=12)  # it has not ended
+    save(run, state_of(9, config))
+    with pytest.raises(ValueError, match=f"The run has ended. .*: another run_dir, and '?init.weights=.*{run.last}"):
+        run.checkpoint_to_resume(longer, total_steps=12)
+    with pytest.raises(ValueError, match="trainer.steps was None and is 6. Give the same values to continue it"):
+        run.checkpoint_to_resume(with_key(config, "trainer.steps", 6), total_steps=6)
     for change, message in (
         ({"task": "shapes"}, "is for the task shapes: expected segmentation$"),
         ({"step": 10}, ".*its checkpoint is of step 10, beyond the run's end at 9"),

@@ -1,8 +1,9 @@
-"""The advice given when memory runs out can be followed."""
+"""Advice given when memory runs out can be followed; of two lengths of a run, the log says which counts."""
 
 import itertools
 import re
 
+from engine.assemble import schedule_of
 from tests.runs import run_config
 
 
@@ -46,3 +47,15 @@ def test_no_change_is_advised_that_the_run_has_already_or_cannot_have():
         assert planner == "memory.budget=… memory.fit=batch chooses a minibatch that fits"
         always = ["trainer.accumulation_steps=2", "twice as many processes", "data.crop_size=67"]
         assert found.split("; ") == [*always, *advised]
+
+
+def test_the_log_says_which_of_two_lengths_counts():
+    for epochs, steps, total, said in (
+        (4, 39, 39, "trainer.steps=39 ends the run before trainer.epochs=4 (40 steps)"),
+        (4, 41, 40, "trainer.epochs=4 (40 steps) ends the run before trainer.steps=41"),
+        ("null", 41, 41, None),
+        (4, "null", 40, None),
+    ):
+        config = run_config(f"trainer.epochs={epochs}", f"trainer.steps={steps}", "data.crops_per_minibatch=2")
+        assert config.shorter_length(steps_per_epoch=10) == said
+        assert schedule_of(config, images=20).total_steps == total

@@ -132,34 +132,37 @@ def test_unusable_folders_are_named(tmp_path):
     header, rest = (tmp_path / "runs" / "mine" / "config.yaml").read_text().split("\n", 1)
     (tmp_path / "runs" / "mine" / "config.yaml").write_text(f"# python train_imagenet.py\n{rest}")
     text = written(tmp_path, tmp_path / "runs")
-    assert "- ../runs/one: it has not ended\n- ../runs/two: it cannot be read (JSONDecodeError: " in text
+    assert "- ../runs/one: it has not ended (step 7800)\n- ../runs/two: it cannot be read (JSONDecodeError: " in text
     assert "- ../runs/mine: it is of no experiment\n" in text
 
 
 @pytest.mark.usefixtures("of_few_tables")
-def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
-    commands = []
+def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monkeypatch):
+    commands, calls = [], []
 
-    def finished(command):
+    def run_jobs(jobs, console, ended_before, folder):
+        calls.append((len(jobs), ended_before))
+        return sum(failed(command) for command in jobs.values())
+
+    def failed(command):
         commands.append(command)
         run_dir = Path(next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir="))
         if "preact_resnet32" in str(run_dir) and len(commands) < 4:
-            return 1
+            return True
         name = run_dir.parent.name
         source = {"resnet14": "cifar10/inplace", "revnet38": "revnet_cifar10/revnet38_seed0"}
         shutil.copytree(RESULTS / source.get(name, "revnet_cifar10/resnet32_seed0"), run_dir)
-        return 0
+        return False
 
-    monkeypatch.setattr(run_table, "_finished", finished)
+    monkeypatch.setattr(run_table, "run_jobs", run_jobs)
     monkeypatch.setattr(run_table, "crop_flops", lambda config: 10**9)
     arguments = dict(table="cifar10", runs=str(tmp_path), roots={"cifar10": "/a/DIR"}, seeds=[0])
     assert run_table.run(OmegaConf.structured(RunTable(**arguments, dry_run=True))) == 0 and not commands
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 1
     assert [command[2] for command in commands] == [f"experiment={name}" for name in papers.experiments_of("cifar10")]
     assert all({"seed=0", "data.root=/a/DIR", "resume=auto"} <= set(command) for command in commands)
-    assert "2 run, 0 had been run before, 1 failed" in capsys.readouterr().out
     assert run_table.run(OmegaConf.structured(RunTable(**arguments))) == 0 and len(commands) == 4
-    assert "1 run, 2 had been run before, 0 failed" in capsys.readouterr().out
+    assert calls == [(3, 0), (1, 2)]
     with pytest.raises(ValueError, match="holds a run with other keys than these: give another folder as runs="):
         run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"])))
 
