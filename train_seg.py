@@ -1,6 +1,10 @@
-"""Train a segmentation network: `python train_seg.py [experiment=…] [key=value …]`; `--help` lists the choices.
+"""Train a segmentation network; `--help` lists the keys:
 
-On several devices or machines: `torchrun --nproc-per-node N train_seg.py …` (docs/training.md).
+    python train_seg.py                         # drawn street scenes, minutes
+    python train_seg.py experiment=camvid/resnext_small data.root=DIR norm=std
+    torchrun --nproc-per-node 4 train_seg.py … run_dir=RUN_DIR resume=auto  # on four devices
+
+The same command continues a run that was stopped; several machines: docs/training.md.
 """
 
 from functools import partial

@@ -1,4 +1,8 @@
-"""Compare runs side by side: `python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME`.
+"""Compare runs side by side:
+
+    python -m scripts.compare_runs runs=[RUN_DIR,RUN_DIR] out=docs/results/NAME
+    python -m scripts.compare_runs runs=[runs/std,runs/inplace] out=FILE title="Two norms"
+    python -m scripts.compare_runs runs=[docs/results/NAME/RUN,RUN_DIR] out=FILE
 
 Writes NAME.md (commands, scores, also per class and of other evaluations, hardware), NAME.png (curves) and, in
 NAME/RUN/, the files of each run that both are made from. Given as `runs`, these folders make the same report again. All
@@ -28,7 +32,7 @@ from scripts.evidence.frame import conditions, table
 class Comparison:
     runs: list[str] = MISSING  # run directories, or folders that an earlier comparison wrote
     out: str = MISSING  # path of the report, without suffix
-    title: str = "Comparison of runs"
+    title: str = "Comparison of runs"  # of the page
 
 
 class Scores(NamedTuple):

@@ -1,6 +1,8 @@
 """Write classes.json for your own images, from what their labels hold:
 
     python -m scripts.make_classes data.root=DIR
+    python -m scripts.make_classes data.root=DIR workers=8
+    python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
 
 Reads all labels below DIR. Classes are the ids up to the largest, or the colours of RGB labels; 255 is ignored, and so
 are ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called class_0, class_1,

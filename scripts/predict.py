@@ -1,4 +1,8 @@
-"""Predict images from a checkpoint alone: `python -m scripts.predict checkpoint=FILE input=IMAGE_OR_DIR output=DIR`.
+"""Predict images from a checkpoint alone:
+
+    python -m scripts.predict checkpoint=RUN_DIR input=IMAGE_OR_DIR output=DIR
+    python -m scripts.predict checkpoint=FILE.pt input=DIR output=DIR window.size=1024
+    python -m scripts.predict checkpoint=FILE.pt 'input="Straße 1"' output=DIR precision=bfloat16
 
 Reads the usual formats of photographs, and turns them as their EXIF orientation says. Writes three PNGs per image,
 at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png. window.size=PIXELS
@@ -46,7 +50,8 @@ def predict(values: DictConfig) -> list[Path]:
     options = configuration.typed(values, Prediction)
     console = make_console()
     log_to(console, None)
-    path = Path(options.checkpoint)
+    path = checkpoint.file_of(options.checkpoint)
+    options.checkpoint = str(path)
     state = checkpoint.load(path)
     config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
     options.apply_to(config)

@@ -41,7 +41,7 @@ LAYERS_IMPORT |= {
     "weakref",
 }
 
-KNOWS_HYDRA = ("engine/configuration/config.py", "engine/configuration/command_line.py", "engine/schema/")
+KNOWS_HYDRA = ("engine/configuration/", "engine/schema/")
 NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
 # Modules outside engine/schema and engine/assemble that import the schema, and the names they import.
 KNOWS_SCHEMA = {
@@ -56,7 +56,18 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"training.TrainingRun"},
     "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
-    "engine/configuration/command_line.py": {"keys.groups_of"},
+    "engine/configuration/arguments.py": {
+        "keys.groups_of",
+        "keys.names_in",
+        "keys.override",
+        "words.COMMANDS",
+        "words.FOLDER",
+        "words.OF_OTHERS",
+        "words.OF_TRAINED",
+        "words.WORDS",
+    },
+    "engine/configuration/choices.py": {"keys.groups_of"},
+    "engine/configuration/help.py": {"keys.expected"},
     "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
     "engine/tasks.py": {

@@ -1,16 +1,14 @@
 """Running a command for its user: configuration, --help, exit statuses and error messages."""
 
-import difflib
 import os
 import re
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
-from pathlib import Path, PurePosixPath
+from functools import partial, wraps
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -18,40 +16,29 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from engine.configuration.arguments import check_arguments
+from engine.configuration.choices import CONFIGS, groups_in
 from engine.configuration.config import register
+from engine.configuration.help import help_text
 from engine.console import logger, make_printing_safe
 from engine.distributed import launched
 from engine.memory import is_out_of_memory
-from engine.schema.keys import groups_of
 from engine.stopping import EXIT_CODE, Preempted
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def declare(name: str, schema: type, about: str) -> None:
+def declare(name: str, schema: type) -> None:
     """Make a command known to Hydra as command/NAME.
 
-    Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py); --help lists the command's
-    groups alone.
+    Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py).
     """
     register(name, schema)
-    defaults, groups = f"/schema/{name}", []
-    if (file := CONFIGS / f"{name}.yaml").is_file():
-        defaults = f"/{name}"
-        entries = OmegaConf.load(file).defaults
-        groups = sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
-    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := choices(group, schema))]
-    keys = "Keys (key=value; ??? must be given; for their meaning see engine/schema):"
-    listed = ["Groups (group=choice):", *lines, ""] if lines else []
+    defaults = f"/{name}" if groups_in(name) else f"/schema/{name}"
     node = {
         "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],
-        "hydra": {
-            "run": {"dir": "."},
-            "output_subdir": None,
-            "help": {"template": "\n".join([about.strip(), "", *listed, keys, "$CONFIG"])},
-        },
+        "hydra": {"run": {"dir": "."}, "output_subdir": None},
     }
     ConfigStore.instance().store(group="command", name=name, node=node, package="_global_")
 
@@ -61,12 +48,13 @@ def configured(
 ) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
     """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
-    configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help prints `about`,
-    by default the docstring of main's module. Errors: see `errors_for_users`.
+    configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
+    `about`, by default the docstring of main's module. Errors: see `check_arguments`, `errors_for_users`.
     """
 
     def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
-        declare(name, schema, about or sys.modules[main.__module__].__doc__ or name)
+        declare(name, schema)
+        compose = partial(composed, name)
 
         @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=f"command/{name}")
         @wraps(main)
@@ -76,13 +64,30 @@ def configured(
 
         @wraps(run)
         def checked() -> None:
-            with errors_for_users():  # Hydra's own message would not say what the command takes
-                _check_choices(sys.argv[1:], schema)
+            arguments = sys.argv[1:]
+            with errors_for_users(), _said_once():
+                if {"--help", "-h"}.isdisjoint(arguments):
+                    check_arguments(name, arguments, schema, compose)
+                else:
+                    text = about or sys.modules[main.__module__].__doc__ or name
+                    print(help_text(text, name, schema, compose(*(word for word in arguments if "=" in word))))
+                    return
             run()
 
         return checked
 
     return decorated
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Context for what all processes of torchrun find in the arguments: the first one of a machine says it."""
+    try:
+        yield
+    except ValueError:
+        if launched() and os.environ["LOCAL_RANK"] != "0":
+            sys.exit(0)  # torchrun waits for the first one, and lists only processes that fail
+        raise
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
@@ -99,62 +104,6 @@ def composed(name: str, *overrides: str) -> DictConfig:
 def command_line() -> str:
     """The command that started this process, quoted for the shell."""
     return shlex.join(["python", *sys.argv])
-
-
-def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
-    """The choices of a group that fit the schema: their files use alternatives of its groups only."""
-    folder, groups = configs / group, groups_of(schema)
-    names = sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-    return [
-        name
-        for name in names
-        if all(used in groups[own] for own, used in alternatives_of(group, name, configs) if own in groups)
-    ]
-
-
-def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
-    """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
-    file = configs / group / f"{choice}.yaml"
-    for entry in _defaults(file) if file.is_file() else ():
-        if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
-            for other, name in entry.items():
-                yield from alternatives_of(str(other).split("/")[-1], str(name), configs)
-        elif entry.startswith("/schema/"):
-            _, _, own, name = entry.split("/")
-            yield own, name
-        elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
-            _, other, name = entry.split("/", 2)
-            yield from alternatives_of(other, name, configs)
-        else:  # relative to the choice's folder
-            yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
-
-
-@cache
-def _defaults(file: Path) -> list:
-    """The defaults list of a choice's file. Many choices share others, so each file is read once."""
-    content = OmegaConf.to_container(OmegaConf.load(file))
-    return content.get("defaults", []) if isinstance(content, dict) else []
-
-
-def _check_choices(arguments: list[str], schema: type) -> None:
-    """Raise ValueError for a choice that does not exist, or only for another command."""
-    if any(argument.startswith(("--config-dir", "-cd", "hydra.searchpath")) for argument in arguments):
-        return  # choices may lie elsewhere
-    groups = groups_of(schema)
-    for group, choice in re.findall(r"^\+?(\w+)=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE):
-        if not groups or group not in (*groups, "experiment", "debug") or choice == "null":
-            continue
-        fitting = choices(group, schema)
-        if (CONFIGS / group / f"{choice}.yaml").is_file() and choice not in fitting:
-            raise ValueError(f"{group}={choice} is for another command: expected one of {', '.join(fitting)}")
-        if choice not in fitting:
-            raise no_such_choice(group, choice, fitting)
-
-
-def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
-    """The error for a choice that does not exist, which names the nearest ones."""
-    nearest = difflib.get_close_matches(choice, known, n=5, cutoff=0)
-    return ValueError(f"{group}={choice}: there is no such {group}; the nearest are {', '.join(nearest)}")
 
 
 def _ignore_interrupts() -> None:
