@@ -23,6 +23,7 @@ from datasets.folder import CLASSES, TRAINED, colour_codes, folder_labels
 from datasets.reading import decode_label, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
+from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import make_console
@@ -46,7 +47,9 @@ def make_classes(values: DictConfig) -> Path:
     ValueError: the file is there, labels cannot be read or are not all of one kind, or the number of classes is wrong.
     """
     config = configuration.typed(values, MakeClasses)
-    labels, root = folder_labels(config.data.root), f"data.root={config.data.root}"
+    with assemble.root_named(config.data):
+        labels = folder_labels(config.data.root)
+    root = f"data.root={config.data.root}"
     file = Path(str(config.data.root)).expanduser() / CLASSES
     if file.exists():
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")

@@ -1,7 +1,6 @@
 """Wrong commands, and what each answers: one or two lines in plain English that name the fix."""
 
 import importlib
-import os
 import re
 import shlex
 import subprocess
@@ -38,7 +37,7 @@ ANSWERS = {
     "train_seg.py trainer.amp=true": "give trainer.precision=bfloat16",
     "train_seg.py trainer.foo=1": "trainer.foo=1: there is no such key; --help lists them all",
     "train_seg.py +trainer.foo=1": "trainer.foo=1: there is no such key; --help lists them all",
-    "train_seg.py ~trainer.steps": "leave trainer.steps out to keep its default, and trainer.steps=null to give it none",
+    "train_seg.py ~trainer.steps": "trainer.steps=null to give it none",
     "train_seg.py data.colour_jitter=0.4": "expected one of the keys data.colour_jitter.brightness, ",
     "eval.py checkpoint=FILE.pt window=1024": "expected one of the keys window.size, window.overlap",
     "eval.py ckpt=FILE.pt": "give checkpoint=FILE.pt",
@@ -48,7 +47,7 @@ ANSWERS = {
     "scripts.make_classes root=/data/mine": "give data.root=/data/mine",
     "scripts.plan_memory budget=12GiB": "give memory.budget=12GiB",
     # Keys and choices of others.
-    "train_seg.py optim=adamw optim.nesterov=true": "is for optim=sgd, optim=sgd_imagenet, optim=sgd_scratch; here optim",
+    "train_seg.py optim=adamw optim.nesterov=true": "is for optim=sgd, optim=sgd_imagenet, optim=sgd_scratch",
     "train_seg.py lr_schedule=cosine lr_schedule.power=0.9": "is for lr_schedule=poly; here lr_schedule is cosine",
     "train_seg.py norm=std norm.gamma_floor=1e-4": "is for norm=inplace, norm=inplace_1; here norm is std",
     "train_seg.py data=camvid data.folds=5": "data.folds is for data=folder; here data is camvid",
@@ -59,7 +58,7 @@ ANSWERS = {
     "eval.py checkpoint=FILE.pt norm=std": "is for train_seg.py and train_imagenet.py; a checkpoint keeps its own",
     "train_seg.py experiment=cifar10/resnet14": "experiment=cifar10/resnet14 is for train_imagenet.py",
     "train_imagenet.py experiment=camvid/resnext_small": "is for train_seg.py",
-    "train_seg.py experiment=camvid/resnext_smal": "there is no such experiment; the nearest are camvid/resnext_small, ",
+    "train_seg.py experiment=camvid/resnext_smal": "the nearest are camvid/resnext_small, ",
     "train_seg.py data=cifar10": "is for train_imagenet.py; expected one of camvid, cityscapes, ",
     "train_seg.py data=/data/camvid": "a folder is given as data.root=/data/camvid",
     "train_seg.py optim=adam": "there is no such optim; the nearest are adamw, sgd, ",
@@ -108,7 +107,7 @@ ANSWERS = {
     "train_seg.py 'run_dir=${nope}'": "Interpolation key 'nope' not found",
     # What must be given.
     "eval.py": "checkpoint has no value: give checkpoint=…",
-    "eval.py checkpoint=gone.pt": "checkpoint gone.pt does not exist: expected a file such as RUN_DIR/checkpoints/last.pt",
+    "eval.py checkpoint=gone.pt": "does not exist: expected a file such as RUN_DIR/checkpoints/last.pt",
     "scripts.predict checkpoint=FILE.pt input=photo.jpg": "output has no value: give output=…",
     "scripts.make_classes": "give data.root=DIR",
     "scripts.verify_data data=folder": "give data.root=DIR",
@@ -130,10 +129,18 @@ def check(commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     wrong = {}
     for command in commands:
         said = message(command, monkeypatch)
-        if not said.startswith("error: ") or ANSWERS[command] not in said or len(said.splitlines()) > 2:
+        first, *more = said.partition("\nExpected layout of ")[0].splitlines()
+        if not first.startswith("error: ") or ANSWERS[command] not in first or len(more) > 1:
             wrong[command] = said
     assert wrong == {}
     assert capsys.readouterr() == ("", "")
+
+
+def ended(*words: str) -> str:
+    """What a process prints that ends with an error."""
+    done = subprocess.run([sys.executable, *words], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stdout == ""
+    return done.stderr
 
 
 def test_some_wrong_commands_say_how_to_write_them(monkeypatch, capsys):
@@ -144,3 +151,15 @@ def test_some_wrong_commands_say_how_to_write_them(monkeypatch, capsys):
 def test_every_wrong_command_says_how_to_write_it(monkeypatch, capsys):
     assert len(ANSWERS) >= 80
     check(list(ANSWERS), monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_wrong_commands_in_processes_of_their_own():
+    """A script that is run as a file, and processes of torchrun, of which one says what all find."""
+    for script in ("predict", "compare_runs", "bench_abn"):
+        expected = f"error: scripts are run as modules, from the folder above: python -m scripts.{script} …\n"
+        assert ended(f"scripts/{script}.py", "input=a.jpg") == expected
+    said = ended("-m", "torch.distributed.run", "--nproc-per-node", "3", "train_seg.py", "trainer.step=20")
+    message = re.escape("error: trainer.step=20: there is no such key; the nearest is trainer.steps=20\n")
+    assert re.match(message, said) and len(re.findall(message, said)) == 2  # torchrun's table repeats it
+    assert "<NO_OTHER_FAILURES>" in said and said.count("Traceback") == 1  # of torchrun itself

@@ -55,6 +55,11 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type, compos
         raise ValueError(" ".join(str(error).split("\n    full_key")[0].split())) from error
 
 
+def chosen(command: str, arguments: Sequence[str], schema: type, compose: Compose) -> DictConfig:
+    """The configuration of the choices among the arguments, with the defaults of all other keys."""
+    return Arguments(command, [word for word in arguments if not word.startswith("-")], schema, compose, True).values
+
+
 class Arguments:
     """The arguments of one command, without Hydra's options. `sweeps`: they may have several values."""
 

@@ -1,14 +1,17 @@
 """Running a command for its user: configuration, --help, exit statuses and error messages."""
 
+import json
 import os
 import re
 import shlex
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial, wraps
+from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -16,7 +19,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from engine.configuration.arguments import check_arguments
+from engine.configuration.arguments import check_arguments, chosen
 from engine.configuration.choices import CONFIGS, groups_in
 from engine.configuration.config import register
 from engine.configuration.help import help_text
@@ -25,6 +28,7 @@ from engine.distributed import launched
 from engine.memory import is_out_of_memory
 from engine.stopping import EXIT_CODE, Preempted
 
+OTHERS_END_S = 3.0  # a process that ends later than the first is listed as killed by torchrun
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -64,13 +68,12 @@ def configured(
 
         @wraps(run)
         def checked() -> None:
-            arguments = sys.argv[1:]
+            arguments, text = sys.argv[1:], about or sys.modules[main.__module__].__doc__ or name
             with errors_for_users(), _said_once():
                 if {"--help", "-h"}.isdisjoint(arguments):
                     check_arguments(name, arguments, schema, compose)
                 else:
-                    text = about or sys.modules[main.__module__].__doc__ or name
-                    print(help_text(text, name, schema, compose(*(word for word in arguments if "=" in word))))
+                    print(help_text(text, name, schema, chosen(name, arguments, schema, compose)))
                     return
             run()
 
@@ -81,13 +84,18 @@ def configured(
 
 @contextmanager
 def _said_once() -> Iterator[None]:
-    """Context for what all processes of torchrun find in the arguments: the first one of a machine says it."""
-    try:
+    """Context for what all processes of torchrun find in the arguments: the first one of each machine says it."""
+    if not launched():
         yield
-    except ValueError:
-        if launched() and os.environ["LOCAL_RANK"] != "0":
-            sys.exit(0)  # torchrun waits for the first one, and lists only processes that fail
-        raise
+        return
+    with redirect_stdout(None if os.environ["LOCAL_RANK"] != "0" else sys.stdout):
+        try:
+            yield
+        except ValueError:
+            if os.environ["LOCAL_RANK"] != "0":
+                sys.exit(0)
+            time.sleep(OTHERS_END_S)
+            raise
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
@@ -142,4 +150,8 @@ def errors_for_users() -> Iterator[None]:
             )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-        sys.exit(f"error: {message.strip()}")
+        message = f"error: {message.strip()}"
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it, not what `record` wrote there
+            about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"extraInfo": about}}))
+        sys.exit(message)
