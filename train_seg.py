@@ -50,7 +50,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         make = partial(assemble.segmentation_network, config, len(train_set.classes))
         run.start(assemble.learner(config, make, run.schedule, world))
         if run.start_step == 0 and trainer.pictures and world.first:
-            run.metrics.figure("image_label_prediction/legend", class_legend(run.val_set), step=0)
+            run.metrics.figure("val_pictures/legend", class_legend(run.val_set), step=0)
 
         with counted(run.console, "indexing the classes") as progress:
             minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, progress)

@@ -28,7 +28,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import log_to, logger, make_console, progress_bar, tracked
+from engine.console import counting, log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_file, write_png
 from engine.schema.evaluation import Prediction
@@ -72,7 +72,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
     writable_folder("output", output)
     write_classes(output / CLASSES, state["classes"], palette)
     written, unreadable = [], []
-    with progress_bar(console) as progress:
+    with progress_bar(console) as progress, counting(progress, "windows") as windows:
         for name, file in tracked(progress, images.items(), "predicting"):
             try:
                 ids_file, colour_file, overlay_file = (inside(output / kind, f"{name}.png") for kind in KINDS)
@@ -82,7 +82,8 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
                 unreadable.append(str(error))
                 continue
             batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            ids = inference.predict(forward, batch, views, config.evaluation_memory_advice(1))[0].cpu().numpy()
+            advice = config.evaluation_memory_advice(1)
+            ids = inference.predict(forward, batch, views, advice, windows)[0].cpu().numpy()
             write_png(ids_file, ids)
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))

@@ -86,14 +86,14 @@ class Arguments:
     @cached_property
     def values(self) -> DictConfig:
         """The configuration of the choices, without the other keys. ValueError: see `_check_choice`."""
-        chosen = []
+        taken = []
         for word in self.words:
             group, equals, _ = word.lstrip("+~").partition("=")
             if group in self.groups and (equals or word.startswith("~")):
                 given = PARSER.parse_override(word)
                 self._check_choice(given)
-                chosen += [] if given.is_sweep_override() else [word]
-        return self.compose(*chosen)
+                taken += [] if given.is_sweep_override() else [word]
+        return self.compose(*taken)
 
     @cached_property
     def known(self) -> dict[str, Known]:
@@ -126,7 +126,8 @@ class Arguments:
             return
         if given.is_add():
             raise ValueError(f"{argument}: leave out the +: {argument.lstrip('+')}")
-        choice, fitting = value_of(given), choices(group, self.schema)
+        value, fitting = given.value(), choices(group, self.schema)
+        choice = value if isinstance(value, str) else value_of(given)
         if choice in fitting:
             return
         if FOLDER.startswith(f"{group}.") and (choice.startswith(("/", "~", ".")) or Path(choice).is_dir()):
@@ -225,10 +226,7 @@ class Arguments:
     def _without_key(self, number: int) -> str:
         """The message for a word without =."""
         word = self.words[number]
-        before, after, last = (
-            (*self.words[max(0, number - 1) : number], "")[0],
-            *(*self.words[number + 1 :], "", "")[:2],
-        )
+        before, _, after, last, *_ = ["", *self.words, "", ""][number:]
         if before.endswith("="):
             return f"{before} {word}: give it without spaces: {before}{word}"
         if after.startswith("="):

@@ -1,6 +1,7 @@
 """Running a command for its user: configuration, --help, exit statuses and error messages."""
 
 import json
+import logging
 import os
 import re
 import shlex
@@ -127,6 +128,8 @@ def errors_for_users() -> Iterator[None]:
     HYDRA_FULL_ERROR=1 keeps all tracebacks.
     """
     make_printing_safe()
+    # Its warning that no CUDA runtime is found means only that code is compiled for the CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         yield
     except KeyboardInterrupt:

@@ -142,9 +142,12 @@ class TrainingRun:
 
     def compiles(self, device_type: str) -> bool:
         """Whether a run may compile code in its first steps. (On CUDA the norms' kernels take a second.)"""
+        return self.trainer.compile or self.compiles_norms(device_type)
+
+    def compiles_norms(self, device_type: str) -> bool:
+        """Whether norms may compile code for their first inputs."""
         backend = getattr(self.norm, "backend", "eager")
-        norms = backend == "compiled" or (backend == "auto" and device_type == "cpu")
-        return self.trainer.compile or (norms and not self.trainer.smoke)
+        return not self.trainer.smoke and (backend == "compiled" or (backend == "auto" and device_type == "cpu"))
 
     def score_text(self, score: float) -> str:
         """The score for the console."""

@@ -70,7 +70,7 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatc
     evaluations = [record for record in records(tmp_path) if record["kind"] == "val"]
     seen = {name for record in evaluations for name, iou in record["iou"].items() if iou is not None}
     assert seen and {f"val_iou/{name}" for name in seen} == {name for name in names if name.startswith("val_iou/")}
-    assert events.Scalars("val/miou")[-1].value == pytest.approx(results["miou"])
+    assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
 
     record = records(tmp_path)[0]
     assert 0 < record["mfu"] < 1 and record["step"] == 2
@@ -89,8 +89,9 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatc
     assert text.tensor_proto.string_val[0].decode() == f"```yaml\n{config}\n```"
 
     pictures = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
-    assert pictures.pop("image_label_prediction/legend") == [0] and pictures.pop("val/confusion") == [4]
+    assert pictures.pop("val_pictures/legend") == [0] and pictures.pop("val/confusion") == [4]
     assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
+    assert "train/loss" < min(pictures)  # TensorBoard sorts by name
 
     output = capsys.readouterr().out
     assert "training  4 steps in " in output and "0 images skipped" in output
@@ -182,7 +183,7 @@ def write_run(run_dir, start_step, steps, total_steps=10):
         for step in steps:
             running.step(loss=float(step), gradient_norm=1.0, images=1)
             running.training(step, 0.0, 0.1, 1.0)
-        picture = {"image_label_prediction/a": np.zeros((4, 12, 3), np.uint8)}
+        picture = {"val_pictures/a": np.zeros((4, 12, 3), np.uint8)}
         running.evaluation(steps[-1], 0.0, replace(evaluated(), pictures=picture))
 
 
