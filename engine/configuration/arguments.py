@@ -44,7 +44,7 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type, compos
     words = [
         word
         for before, word in zip(["", *arguments], arguments, strict=False)
-        if word not in (*OPTIONS, *OPTIONS_WITH_VALUE) and before not in OPTIONS_WITH_VALUE
+        if word.partition("=")[0] not in (*OPTIONS, *OPTIONS_WITH_VALUE) and before not in OPTIONS_WITH_VALUE
     ]
     sweeps = not {"-m", "--multirun"}.isdisjoint(arguments)
     try:
@@ -52,7 +52,8 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type, compos
         if not sweeps:
             typed(compose(*words), schema)
     except (HydraException, OmegaConfBaseException) as error:  # what nobody has thought of
-        raise ValueError(" ".join(str(error).split("\n    full_key")[0].split())) from error
+        about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
+        raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
 
 
 def chosen(command: str, arguments: Sequence[str], schema: type, compose: Compose) -> DictConfig:
@@ -105,6 +106,8 @@ class Arguments:
         return [*self.known, *self.groups]
 
     def _hint(self, name: str) -> Any:
+        if self.known[name].entry.metadata.get("names"):
+            return list[str]
         return get_type_hints(self.known[name].owner)[self.known[name].entry.name]
 
     def _parsed(self, number: int) -> Override:
@@ -152,7 +155,7 @@ class Arguments:
         if "list" in str(hint) and not text.startswith("["):
             fix = f"; give {list_of(name, text)}"
         elif several and hint in (str, str | None):
-            fix = f"; give {argument_of(name, text)}"
+            fix = f"; give {shlex.quote(override(name, text))}"
         else:
             fix = "; -m runs the command once with each value" if several else ""
         raise ValueError(f"{given.input_line}: expected {kind_of(hint)}{fix}")
@@ -237,16 +240,19 @@ class Arguments:
             return f"{word}: expected key=value; give {argument_of(name, value or after or '…')}"
         groups = [group for group in self.groups if word in choices(group, self.schema)]
         place = [] if groups else self._key_of_path(word)
+        key, given, _ = before.partition("=")
+        if given and key in self.known and "str" in str(self._hint(key)) and place in ([], [key]) and not groups:
+            return f"{before} {word}: quote a value with blanks: {shlex.quote(f'{before} {word}')}"
         if place and "list" in str(self._hint(place[0])):
             words = ",".join(word for word in self.words if "=" not in word)
             return f"{word}: expected key=value; give {list_of(place[0], words)}"
         if groups or place:
             return f"{word}: expected key=value; give {argument_of((groups or place)[0], word)}"
-        return f"{word}: expected key=value; --help lists the keys"
+        return f"{word or 'an empty argument'}: expected key=value; --help lists the keys"
 
     def _key_of_path(self, word: str) -> list[str]:
         """The key that a file or folder is probably meant for."""
-        if "/" not in word and "." not in word and not Path(word).exists():
+        if not word or not ("/" in word or "." in word or Path(word).exists()):
             return []
         trained = word.endswith((".pt", ".pth")) or Path(word, "checkpoints").is_dir()
         return [name for name in (OF_TRAINED if trained else OF_OTHERS) if name in self.known][:1]
@@ -261,14 +267,18 @@ class Arguments:
                 if whole.count("[") == whole.count("]") and whole.count("{") == whole.count("}"):
                     return f"{word}: quote lists and mappings for the shell: {shlex.quote(whole)}"
             return f"{word}: a bracket is not closed; quote lists and mappings for the shell, as in 'key=[1, 2]'"
-        if not re.fullmatch(r"\+{0,2}[\w.@/]+", name.strip()):
-            return f"{word}: expected key=value; --help lists the keys"
         if name != name.strip():
             return f"{word}: give it without spaces: {argument_of(name.strip(), value.strip())}"
         name = name.strip("+")
-        if name in self.known and "list" in str(self._hint(name)):
+        if name in self.groups:
+            return str(no_such_choice(name, value, choices(name, self.schema)))
+        if name not in self.known:
+            return self._unknown(name, value)
+        if "list" in (hint := str(self._hint(name))):
             return f"{word}: expected a list; give {list_of(name, value.strip('()'))}"
-        return f"{word}: Hydra needs quotes of its own here; give {argument_of(name, value)}"
+        if "str" in hint:
+            return f"{word}: Hydra needs quotes of its own here; give {argument_of(name, value)}"
+        return f"{word}: expected {kind_of(self._hint(name))}"
 
 
 def value_of(given: Override) -> str:
@@ -279,11 +289,13 @@ def value_of(given: Override) -> str:
 def argument_of(name: str, value: str) -> str:
     """key=value as it is typed in a shell."""
     plain = name if "=" in name else f"{name}={value}"
+    if value == "…":
+        return plain
     try:
-        reads_as_one = value == "…" or not PARSER.parse_override(plain).is_sweep_override()
+        PARSER.parse_override(plain)
     except HydraException:
-        reads_as_one = False
-    return plain if value == "…" else shlex.quote(plain if reads_as_one else override(name, value))
+        plain = override(name, value)
+    return shlex.quote(plain)
 
 
 def list_of(name: str, values: str) -> str:
