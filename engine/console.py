@@ -123,8 +123,8 @@ class Bars(Progress):
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
         if not self.console.is_terminal and time.monotonic() >= self.silent_since_s + LINE_EVERY_S:
-            (task,) = (task for task in self.tasks if task.id == task_id)
-            self.console.print(f"{task.description}: {task.completed:.0f} of {task.total:.0f}", soft_wrap=True)
+            done = (f"{task.description}: {task.completed:.0f} of {task.total:.0f}" for task in self.tasks)
+            self.console.print(", ".join(done), soft_wrap=True)
             self.broke_silence()
 
     def broke_silence(self) -> None:
@@ -163,13 +163,16 @@ def tracked(progress: Bars, items: SizedIterable[Item], description: str) -> Ite
 @contextmanager
 def counting(progress: Bars, description: str) -> Iterator[Callable[[int, int], None]]:
     """Context that yields a function (done, total) to update a temporary bar; its first call shows the bar."""
-    task = progress.add_task(description, total=None, status="", visible=False)
+    tasks: list[TaskID] = []
 
     def show(done: int, total: int) -> None:
-        progress.update(task, completed=done, total=total, visible=True)
+        if not tasks:
+            tasks.append(progress.add_task(description, total=total, status=""))
+        progress.update(tasks[0], completed=done, total=total)
 
     yield show
-    progress.remove_task(task)
+    for task in tasks:
+        progress.remove_task(task)
 
 
 @contextmanager

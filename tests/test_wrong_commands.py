@@ -104,7 +104,7 @@ ANSWERS = {
     "scripts.run_table table=table3 weights={resnext101: FILE}": "'weights={resnext101: FILE}'",
     "train_seg.py data.root=/data/Straße": """Hydra needs quotes of its own here; give 'data.root="/data/Straße"'""",
     "train_seg.py data.root=/data/a,b": """expected text; give 'data.root="/data/a,b"'""",
-    "train_seg.py data.root=/my data": "quote a value with blanks: 'data.root=/my data'",
+    "train_seg.py data.root=/my streets": "quote a value with blanks: 'data.root=/my streets'",
     "train_seg.py memory.budget=12 GiB": "quote a value with blanks: 'memory.budget=12 GiB'",
     "train_seg.py data.train_split=train,val": "expected a list of words; give 'data.train_split=[train,val]'",
     "train_seg.py 'trainer.steps=(3)'": "trainer.steps=(3): expected a whole number",

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from engine import console
-from engine.console import counted, make_console, progress_bar, tracked
+from engine.console import counted, counting, make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated, print_results
 from engine.segmentation.evaluation import iou_table
 
@@ -57,6 +57,11 @@ def test_after_some_silence_a_pipe_gets_a_line(capsys, monkeypatch):
             now[0] += seconds
             show(3, 4)
     assert capsys.readouterr().out == "checking: 3 of 4\n"
+    with progress_bar(make_console()) as progress, counting(progress, "windows") as show:
+        for _ in tracked(progress, range(2), "images"):
+            now[0] += 20.0
+            show(20, 30)
+    assert capsys.readouterr().out == "images: 1 of 2, windows: 20 of 30\n"
     with counted(make_console(rank=1), "checking") as show:
         now[0] += 60.0
         show(3, 4)
