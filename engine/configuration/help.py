@@ -17,7 +17,7 @@ from engine.configuration.choices import choices, groups_in
 from engine.configuration.config import Known, known_in
 from engine.schema.keys import expected
 
-WIDTHS = {"Groups": 14, "Keys": 34}  # of the first column
+WIDTHS = {"Groups": 15, "Keys": 34}  # of the first column
 LONGEST_VALUE = 50
 
 

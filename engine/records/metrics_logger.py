@@ -190,7 +190,7 @@ class MetricsLogger:
         for name, value in evaluated.curves.items():
             self.tensorboard.add_scalar(name, value, step)
         for name, (layer, value) in evaluated.layers.items():
-            self.tensorboard.add_scalar(f"layers/{name}", value, step)
+            self.tensorboard.add_scalar(f"val_layers/{name}", value, step)
             logger.debug(f"step {step}  {name} {value:.3g} in {layer}")
         for name, pixels in evaluated.pictures.items():
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")

@@ -1,9 +1,9 @@
-"""The advice given when memory runs out can be followed."""
+"""The advice given when memory runs out can be followed; what compiles is known beforehand."""
 
 import itertools
 import re
 
-from tests.runs import run_config
+from tests.runs import run_config, with_key
 
 
 def accepted(config, crops: int, processes: int, parts: int) -> bool:
@@ -46,3 +46,17 @@ def test_no_change_is_advised_that_the_run_has_already_or_cannot_have():
         assert planner == "memory.budget=… memory.fit=batch chooses a minibatch that fits"
         always = ["trainer.accumulation_steps=2", "twice as many processes", "data.crop_size=67"]
         assert found.split("; ") == [*always, *advised]
+
+
+def test_it_is_known_beforehand_whether_norms_compile():
+    """Runs and evaluations announce it."""
+    for overrides, on_cpu, on_cuda in (
+        ((), True, False),
+        (("norm.backend=compiled",), True, True),
+        (("norm.backend=eager",), False, False),
+        (("debug=smoke",), False, False),
+        (("norm=package",), False, False),
+    ):
+        config = run_config(*overrides)
+        assert [config.compiles_norms(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
+        assert config.compiles("cuda") == on_cuda and with_key(config, "trainer.compile", True).compiles("cuda")
