@@ -20,37 +20,38 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.configuration.choices import CONFIGS, alternatives_of, choices, groups_in, no_such_choice
-from engine.configuration.config import Known, known_in, typed
+from engine.configuration.config import Known, Schema, known_in, typed
 from engine.schema.keys import groups_of, names_in, override
 from engine.schema.words import COMMANDS, FOLDER, OF_OTHERS, OF_TRAINED, WORDS
 
 TORCHRUNS = re.compile(r"nproc|nnodes|node_rank|rdzv|master_|standalone|max_restarts|monitor_interval|local_addr")
 # Hydra's options, and those that are followed by a value.
-OPTIONS = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--info", "-i")
-OPTIONS_WITH_VALUE = ("--cfg", "-c", "--package", "-p", "--shell-completion", "-sc", "--experimental-rerun")
+OPTIONS = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
+OPTIONS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--shell-completion", "-sc")
 ELSEWHERE = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")  # configurations from elsewhere: Hydra checks them
 MOST_NAMED = 5  # keys or choices in a message
 PARSER = OverridesParser.create()
 Compose = Callable[..., DictConfig]
 
 
-def check_arguments(command: str, arguments: Sequence[str], schema: type, compose: Compose) -> None:
-    """Raise ValueError for the first argument that a command does not take. `compose(*overrides)`: its configuration.
+def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema], compose: Compose) -> Schema | None:
+    """The configuration of a run; None for a sweep (-m), if it is only shown (--cfg), or for choices from elsewhere.
 
-    Also checks the values: see `typed`. Values of a sweep (-m) are left to each of its runs.
+    `compose(*overrides)`: the configuration that Hydra makes of them. Values of a sweep are left to each of its runs.
+    ValueError: the command does not take an argument; or see `typed`.
     """
     if any(argument.startswith(ELSEWHERE) for argument in arguments):
-        return
+        return None
     words = [
         word
         for before, word in zip(["", *arguments], arguments, strict=False)
         if word.partition("=")[0] not in (*OPTIONS, *OPTIONS_WITH_VALUE) and before not in OPTIONS_WITH_VALUE
     ]
-    sweeps = not {"-m", "--multirun"}.isdisjoint(arguments)
+    options = {argument.partition("=")[0] for argument in arguments}
+    sweeps, shows = bool(options & {"-m", "--multirun"}), bool(options & {*OPTIONS_WITH_VALUE})
     try:
         Arguments(command, words, schema, compose, sweeps).check()
-        if not sweeps:
-            typed(compose(*words), schema)
+        return None if sweeps or shows else typed(compose(*words), schema)
     except (HydraException, OmegaConfBaseException) as error:  # what nobody has thought of
         about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
         raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error

@@ -105,6 +105,16 @@ def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name,
             composed(name, *together)
 
 
+def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
+    main = importlib.import_module("eval").main
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg", "job", "tta.flip=true"])
+    main()
+    assert "checkpoint: ???\n" in (shown := capsys.readouterr().out) and "flip: true\n" in shown
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
+    with pytest.raises(SystemExit, match="the nearest is tta.flip=true"):
+        main()
+
+
 @dataclass
 class Plain:
     own: int = 1  # of the class
