@@ -26,7 +26,7 @@ from datasets.workers import in_order
 from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console
+from engine.console import make_console, progress_bar, tracked
 from engine.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import group, key
@@ -54,10 +54,13 @@ def make_classes(values: DictConfig) -> Path:
     if file.exists():
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
     kinds, pixels, holding, colours = set[bool](), Counter[int](), Counter[int](), dict[int, tuple[int, ...]]()
-    with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        for is_rgb, held, coloured in in_order(
-            lambda number: contents(labels[number]), range(len(labels)), config.workers
-        ):
+    console = make_console()
+    with (
+        reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"),
+        progress_bar(console) as progress,
+    ):
+        read_labels = in_order(lambda number: contents(labels[number]), range(len(labels)), config.workers)
+        for (is_rgb, held, coloured), _ in zip(read_labels, tracked(progress, labels, "reading labels"), strict=True):
             kinds.add(is_rgb)
             pixels.update(held)
             holding.update(held.keys())
@@ -65,7 +68,6 @@ def make_classes(values: DictConfig) -> Path:
     if len(kinds) > 1:
         raise ValueError(f"{root}: some labels hold ids, others colours; expected one kind")
     values_of = dict(enumerate(sorted(pixels))) if True in kinds else {number: number for number in sorted(pixels)}
-    console = make_console()
     if len(values_of) <= 256:
         names = [f"{n} ignored" if n == IGNORED else f"{n} {colours.get(value, '')}" for n, value in values_of.items()]
         counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))
