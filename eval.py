@@ -1,4 +1,8 @@
-"""Evaluate a checkpoint of either task: `python eval.py checkpoint=RUN_DIR/checkpoints/last.pt [key=value …]`.
+"""Evaluate a checkpoint of either task; `--help` lists the keys:
+
+    python eval.py checkpoint=RUN_DIR predictions=DIR overlays=DIR
+    python eval.py checkpoint=FILE.pt tta.scales=[0.7,1,1.2] tta.flip=true  # segmentation
+    python eval.py checkpoint=FILE.pt view=ten_crop activation=relu  # classification
 
 On several devices: `torchrun --nproc-per-node N eval.py checkpoint=…`; every image is evaluated once.
 """
@@ -37,7 +41,8 @@ def evaluate(values: DictConfig) -> dict:
         OSError: reading images timed out, or a data worker or another process was lost.
     """
     options = configuration.typed(values, Evaluation)
-    path = Path(options.checkpoint)
+    path = checkpoint.file_of(options.checkpoint)
+    options.checkpoint = str(path)
     state = checkpoint.load(path)
     name = state["task"]
     if name not in TASKS:

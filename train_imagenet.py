@@ -1,6 +1,10 @@
-"""Train a classification network: `python train_imagenet.py [experiment=…] [key=value …]`; `--help` lists the choices.
+"""Train a classification network; `--help` lists the keys:
 
-On several devices or machines: `torchrun --nproc-per-node N train_imagenet.py …` (docs/training.md).
+    python train_imagenet.py                    # drawn shapes, two minutes
+    python train_imagenet.py experiment=cifar10/resnet14 data.root=DIR
+    torchrun --nproc-per-node 4 train_imagenet.py … run_dir=RUN_DIR resume=auto  # on four devices
+
+The same command continues a run that was stopped; several machines: docs/training.md.
 """
 
 from functools import partial

@@ -1,6 +1,10 @@
-"""Train a segmentation network: `python train_seg.py [experiment=…] [key=value …]`; `--help` lists the choices.
+"""Train a segmentation network; `--help` lists the keys:
 
-On several devices or machines: `torchrun --nproc-per-node N train_seg.py …` (docs/training.md).
+    python train_seg.py                         # drawn street scenes, minutes
+    python train_seg.py experiment=camvid/resnext_small data.root=DIR norm=std
+    torchrun --nproc-per-node 4 train_seg.py … run_dir=RUN_DIR resume=auto  # on four devices
+
+The same command continues a run that was stopped; several machines: docs/training.md.
 """
 
 from functools import partial
@@ -46,7 +50,7 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
         make = partial(assemble.segmentation_network, config, len(train_set.classes))
         run.start(assemble.learner(config, make, run.schedule, world))
         if run.start_step == 0 and trainer.pictures and world.first:
-            run.metrics.figure("image_label_prediction/legend", class_legend(run.val_set), step=0)
+            run.metrics.figure("val_pictures/legend", class_legend(run.val_set), step=0)
 
         with counted(run.console, "indexing the classes") as progress:
             minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, progress)

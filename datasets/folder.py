@@ -46,9 +46,11 @@ def folder_classes(file: Path) -> ClassTable:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
+        if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
+            raise ValueError('every class needs an object, such as {"name": "wood"}')
         entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
-        unknown = content.keys() - {"classes", "ignored"} | {key for entry in entries for key in entry}
-        if unknown := sorted(unknown - {"name", "colour"}):
+        keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
+        if unknown := sorted(keys - {"name", "colour"}):
             raise ValueError(f"the key {unknown[0]!r} is unknown")
         colours = {
             number: rgb(entry["colour"]) for number, entry in enumerate(entries) if entry.get("colour") is not None

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +12,15 @@ from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleDimensions
 from rich.logging import RichHandler
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from engine.dataset import SizedIterable
@@ -20,6 +29,7 @@ Item = TypeVar("Item")
 logger = logging.getLogger("engine")
 
 
+LINE_EVERY_S = 30.0
 FEWEST_COLUMNS = 40  # narrower terminals break the lines themselves: rich cannot draw tables in a few columns
 
 
@@ -105,9 +115,26 @@ class LogFile(logging.FileHandler):
         pass
 
 
-def progress_bar(console: Console, *extra: TextColumn) -> Progress:
-    """A progress bar with count, the `extra` columns and the time left; shown only on a terminal."""
-    return Progress(
+class Bars(Progress):
+    """Progress bars on a terminal. In a file or pipe, lines say the same, after `LINE_EVERY_S` of silence."""
+
+    silent_since_s: float
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        if not self.console.is_terminal and time.monotonic() >= self.silent_since_s + LINE_EVERY_S:
+            done = (f"{task.description}: {task.completed:.0f} of {task.total:.0f}" for task in self.tasks)
+            self.console.print(", ".join(done), soft_wrap=True)
+            self.broke_silence()
+
+    def broke_silence(self) -> None:
+        """Other lines say how far it is."""
+        self.silent_since_s = time.monotonic()
+
+
+def progress_bar(console: Console, *extra: TextColumn) -> Bars:
+    """Bars with count, the `extra` columns and the time left."""
+    bars = Bars(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
@@ -118,28 +145,40 @@ def progress_bar(console: Console, *extra: TextColumn) -> Progress:
         disable=not console.is_terminal,
         transient=True,
     )
+    bars.broke_silence()
+    return bars
 
 
-def tracked(progress: Progress, items: SizedIterable[Item], description: str) -> Iterator[Item]:
+def tracked(progress: Bars, items: SizedIterable[Item], description: str) -> Iterator[Item]:
     """Yield the items and count them in a temporary bar of `progress`."""
     task = progress.add_task(description, total=len(items), status="")
     try:
         for item in items:
             yield item
-            progress.advance(task)
+            progress.update(task, advance=1)
     finally:
         progress.remove_task(task)
 
 
 @contextmanager
+def counting(progress: Bars, description: str) -> Iterator[Callable[[int, int], None]]:
+    """Context that yields a function (done, total) to update a temporary bar; its first call shows the bar."""
+    tasks: list[TaskID] = []
+
+    def show(done: int, total: int) -> None:
+        if not tasks:
+            tasks.append(progress.add_task(description, total=total, status=""))
+        progress.update(tasks[0], completed=done, total=total)
+
+    yield show
+    for task in tasks:
+        progress.remove_task(task)
+
+
+@contextmanager
 def counted(console: Console, description: str) -> Iterator[Callable[[int, int], None]]:
-    """Context that yields a function (done, total) to update a progress bar; its first call shows the bar."""
-    with progress_bar(console) as progress:
-        task = progress.add_task(description, total=None, status="", visible=False)
-
-        def show(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total, visible=True)
-
+    """`counting` on a console without other bars."""
+    with progress_bar(console) as progress, counting(progress, description) as show:
         yield show
 
 

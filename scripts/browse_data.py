@@ -1,6 +1,8 @@
 """Look at the training crops, after augmentation, with their labels:
 
-    python -m scripts.browse_data data=camvid data.root=DIR out=DIR [sampler=class_uniform] [count=16] [epoch=0]
+    python -m scripts.browse_data data=camvid data.root=DIR out=DIR
+    python -m scripts.browse_data data=camvid data.root=DIR out=DIR sampler=class_uniform count=32
+    python -m scripts.browse_data experiment=table3/cityscapes_resnext101_std data.root=DIR out=DIR epoch=5
 
 Takes the keys of train_seg.py (experiment=…, seed=…) and writes pages of the first crops of an epoch, in the run's
 order, continuing into the next epochs if needed. Each crop is shown beside its label, with the image's name and the

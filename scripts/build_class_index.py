@@ -1,6 +1,8 @@
 """Index the classes of a training split ahead of class-uniform sampling:
 
-    python -m scripts.build_class_index data=cityscapes data.root=DIR [folder=DIR]
+    python -m scripts.build_class_index data=cityscapes data.root=DIR
+    python -m scripts.build_class_index data=vistas data.root=DIR folder=DIR workers=16
+    python -m scripts.build_class_index data=folder data.root=DIR positions=64
 
 Otherwise a training with sampler=class_uniform does this at its first start. The split is data.train_split. An
 interrupted run continues where it stopped. Prints each class's pixels and the number of labels that contain it.

@@ -1,6 +1,8 @@
 """Measure how much of each class training sees under uniform and class-uniform sampling:
 
     python -m scripts.class_shares data=camvid data.root=DIR out=docs/results/class_shares_camvid
+    python -m scripts.class_shares data=camvid data.root=DIR out=FILE epochs=1 fraction=0.5
+    python -m scripts.class_shares data=cityscapes data.root=DIR out=FILE data.crop_size=672
 
 Cuts the crops that a training would see, with its scales, windows and flips. Counts the pixels of each class and the
 crops that show it. Writes the counts to OUT.json and plots them in OUT.png.
@@ -40,8 +42,8 @@ LABELS = {"uniform": "uniform", "class_uniform": "class-uniform"}
 class ClassShares:
     data: SegmentationData = group(SEGMENTATION_DATASETS)
     out: str = MISSING  # path of the two files, without suffix
-    epochs: int = key(5, above=0)
-    seed: int = key(0, least=0)
+    epochs: int = key(5, above=0)  # how many are drawn
+    seed: int = key(0, least=0)  # of the crops
     fraction: float = key(1.0, above=0, most=1)  # sampler.fraction
     folder: str | None = None  # for the class index, as sampler.folder of a training; null: the cache folder
 

@@ -1,12 +1,13 @@
 """Convert a released checkpoint to one of this project, or back:
 
-    python -m scripts.convert_checkpoint input=FILE output=FILE [scale=released|raw] [classes=FILE | data.root=DIR]
+    python -m scripts.convert_checkpoint input=FILE output=FILE [scale=released|raw]
+    python -m scripts.convert_checkpoint input=FILE output=FILE [classes=FILE | data.root=DIR]
     python -m scripts.convert_checkpoint input=FILE output=FILE format=released|standard_bn [scale=released|raw]
 
-The first command makes a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
+The first two make a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
 recognised from the file. A file says neither its scale, which is known for the published files alone, nor its classes:
 without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
-compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The second
+compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
 command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
 standard batch normalisation under the same names. Neither stores the norms' eps and activation: the
 command prints what a reader of the file must use.
@@ -55,8 +56,8 @@ class ConversionData:
 
 @dataclass
 class Conversion:
-    input: str = MISSING
-    output: str = MISSING
+    input: str = MISSING  # the file to convert
+    output: str = MISSING  # the file to write
     format: str = key("checkpoint", one_of=("checkpoint", "released", "standard_bn"))  # of the output
     # Whether norms of released files scale by |weight| + eps (released) or by weight (raw): of the input if it is such
     # a file; else of the output with format=released, by default released.
@@ -74,7 +75,7 @@ class Conversion:
 def convert(values: DictConfig) -> list[str]:
     """Convert as configured (`Conversion`). Returns the printed lines. ValueError if the input does not allow it."""
     options = configuration.typed(values, Conversion)
-    source, output = (Path(path).expanduser() for path in (options.input, options.output))
+    source, output = checkpoint.file_of(options.input), Path(options.output).expanduser()
     if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
         raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
     name = f"input={source}"

@@ -1,6 +1,8 @@
 """Write classes.json for your own images, from what their labels hold:
 
     python -m scripts.make_classes data.root=DIR
+    python -m scripts.make_classes data.root=DIR workers=8
+    python -m scripts.make_classes data.root=DIR data.timeout_seconds=3600    # a slow disk
 
 Reads all labels below DIR. Classes are the ids up to the largest, or the colours of RGB labels; 255 is ignored, and so
 are ids below the largest that occur nowhere. Palettes give ids their colours. The classes are called class_0, class_1,
@@ -21,9 +23,10 @@ from datasets.folder import CLASSES, TRAINED, colour_codes, folder_labels
 from datasets.reading import decode_label, read
 from datasets.segmentation import restorable
 from datasets.workers import in_order
+from engine import assemble
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import make_console
+from engine.console import make_console, progress_bar, tracked
 from engine.output_files import write_file
 from engine.schema.data import FolderData
 from engine.schema.keys import group, key
@@ -44,15 +47,20 @@ def make_classes(values: DictConfig) -> Path:
     ValueError: the file is there, labels cannot be read or are not all of one kind, or the number of classes is wrong.
     """
     config = configuration.typed(values, MakeClasses)
-    labels, root = folder_labels(config.data.root), f"data.root={config.data.root}"
+    with assemble.root_named(config.data):
+        labels = folder_labels(config.data.root)
+    root = f"data.root={config.data.root}"
     file = Path(str(config.data.root)).expanduser() / CLASSES
     if file.exists():
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
     kinds, pixels, holding, colours = set[bool](), Counter[int](), Counter[int](), dict[int, tuple[int, ...]]()
-    with reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"):
-        for is_rgb, held, coloured in in_order(
-            lambda number: contents(labels[number]), range(len(labels)), config.workers
-        ):
+    console = make_console()
+    with (
+        reading_errors(config.data.timeout_seconds, keys="data.", workers_key="workers"),
+        progress_bar(console) as progress,
+    ):
+        read_labels = in_order(lambda number: contents(labels[number]), range(len(labels)), config.workers)
+        for (is_rgb, held, coloured), _ in zip(read_labels, tracked(progress, labels, "reading labels"), strict=True):
             kinds.add(is_rgb)
             pixels.update(held)
             holding.update(held.keys())
@@ -60,7 +68,6 @@ def make_classes(values: DictConfig) -> Path:
     if len(kinds) > 1:
         raise ValueError(f"{root}: some labels hold ids, others colours; expected one kind")
     values_of = dict(enumerate(sorted(pixels))) if True in kinds else {number: number for number in sorted(pixels)}
-    console = make_console()
     if len(values_of) <= 256:
         names = [f"{n} ignored" if n == IGNORED else f"{n} {colours.get(value, '')}" for n, value in values_of.items()]
         counts = (np.array([of[value] for value in values_of.values()]) for of in (pixels, holding))

@@ -2,6 +2,7 @@
 
     python -m scripts.plan_memory experiment=table3/cityscapes_resnext101_std memory.gpus=4
     python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
+    python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std memory.gpus=1
 
 Prints what one device holds when a step needs most, in which module that is, and what is kept for the backward pass.
 memory.fit also finds, for standard, checkpointed and in-place norms, what fits into memory.budget: the most crops of
@@ -25,7 +26,8 @@ from rich.table import Table
 
 from engine import planner
 from engine.configuration import config as configuration
-from engine.configuration.command_line import configured, errors_for_users, no_such_choice
+from engine.configuration.choices import no_such_choice
+from engine.configuration.command_line import configured, errors_for_users
 from engine.console import make_console, table_of
 from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm

@@ -1,4 +1,8 @@
-"""Predict images from a checkpoint alone: `python -m scripts.predict checkpoint=FILE input=IMAGE_OR_DIR output=DIR`.
+"""Predict images from a checkpoint alone:
+
+    python -m scripts.predict checkpoint=RUN_DIR input=IMAGE_OR_DIR output=DIR
+    python -m scripts.predict checkpoint=FILE.pt input=DIR output=DIR window.size=1024
+    python -m scripts.predict checkpoint=FILE.pt 'input="Straße 1"' output=DIR precision=bfloat16
 
 Reads the usual formats of photographs, and turns them as their EXIF orientation says. Writes three PNGs per image,
 at its size: ids/NAME.png (train ids, as in classes.json), colour/NAME.png and overlays/NAME.png. window.size=PIXELS
@@ -24,7 +28,7 @@ from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
-from engine.console import log_to, logger, make_console, progress_bar, tracked
+from engine.console import counting, log_to, logger, make_console, progress_bar, tracked
 from engine.distributed import device_of
 from engine.output_files import inside, writable_folder, write_file, write_png
 from engine.schema.evaluation import Prediction
@@ -46,7 +50,8 @@ def predict(values: DictConfig) -> list[Path]:
     options = configuration.typed(values, Prediction)
     console = make_console()
     log_to(console, None)
-    path = Path(options.checkpoint)
+    path = checkpoint.file_of(options.checkpoint)
+    options.checkpoint = str(path)
     state = checkpoint.load(path)
     config = configuration.of_checkpoint(state, SegmentationRun, f"checkpoint {path}")
     options.apply_to(config)
@@ -67,7 +72,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
     writable_folder("output", output)
     write_classes(output / CLASSES, state["classes"], palette)
     written, unreadable = [], []
-    with progress_bar(console) as progress:
+    with progress_bar(console) as progress, counting(progress, "windows") as windows:
         for name, file in tracked(progress, images.items(), "predicting"):
             try:
                 ids_file, colour_file, overlay_file = (inside(output / kind, f"{name}.png") for kind in KINDS)
@@ -77,7 +82,8 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
                 unreadable.append(str(error))
                 continue
             batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            ids = inference.predict(forward, batch, views, config.evaluation_memory_advice(1))[0].cpu().numpy()
+            advice = config.evaluation_memory_advice(1)
+            ids = inference.predict(forward, batch, views, advice, windows)[0].cpu().numpy()
             write_png(ids_file, ids)
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))

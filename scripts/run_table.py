@@ -43,13 +43,13 @@ DATA = sorted({*SEGMENTATION_DATASETS, *CLASSIFICATION_DATASETS} - {*DRAWN})
 @dataclass
 class RunTable:
     table: str = MISSING  # a folder of configs/experiment
-    dry_run: bool = False
+    dry_run: bool = False  # only list the trainings
     runs: str = "runs/tables"  # folder for the run directories
     roots: Any = None  # {name of the data: data.root}
     files: str | None = None  # table=released: the folder of the released files
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
-    seeds: list[int] = field(default_factory=lambda: [0])
+    seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
     overrides: list[str] = field(default_factory=list)  # of every training; scripts.tables lists them as changed
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 

@@ -1,6 +1,8 @@
 """Check a whole dataset, once, after download and unpacking:
 
-    python -m scripts.verify_data data=cityscapes data.root=DIR [splits=[train,val]] [out=FILE.json]
+    python -m scripts.verify_data data=cityscapes data.root=DIR
+    python -m scripts.verify_data data=folder data.root=DIR splits=[val]
+    python -m scripts.verify_data data=imagenet data.root=DIR out=FILE.json
 
 Compares the number of images with the official number, looks for missing labels and missing images, and decodes every
 file, for segmentation and classification. Reports unreadable and damaged files, labels whose size differs from their

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from engine.configuration import command_line, config
-from engine.configuration.command_line import CONFIGS
+from engine.configuration.choices import CONFIGS
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationRun
 from engine.schema.segmentation import SegmentationRun

@@ -53,7 +53,7 @@ def last(run_dir: Path) -> Path:
 
 
 def evaluate_run(run_dir: Path, *overrides: str) -> dict:
-    return evaluate(composed("eval", f"checkpoint={last(run_dir)}", "workers=0", "device=cpu", *overrides))
+    return evaluate(composed("eval", f"checkpoint={run_dir}", "workers=0", "device=cpu", *overrides))
 
 
 def changed(run_dir: Path, path: Path, **parts) -> Path:

@@ -85,7 +85,7 @@ def test_file_names_that_are_not_utf_8_in_a_run(tmp_path):
     assert "images/caf\\udce9 2.jpg: the file is empty" in (tmp_path / "run" / "log.txt").read_text("utf-8")
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert "image_label_prediction/caf\\udce9 0" in events.Tags()["images"]
+    assert "val_pictures/caf\\udce9 0" in events.Tags()["images"]
     written = (f"predictions={tmp_path / 'predictions'}", f"overlays={tmp_path / 'overlays'}")
     last = f"checkpoint={tmp_path / 'run/checkpoints/last.pt'}"
     evaluate(composed("eval", last, *written, "workers=0", "device=cpu"))

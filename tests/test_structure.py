@@ -7,16 +7,13 @@ import itertools
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
 
 import pytest
 
 from engine.schema.classification import ClassificationRun
 from engine.schema.evaluation import Evaluation, Prediction
-from engine.schema.keys import groups_of
+from engine.schema.keys import names_in
 from engine.schema.segmentation import SegmentationRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -39,8 +36,20 @@ KNOWS_SCHEMA = {
     },
     "engine/run.py": {"training.TrainingRun"},
     "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
-    "engine/configuration/command_line.py": {"keys.Keys", "keys.groups_of", "keys.override"},
     "engine/configuration/sweep.py": {"keys.Keys", "keys.override"},
+    "engine/configuration/command_line.py": {"keys.Keys", "keys.override"},
+    "engine/configuration/arguments.py": {
+        "keys.groups_of",
+        "keys.names_in",
+        "keys.override",
+        "words.COMMANDS",
+        "words.FOLDER",
+        "words.OF_OTHERS",
+        "words.OF_TRAINED",
+        "words.WORDS",
+    },
+    "engine/configuration/choices.py": {"keys.groups_of"},
+    "engine/configuration/help.py": {"keys.expected"},
     "engine/classification/evaluation.py": {"classification.ClassificationRun"},
     "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
     "engine/tasks.py": {
@@ -154,20 +163,8 @@ def test_the_schema_is_read_by_few():
     assert found == KNOWS_SCHEMA
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[str]:
-    """Every key of `schema`, for all alternatives of all groups."""
-    types, groups = get_type_hints(schema), groups_of(schema)
-    for entry in fields(schema):
-        alternatives = groups.get(entry.name, {"": types[entry.name]}).values()
-        for alternative in alternatives:
-            if is_dataclass(alternative):
-                yield from keys_of(alternative, f"{prefix}{entry.name}.")
-            else:
-                yield prefix + entry.name
-
-
 SCHEMAS = (SegmentationRun, ClassificationRun, Evaluation, Prediction)
-KEYS = {key for schema in SCHEMAS for key in keys_of(schema) if "." in key}
+KEYS = {key for schema in SCHEMAS for key in names_in(schema) if "." in key}
 KEY = re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(KEYS)))})(?!\w)")
 
 

@@ -175,7 +175,7 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
 def test_a_training_evaluates_batches(tmp_path, monkeypatch):
     sizes = []
 
-    def needs_too_much(forward, images, views):
+    def needs_too_much(forward, images, *_):
         sizes.append(len(images))
         raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -19,6 +19,7 @@ from engine.assemble.data import (
     loader,
     official_images,
     order_of,
+    root_named,
     training_crops,
     training_loader,
 )

@@ -31,7 +31,7 @@ from datasets.imagenet import IMAGES as IMAGENET_IMAGES
 from datasets.imagenet import own_splits
 from datasets.shapes import IMAGES as SHAPES_IMAGES
 from datasets.workers import Loader
-from engine.assemble.data import evaluation_loader, loader, order_of, root_of
+from engine.assemble.data import evaluation_loader, loader, order_of, root_named
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
 from engine.schema.classification import (
@@ -67,10 +67,8 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
     make, _ = _SOURCES[config.name]
-    try:
+    with root_named(config, f"{key}={split}: "):
         return make(config.root, split)
-    except ValueError as error:
-        raise ValueError(f"{key}={split}: {root_of(config)}: {error}") from error
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
@@ -95,7 +93,8 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
 def classified_counts(config: ClassificationData, classes: int) -> dict[str, int | None]:
     """The published number of images in each split of the dataset; None for other images in ImageNet's layout."""
     if config.name == "image_folder":
-        return dict.fromkeys(own_splits(config.root))
+        with root_named(config):
+            return dict.fromkeys(own_splits(config.root))
     _, images = _SOURCES[config.name]
     return dict.fromkeys(images) if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES else {**images}
 

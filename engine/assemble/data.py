@@ -1,6 +1,7 @@
 """Configuration keys -> datasets and loaders."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -61,23 +62,26 @@ def dataset(
             raise ValueError(
                 f"{key or 'data.split'}={name}: split {name!r} is unknown to {config.name}; expected one of {known}"
             )
-        try:
+        with root_named(config, f"{key}={name}: " if key else ""):
             parts.append(make(config.root, name, strict=strict))
-        except ValueError as error:
-            chosen_split = f"{key}={name}: " if key else ""
-            raise ValueError(f"{chosen_split}{root_of(config)}: {error}") from error
     return joined(parts)
 
 
-def root_of(config: Data) -> str:
-    """The key of the folder with its value, for messages."""
-    return f"data.root={config.root}" + " (give data.root=DIR)" * (config.root is None)
+@contextmanager
+def root_named(config: Data, split: str = "") -> Iterator[None]:
+    """Context whose ValueErrors start with `split` and the key of the folder, with its value."""
+    try:
+        yield
+    except ValueError as error:
+        missing = " (give data.root=DIR)" * (config.root is None)
+        raise ValueError(f"{split}data.root={config.root}{missing}: {error}") from error
 
 
 def official_images(config: SegmentationData) -> dict[str, int | None]:
     """The published number of images in each split of the dataset; None for the splits of a folder."""
     if isinstance(config, FolderData):
-        return dict.fromkeys(folder_splits(config.root, config.folds))
+        with root_named(config):
+            return dict.fromkeys(folder_splits(config.root, config.folds))
     return {**_source(config)[1]}
 
 

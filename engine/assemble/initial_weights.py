@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.command_line import alternatives_of, choices
+from engine.configuration.choices import alternatives_of, choices
 from engine.configuration.config import group_from_plain
 from engine.schema.network import NORMS, Norm, PackageNorm
 from engine.schema.training import TrainingRun
@@ -44,7 +44,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
     """
     init, package = config.init, isinstance(config.norm, PackageNorm)
     assert init.weights is not None
-    path = Path(init.weights).expanduser()
+    path = checkpoint.file_of(init.weights)
     name = f"init.weights={path}"
     if init.format is None:
         weights = of_checkpoint(checkpoint.read(path), path, name)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from engine.checkpoint import files as checkpoint
+from engine.console import logger
 from engine.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import TrainingRun
@@ -71,6 +72,8 @@ def trained_forward(
     `config`: the checkpoint's, perhaps changed by the command. make(config, number of classes) builds the network.
     `state`: content of the checkpoint `path`. `classes`: the network must have been trained on these.
     """
+    if config.compiles_norms(device.type):
+        logger.info("the first image may take half a minute, as code is compiled")
     network = checkpoint.load_network(partial(make, config, len(state["classes"])), state, classes, path, averaged)
     return forward(config, network.eval(), device)
 

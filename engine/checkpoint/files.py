@@ -22,6 +22,12 @@ class OtherFormat(ValueError):
     """A file is intact, but of another program, or of another version of this one."""
 
 
+def file_of(given: str) -> Path:
+    """The file that a command means: a checkpoint, or the last one of a run directory."""
+    path = Path(given).expanduser()
+    return next(filter(Path.is_file, (path / "checkpoints" / "last.pt", path / "last.pt")), path)
+
+
 def save(path: Path, state: dict, previous: Path | None = None) -> None:
     """Write `state` to `path`. If `previous`, a file in the same folder, is given, the old checkpoint moves there.
 

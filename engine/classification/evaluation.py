@@ -5,13 +5,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import ClassificationDataset
-from engine.console import tracked
+from engine.console import Bars, tracked
 from engine.distributed import World
 from engine.forward import Forward
 from engine.memory import memory_errors
@@ -40,7 +39,7 @@ def evaluate_split(
     images: DataLoader | UntilStopped,
     *,
     world: World,
-    progress: Progress,
+    progress: Bars,
     memory_advice: str,
 ) -> Evaluated:
     """Evaluate a split: the share of images whose class has the highest logit (top1), or one of the five highest.
@@ -80,10 +79,10 @@ def evaluate_split(
         picture = partial(confusion_picture, confusion.numpy(), dataset.classes, title)
     return Evaluated(
         scores=scores,
-        summary=f"top-1 {scores['top1']:.4f}  top-5 {scores['top5']:.4f}",
+        summary=f"top-1 {100 * scores['top1']:.2f} %  top-5 {100 * scores['top5']:.2f} %",
         images=count,
         details=details,
-        curves={f"val/{name}": score for name, score in scores.items()},
+        curves={f"val/{name}": 100 * score for name, score in scores.items()},
         table=partial(accuracy_table, scores, accuracy),
         confusion=picture,
     )

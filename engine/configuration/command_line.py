@@ -1,61 +1,52 @@
 """Running a command for its user: configuration, --help, exit statuses and error messages."""
 
-import difflib
+import json
+import logging
 import os
 import re
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
-from functools import cache, partial, wraps
-from pathlib import Path, PurePosixPath
+from functools import partial, wraps
+from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from engine.configuration import sweep
-from engine.configuration.config import register, typed
+from engine.configuration.arguments import check_arguments, chosen
+from engine.configuration.choices import CONFIGS, groups_in
+from engine.configuration.config import register
+from engine.configuration.help import help_text
 from engine.console import logger, make_printing_safe
 from engine.distributed import launched
 from engine.memory import is_out_of_memory
-from engine.schema.keys import Keys, groups_of, override
+from engine.schema.keys import Keys, override
 from engine.stopping import EXIT_CODE, Preempted
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+OTHERS_END_S = 3.0  # a process that ends later than the first is listed as killed by torchrun
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def declare(name: str, schema: type, about: str) -> None:
+def declare(name: str, schema: type) -> None:
     """Make a command known to Hydra as command/NAME.
 
-    Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py); --help lists the command's
-    groups alone.
+    Hydra writes no logs and makes no folders (see engine/checkpoint/run_directory.py).
     """
     register(name, schema)
-    defaults, groups = f"/schema/{name}", []
-    if (file := CONFIGS / f"{name}.yaml").is_file():
-        defaults = f"/{name}"
-        entries = OmegaConf.load(file).defaults
-        groups = sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
-    lines = [f"  {group}: {', '.join(names)}" for group in groups if (names := choices(group, schema))]
-    keys = "Keys (key=value; ??? must be given; for their meaning see engine/schema):"
-    listed = ["Groups (group=choice):", *lines, ""] if lines else []
+    defaults = f"/{name}" if groups_in(name) else f"/schema/{name}"
     node = {
         "defaults": [defaults, "_self_", *({f"override /hydra/{log}_logging": "none"} for log in ("job", "hydra"))],
-        "hydra": {
-            "run": {"dir": "."},
-            "output_subdir": None,
-            "help": {"template": "\n".join([about.strip(), "", *listed, keys, "$CONFIG"])},
-        },
+        "hydra": {"run": {"dir": "."}, "output_subdir": None},
     }
     ConfigStore.instance().store(group="command", name=name, node=node, package="_global_")
 
@@ -65,12 +56,13 @@ def configured(
 ) -> Callable[[Callable[[DictConfig], object]], Callable[[], None]]:
     """Decorator: makes `main(values)` a command that takes the keys of `schema` as key=value.
 
-    configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help prints `about`,
-    by default the docstring of main's module. Errors: see `errors_for_users`.
+    configs/NAME.yaml holds its defaults and groups; a command without groups needs no file. --help starts with
+    `about`, by default the docstring of main's module. Errors: see `check_arguments`, `errors_for_users`.
     """
 
     def decorated(main: Callable[[DictConfig], object]) -> Callable[[], None]:
-        declare(name, schema, about or sys.modules[main.__module__].__doc__ or name)
+        declare(name, schema)
+        compose = partial(composed, name)
 
         @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=f"command/{name}")
         @wraps(main)
@@ -78,20 +70,45 @@ def configured(
             with errors_for_users():
                 (record(main) if launched() else main)(values)  # torchrun prints the error that `record` leaves it
 
+        def checked_job(words: list[str]) -> Keys:
+            config = check_arguments(name, words, schema, compose)
+            assert config is not None, "a job of a sweep has keys alone"
+            return config
+
         @wraps(run)
         def checked() -> None:
             sys.argv[1:] = map(_quoted_path, sys.argv[1:])
-            with errors_for_users():  # Hydra's own message would not say what the command takes
-                if sweep.asked_for(sys.argv[1:]):
-                    has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
-                    sweep.run(sys.argv[1:], partial(_checked, name, schema), has_run_dir)
+            arguments, text = sys.argv[1:], about or sys.modules[main.__module__].__doc__ or name
+            with errors_for_users(), _said_once():
+                if not {"--help", "-h"}.isdisjoint(arguments):
+                    print(help_text(text, name, schema, chosen(name, arguments, schema, compose)))
                     return
-                _check_choices(sys.argv[1:], schema)
+                check_arguments(name, arguments, schema, compose)
+                if sweep.asked_for(arguments):
+                    has_run_dir = any(entry.name == "run_dir" for entry in fields(schema))
+                    sweep.run(arguments, checked_job, has_run_dir)
+                    return
             run()
 
         return checked
 
     return decorated
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Context for what all processes of torchrun find in the arguments: the first one of each machine says it."""
+    if not launched():
+        yield
+        return
+    with redirect_stdout(None if os.environ["LOCAL_RANK"] != "0" else sys.stdout):
+        try:
+            yield
+        except ValueError:
+            if os.environ["LOCAL_RANK"] != "0":
+                sys.exit(0)
+            time.sleep(OTHERS_END_S)
+            raise
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
@@ -105,15 +122,6 @@ def composed(name: str, *overrides: str) -> DictConfig:
         GlobalHydra.instance().hydra = running
 
 
-def _checked(name: str, schema: type, overrides: list[str]) -> Keys:
-    """The configuration that a declared command gets from `overrides`. ValueError: they are wrong."""
-    _check_choices(overrides, schema)
-    try:
-        return typed(composed(name, *overrides), schema)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(f"{' '.join(overrides)}: {str(error.__cause__ or error).splitlines()[0]}") from error
-
-
 def _quoted_path(argument: str) -> str:
     """key=PATH as Hydra takes it, if PATH exists and has a = or a comma, as run directories of sweeps have."""
     key, _, value = argument.partition("=")
@@ -123,62 +131,6 @@ def _quoted_path(argument: str) -> str:
 def command_line() -> str:
     """The command that started this process, quoted for the shell."""
     return shlex.join(["python", *sys.argv])
-
-
-def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
-    """The choices of a group that fit the schema: their files use alternatives of its groups only."""
-    folder, groups = configs / group, groups_of(schema)
-    names = sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
-    return [
-        name
-        for name in names
-        if all(used in groups[own] for own, used in alternatives_of(group, name, configs) if own in groups)
-    ]
-
-
-def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
-    """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
-    file = configs / group / f"{choice}.yaml"
-    for entry in _defaults(file) if file.is_file() else ():
-        if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
-            for other, name in entry.items():
-                yield from alternatives_of(str(other).split("/")[-1], str(name), configs)
-        elif entry.startswith("/schema/"):
-            _, _, own, name = entry.split("/")
-            yield own, name
-        elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
-            _, other, name = entry.split("/", 2)
-            yield from alternatives_of(other, name, configs)
-        else:  # relative to the choice's folder
-            yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
-
-
-@cache
-def _defaults(file: Path) -> list:
-    """The defaults list of a choice's file. Many choices share others, so each file is read once."""
-    content = OmegaConf.to_container(OmegaConf.load(file))
-    return content.get("defaults", []) if isinstance(content, dict) else []
-
-
-def _check_choices(arguments: list[str], schema: type) -> None:
-    """Raise ValueError for a choice that does not exist, or only for another command."""
-    if any(argument.startswith(("--config-dir", "-cd", "hydra.searchpath")) for argument in arguments):
-        return  # choices may lie elsewhere
-    groups = groups_of(schema)
-    for group, choice in re.findall(r"^\+?(\w+)=([\w/.-]+)$", "\n".join(arguments), re.MULTILINE):
-        if not groups or group not in (*groups, "experiment", "debug") or choice == "null":
-            continue
-        fitting = choices(group, schema)
-        if (CONFIGS / group / f"{choice}.yaml").is_file() and choice not in fitting:
-            raise ValueError(f"{group}={choice} is for another command: expected one of {', '.join(fitting)}")
-        if choice not in fitting:
-            raise no_such_choice(group, choice, fitting)
-
-
-def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
-    """The error for a choice that does not exist, which names the nearest ones."""
-    nearest = difflib.get_close_matches(choice, known, n=5, cutoff=0)
-    return ValueError(f"{group}={choice}: there is no such {group}; the nearest are {', '.join(nearest)}")
 
 
 def _ignore_interrupts() -> None:
@@ -194,6 +146,8 @@ def errors_for_users() -> Iterator[None]:
     HYDRA_FULL_ERROR=1 keeps all tracebacks.
     """
     make_printing_safe()
+    # Its warning that no CUDA runtime is found means only that code is compiled for the CPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     try:
         yield
     except KeyboardInterrupt:
@@ -217,4 +171,8 @@ def errors_for_users() -> Iterator[None]:
             )
         # DataLoader workers put the original message at the end of a traceback.
         message = re.split(rf"\n(?:\w+\.)*{type(error).__name__}: ", str(error))[-1]
-        sys.exit(f"error: {message.strip()}")
+        message = f"error: {message.strip()}"
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun repeats it, not what `record` wrote there
+            about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+            Path(file).write_text(json.dumps({"message": {"extraInfo": about}}))
+        sys.exit(message)

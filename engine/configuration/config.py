@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +16,15 @@ from engine.schema.training import TrainingRun
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
 Schema = TypeVar("Schema", bound=Keys)
 Task = TypeVar("Task", bound=TrainingRun)
+
+
+class Known(NamedTuple):
+    """A key that a configuration has."""
+
+    name: str  # such as optim.lr
+    value: Any  # ??? if it must be given
+    entry: Field[Any]
+    owner: type[Keys]  # the dataclass of the field
 
 
 def register(name: str, schema: type) -> None:
@@ -132,6 +142,18 @@ def read_yaml(file: Path) -> dict[str, Any]:
     values = OmegaConf.load(file)
     assert isinstance(values, DictConfig), file
     return flat(_container(values))
+
+
+def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:
+    """The keys of a config that Hydra composed from a schema, which may still lack values."""
+    owner = OmegaConf.get_type(values)
+    assert owner is not None
+    for entry in fields(owner):
+        value = "???" if OmegaConf.is_missing(values, entry.name) else values[entry.name]
+        if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
+            yield from known_in(value, f"{prefix}{entry.name}.")
+        else:
+            yield Known(prefix + entry.name, value, entry, owner)
 
 
 def flat(values: dict, prefix: str = "") -> dict:

@@ -38,7 +38,7 @@ class Job(NamedTuple):
 
 
 def asked_for(arguments: list[str]) -> bool:
-    return bool({*FLAGS} & {*arguments}) and not {"-h", "--help"} & {*arguments}
+    return not {*FLAGS}.isdisjoint(arguments)
 
 
 def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool) -> None:

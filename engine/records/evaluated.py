@@ -25,7 +25,7 @@ class Evaluated:
     summary: str  # one line for the log
     images: int  # number of evaluated images, over all ranks
     details: dict = field(default_factory=dict)  # for results.json only
-    curves: dict[str, float] = field(default_factory=dict)  # values for TensorBoard, by name
+    curves: dict[str, float] = field(default_factory=dict)  # percentages for TensorBoard, by name
     table: Callable[[], Table] | None = None  # the scores, for the console
     confusion: Callable[[], Figure] | None = None  # the confusion matrix, for TensorBoard and a PNG
     pictures: dict[str, np.ndarray] = field(default_factory=dict)  # uint8 (H, W, 3) by name, for TensorBoard

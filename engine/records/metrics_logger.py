@@ -176,6 +176,7 @@ class MetricsLogger:
         # Short enough for a progress bar on a terminal of 80 columns.
         status = f"loss {loss:.3f} lr {lr:.1e} {speed:.1f} img/s {peak_memory_mib:.0f} MiB"
         self.progress.update(self.task, status=status)
+        self.progress.broke_silence()
         # On a terminal the progress bar says the same.
         logger.log(logging.DEBUG if self.console.is_terminal else logging.INFO, f"step {step}  {status}")
 
@@ -189,7 +190,7 @@ class MetricsLogger:
         for name, value in evaluated.curves.items():
             self.tensorboard.add_scalar(name, value, step)
         for name, (layer, value) in evaluated.layers.items():
-            self.tensorboard.add_scalar(f"layers/{name}", value, step)
+            self.tensorboard.add_scalar(f"val_layers/{name}", value, step)
             logger.debug(f"step {step}  {name} {value:.3g} in {layer}")
         for name, pixels in evaluated.pictures.items():
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")

@@ -13,19 +13,21 @@ from engine.schema.keys import by_name, key
 class Data:
     name: str = MISSING
     root: str | None = key(None, per_machine=True)  # the dataset's folder; null: the cache folder (synthetic only)
-    train_split: str = "train"
-    val_split: str = "val"
+    train_split: str = "train"  # the split that is trained on
+    val_split: str = "val"  # the split that is evaluated
     crop_size: int = key(MISSING, above=0)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
-    mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))  # 0 to 1
+    # Of each colour, from 0 to 1: images are normalised by mean and std.
+    mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))
+    # Standard deviation of each colour.
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
     workers: int = key(2, least=0, per_machine=True)  # processes that read and augment
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
     # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
     on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
-    max_skipped: int = key(100, least=0, free_on_resume=True)
+    max_skipped: int = key(100, least=0, free_on_resume=True)  # with data.on_error=skip: most images skipped in a run
     # The run stops if the workers deliver no minibatch in this time.
     timeout_seconds: int = key(300, above=0, per_machine=True)
 
@@ -47,23 +49,24 @@ class ColourJitter:
     """Random changes of a crop's colours; off by default, as in the paper."""
 
     brightness: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
-    contrast: float = key(0.0, least=0)
-    saturation: float = key(0.0, least=0)
+    contrast: float = key(0.0, least=0)  # s, likewise
+    saturation: float = key(0.0, least=0)  # s, likewise
     hue: float = key(0.0, least=0, most=0.5)  # largest shift, in turns of the colour circle, either way
 
 
 @dataclass
 class SegmentationData(Data):
-    train_split: Any = key("train", names=True)  # or a list of splits, which are trained as one
+    train_split: Any = key("train", names=True)  # the split, or a list of splits, to train on
     crop_aspect: float = key(1.0, above=0)  # width of a crop over its height, which is crop_size
     # Longest (or shortest) side in pixels at scale 1, in training and evaluation; null: the image's own size. IoU is
     # always counted at the label's own size.
     base_size: int | None = key(None, above=0)
-    base_side: str = key("longest", one_of=("longest", "shortest"))
+    base_side: str = key("longest", one_of=("longest", "shortest"))  # the side that data.base_size measures
     # Smooth images that shrink: in evaluation as Pillow does, in training where they shrink to about half or less.
     antialias: bool = True
+    # Range of the random factor by which a training image is resized.
     scale: list[float] = key([0.7, 2.0], above=0, entries=("lowest factor", "highest factor"))
-    flip: float = key(0.5, least=0, most=1)
+    flip: float = key(0.5, least=0, most=1)  # probability that a training crop is mirrored
     colour_jitter: ColourJitter = field(default_factory=ColourJitter)
 
     @property
@@ -94,7 +97,7 @@ class FolderData(SegmentationData):
     # lists.
     folds: int | None = key(None, least=2)
     fold: int = key(0, least=0)  # which part is val, from 0
-    fold_seed: int = key(0, least=0)
+    fold_seed: int = key(0, least=0)  # which images fall into which part
 
     def check(self) -> None:
         super().check()

@@ -60,12 +60,12 @@ class TestTimeAugmentation:
 class TrainedNetwork:
     """A checkpoint, and how its network predicts."""
 
-    checkpoint: str = MISSING
+    checkpoint: str = MISSING  # file, or a run directory, whose last checkpoint is used
     averaged: bool = True  # the averaged weights, if the checkpoint has them
     head: TrainedHead = field(default_factory=TrainedHead)
     window: Window = field(default_factory=Window)
     tta: TestTimeAugmentation = field(default_factory=TestTimeAugmentation)
-    device: str = key("auto", one_of=DEVICES)
+    device: str = key("auto", one_of=DEVICES)  # auto: CUDA if there is a device
     precision: str | None = key(None, one_of=PRECISIONS)  # null: as in training
     timeout_seconds: int | None = key(None, above=0)  # how long to wait for the next image; null: as in training
     data: TrainedData = field(default_factory=TrainedData)

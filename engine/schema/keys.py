@@ -4,8 +4,9 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import Field, field, fields
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from dataclasses import Field, field, fields, is_dataclass
+from functools import cache
+from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
@@ -93,6 +94,21 @@ def groups_of(schema: type[Keys]) -> dict[str, Mapping[str, type[Keys]]]:
     return {entry.name: entry.metadata["alternatives"] for entry in fields(schema) if "alternatives" in entry.metadata}
 
 
+@cache
+def names_in(schema: type[Keys], prefix: str = "") -> frozenset[str]:
+    """Every key of a schema, its groups, and the keys of all their alternatives."""
+    found: set[str] = set()
+    hints, groups = get_type_hints(schema), groups_of(schema)
+    for entry in fields(schema):
+        name = prefix + entry.name
+        of_entry = groups.get(entry.name, {"": hints[entry.name]}).values()
+        below = [names_in(each, f"{name}.") for each in of_entry if isinstance(each, type) and is_dataclass(each)]
+        found.update(*below)
+        if entry.name in groups or not below:
+            found.add(name)
+    return frozenset(found)
+
+
 def alternative(group_name: str, alternatives: Mapping[str, type[T]], name: Any) -> type[T]:
     """The dataclass selected by `name`. ValueError for an unknown name."""
     if name not in list(alternatives):  # a list, because a checkpoint's name may not be hashable
@@ -119,10 +135,21 @@ def check_values(config: Keys, prefix: str = "") -> None:
         config.check()
 
 
+def expected(bounds: Mapping[str, Any]) -> str | None:
+    """The values that the metadata of a key allow, in words; None if they allow all of its type."""
+    above, least, most, one_of = map(bounds.get, ("above", "least", "most", "one_of"))
+    if one_of is not None:
+        return f"one of {', '.join(map(str, one_of))}"
+    if above is None and least is None:
+        return None
+    low = f"a number above {above}" if least is None else f"{least} or more"
+    return low if most is None else f"{low}, at most {most}"
+
+
 def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     above, least, most, one_of, entries = map(bounds.get, ("above", "least", "most", "one_of", "entries"))
     if one_of is not None and value not in one_of:
-        raise ValueError(f"{name}={value}: expected one of {', '.join(map(str, one_of))}")
+        raise ValueError(f"{name}={value}: expected {expected(bounds)}")
     if bounds.get("names") and not as_list(value):
         raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [train,val]")
     if entries is not None and len(value) != len(entries):
@@ -139,8 +166,7 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         and (least is None or number >= least)
         for number in numbers
     ):
-        low = f"a number above {above}" if least is None else f"{least} or more"
-        raise ValueError(f"{name}={value}: expected {low}{'' if most is None else f', at most {most}'}")
+        raise ValueError(f"{name}={value}: expected {expected(bounds)}")
 
 
 def as_list(value: Any) -> list[str]:

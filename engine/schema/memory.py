@@ -18,15 +18,17 @@ def bytes_of(name: str, text: str) -> int:
 
 @dataclass
 class Memory:
-    """The memory of a device, and the part of it that a step's tensors cannot use."""
+    """The memory of a device, and the part of it that a step's tensors cannot use: the keys from `context` on.
+
+    Their defaults are calibrated, not measured: they take as much as leaves every row of the paper's Table 3 enough on
+    its four devices of 12 GB. docs/results/memory_plan.md compares their choices with it.
+    """
 
     budget: str | None = key(None, free_on_resume=True)  # of each device, e.g. 12GiB
     gpus: int | None = key(None, above=0, free_on_resume=True)  # that share a minibatch; null: this run's processes
     # What to choose by the budget: the most crops of data.crop_size (batch; the paper's FIXED CROP), or the largest
     # crop with data.crops_per_minibatch (crop; the paper's FIXED BATCH). A resumed run keeps what it started with.
     fit: str | None = key(None, one_of=("batch", "crop"), free_on_resume=True)
-    # What tensors cannot use. The defaults are calibrated, not measured: they take as much as leaves every row of the
-    # paper's Table 3 enough on its four devices of 12 GB. docs/results/memory_plan.md compares their choices with it.
     context: str = key("0.5GiB", free_on_resume=True)  # of CUDA, cuDNN and cuBLAS, outside PyTorch's allocator
     nccl: str = key("0.2GiB", free_on_resume=True)  # NCCL's buffers, with several devices
     workspace: str = key("0.7GiB", free_on_resume=True)  # of convolutions, chosen by cuDNN's benchmark

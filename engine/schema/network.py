@@ -17,10 +17,10 @@ class Norm:
     """Batch normalisation and activation."""
 
     name: str = MISSING
-    activation: str = "leaky_relu"
+    activation: str = "leaky_relu"  # leaky_relu, elu, identity, sigmoid or tanh; relu only with norms that keep x
     activation_param: float = 0.01  # leaky_relu's slope for negative inputs, or elu's alpha
-    momentum: float = key(0.1, above=0, most=1)
-    eps: float = key(1e-5, above=0)
+    momentum: float = key(0.1, above=0, most=1)  # of the running statistics
+    eps: float = key(1e-5, above=0)  # added to the variance
 
 
 @dataclass
@@ -30,7 +30,7 @@ class OurNorm(Norm):
     learn_scale: bool = True  # false: gamma is 1
     sync: bool = False  # share statistics between processes
     sync_group: str = key("world", one_of=SYNC_GROUPS)  # all processes, or those on the same machine
-    backend: str = key("auto", one_of=BACKENDS)
+    backend: str = key("auto", one_of=BACKENDS)  # auto: Triton on CUDA, compiled on a CPU
 
 
 @dataclass
@@ -87,7 +87,7 @@ class StemmedBody(Body):
 
     output_stride: int = key(8, one_of=(2, 4, 8, 16, 32))  # at most so many pixels per feature cell
     structure: list[int] = key(MISSING, above=0)  # blocks or layers per stage
-    stem_channels: int = key(64, above=0)
+    stem_channels: int = key(64, above=0)  # channels after the stem
     stem: str = key(MISSING, one_of=tuple(STEM_STRIDES))  # three 3x3 convolutions, one 7x7, or cifar: one of stride 1
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class ResNeXtBody(StemmedBody):
     name: str = "resnext"
     structure: list[int] = key([3, 4, 23, 3], above=0)
     base_channels: list[int] = key([128, 128, 256], above=0)  # of the first stage's bottlenecks
-    groups: int = key(64, above=0)
+    groups: int = key(64, above=0)  # of each bottleneck's 3x3 convolution
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
 
@@ -128,7 +128,7 @@ class RevNetBody(StemmedBody):
     name: str = "revnet"
     # Per stage, of the convolutions of a residual unit: two (3x3, 3x3) or three (a bottleneck of 1x1, 3x3, 1x1).
     channels: list[list[int]] = key(MISSING, above=0)
-    stem_channels: int = key(MISSING, above=0)
+    stem_channels: int = key(MISSING, above=0)  # channels after the stem
     stem: str = key("cifar", one_of=tuple(STEM_STRIDES))
     reversible: bool = True  # false: a pre-activation ResNet
     keep_activations: bool = False  # of a reversible body: compute the same from stored activations
@@ -150,7 +150,7 @@ class WiderResNetBody(Body):
     name: str = "wider_resnet"
     structure: list[int] = key([3, 3, 6, 3, 1, 1], above=0)  # blocks in mod2 … mod7
     channels: list[list[int]] = key(MISSING, above=0)  # of each block's convolutions, in mod2 … mod7
-    stem_channels: int = key(64, above=0)
+    stem_channels: int = key(64, above=0)  # channels after the stem
     downsampling: str = "stride"  # before mod4, mod5, mod6: stride (the A2 variant, for segmentation) or pool (plain)
     dropout: list[float] = key([0.0, 0.0, 0.0, 0.0, 0.3, 0.5], least=0, most=1)  # in mod2 … mod7
 
@@ -163,9 +163,9 @@ class Head:
 @dataclass
 class DeepLabV3Head(Head):
     name: str = "deeplabv3"
-    hidden_channels: int = key(256, above=0)
-    out_channels: int = key(256, above=0)
-    dilations: list[int] = key([12, 24, 36], above=0)
+    hidden_channels: int = key(256, above=0)  # of each branch
+    out_channels: int = key(256, above=0)  # features for the classifier
+    dilations: list[int] = key([12, 24, 36], above=0)  # of the 3x3 branches, in feature cells
     # Sliding pooling window in evaluation; null: global pooling, as in training.
     pooling_size: list[int] | None = key(None, above=0, entries=("height", "width in feature cells"))
 

@@ -12,8 +12,8 @@ class Optim:
     """What every optimiser has."""
 
     name: str = MISSING
-    lr: float = key(MISSING, above=0)  # the highest, which lr_schedule lowers
-    weight_decay: float = key(1e-4, least=0)
+    lr: float = key(MISSING, above=0)  # learning rate: the highest, which lr_schedule lowers
+    weight_decay: float = key(1e-4, least=0)  # strength of weight decay
     # What decays: all parameters (in-place ABN), or only the weights of convolutions and linear layers (RevNet).
     decay: str = key("all", one_of=("all", "weights"))
     head_lr_factor: float = key(1.0, above=0)  # learning rate of head and classifier, relative to the body's
@@ -24,8 +24,8 @@ class Optim:
 @dataclass
 class SGD(Optim):
     name: str = "sgd"
-    momentum: float = key(0.9, least=0, most=1)
-    nesterov: bool = False
+    momentum: float = key(0.9, least=0, most=1)  # how much of the last step's change each step keeps
+    nesterov: bool = False  # Nesterov's form of momentum
 
     def check(self) -> None:
         if self.nesterov and not self.momentum:
@@ -37,7 +37,7 @@ class AdamW(Optim):
     name: str = "adamw"
     # Decay of the averages of the gradient and of its square.
     betas: list[float] = key([0.9, 0.999], least=0, most=1, entries=("of the gradient", "of its square"))
-    eps: float = key(1e-8, above=0)
+    eps: float = key(1e-8, above=0)  # added to the root of the averaged squares
 
     def check(self) -> None:
         if 1 in self.betas:
@@ -49,10 +49,10 @@ class LRSchedule:
     """The learning rate of every step, from optim.lr on."""
 
     name: str = MISSING
-    # The rate first rises from warmup_factor * lr to lr, linearly; the schedule follows. Give epochs or steps.
+    # Epochs in which the rate first rises linearly from warmup_factor * lr to lr; or give warmup_steps.
     warmup_epochs: int | None = key(None, above=0)
-    warmup_steps: int | None = key(None, above=0)
-    warmup_factor: float = key(0.01, above=0, most=1)
+    warmup_steps: int | None = key(None, above=0)  # steps in which the rate rises; or give warmup_epochs
+    warmup_factor: float = key(0.01, above=0, most=1)  # the first rate as a share of lr
 
     def check(self) -> None:
         _check_one_of("lr_schedule", "warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
@@ -61,7 +61,7 @@ class LRSchedule:
 @dataclass
 class Poly(LRSchedule):
     name: str = "poly"  # (1 - step / steps)^power
-    power: float = key(0.9, least=0)
+    power: float = key(0.9, least=0)  # of the share of steps that are left
 
 
 @dataclass
@@ -80,8 +80,8 @@ class Cosine(LRSchedule):
 class Step(LRSchedule):
     name: str = "step"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate every so many epochs or steps
-    every_epochs: int | None = key(None, above=0)
-    every_steps: int | None = key(None, above=0)
+    every_epochs: int | None = key(None, above=0)  # epochs between two changes; or give every_steps
+    every_steps: int | None = key(None, above=0)  # steps between two changes
 
     def check(self) -> None:
         super().check()
@@ -92,8 +92,8 @@ class Step(LRSchedule):
 class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
-    epochs: list[int] | None = key(None, above=0)
-    steps: list[int] | None = key(None, above=0)
+    epochs: list[int] | None = key(None, above=0)  # after which the rate changes; or give steps
+    steps: list[int] | None = key(None, above=0)  # after which the rate changes
 
     def check(self) -> None:
         super().check()

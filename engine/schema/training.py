@@ -19,20 +19,21 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 
 @dataclass
 class Trainer:
-    # Give epochs or steps; if both are given, the shorter counts.
+    # Length of the run. Give epochs or steps; if both are given, the shorter counts.
     epochs: int | None = key(None, above=0)
-    steps: int | None = key(None, above=0)
-    # The end of the run is always evaluated.
+    steps: int | None = key(None, above=0)  # length of the run, instead of epochs
+    # Evaluate on the validation split this often; the end of the run is always evaluated.
     evaluate_every_epochs: int | None = key(None, above=0, free_on_resume=True)
+    # The same in steps.
     evaluate_every_steps: int | None = key(None, above=0, free_on_resume=True)
     # Evaluate only N images, even at the end: the first, or in classification some of every class; null: all.
     evaluate_images: int | None = key(None, above=0, free_on_resume=True)
-    checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)
-    log_every_steps: int = key(20, above=0, free_on_resume=True)
-    device: str = key("auto", one_of=DEVICES, per_machine=True)
+    checkpoint_every_steps: int = key(500, above=0, free_on_resume=True)  # write checkpoints/last.pt this often
+    log_every_steps: int = key(20, above=0, free_on_resume=True)  # record loss and speed this often
+    device: str = key("auto", one_of=DEVICES, per_machine=True)  # auto: CUDA if there is a device
     precision: str = key("float32", one_of=PRECISIONS)  # others use autocast; float16 also scales the loss
     tf32: bool = False  # on CUDA, multiply float32 with 10-bit mantissas
-    channels_last: bool = True
+    channels_last: bool = True  # memory format of activations; false: contiguous
     # activations: see `recompute_activations`. Checkpointing of the body's blocks: keep their inputs (blocks), or those
     # of every sqrt(L)-th of L blocks (sqrt), and compute the rest again in the backward pass.
     recompute: str = key("none", one_of=RECOMPUTE, free_on_resume=True)
@@ -52,7 +53,7 @@ class Trainer:
 class Init:
     """The initial weights; random without a file."""
 
-    # A checkpoint of this project, or a file of the format below.
+    # A checkpoint of this project, its run directory, or a file of init.format.
     weights: str | None = None
     # Of a file from elsewhere. standard_bn: a state dict with standard batch normalisation under our names (or below
     # the key "state_dict", and with "module." before each); released: a checkpoint of the in-place ABN release;
@@ -91,7 +92,7 @@ class TrainingRun:
     run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it
     resume: str | None = key(None, free_on_resume=True)
-    seed: int = key(0, least=0, most=2**63 - 1)
+    seed: int = key(0, least=0, most=2**63 - 1)  # of initial weights, sampling and augmentation
     init: Init = field(default_factory=Init)
     norm: Norm = group(NORMS)
     body: Body = group(BODIES)
@@ -142,9 +143,12 @@ class TrainingRun:
 
     def compiles(self, device_type: str) -> bool:
         """Whether a run may compile code in its first steps. (On CUDA the norms' kernels take a second.)"""
+        return self.trainer.compile or self.compiles_norms(device_type)
+
+    def compiles_norms(self, device_type: str) -> bool:
+        """Whether norms may compile code for their first inputs."""
         backend = getattr(self.norm, "backend", "eager")
-        norms = backend == "compiled" or (backend == "auto" and device_type == "cpu")
-        return self.trainer.compile or (norms and not self.trainer.smoke)
+        return not self.trainer.smoke and (backend == "compiled" or (backend == "auto" and device_type == "cpu"))
 
     def shorter_length(self, steps_per_epoch: int) -> str | None:
         """For the log: which of the keys epochs and steps ends the run. None if only one is given."""

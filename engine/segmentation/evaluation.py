@@ -6,13 +6,12 @@ from functools import partial
 from itertools import chain, groupby, islice
 
 import torch
-from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset
-from engine.console import tracked
+from engine.console import Bars, counting, tracked
 from engine.distributed import World
 from engine.forward import Forward
 from engine.records.confusion_picture import confusion_picture
@@ -35,7 +34,7 @@ def evaluate_split(
     batch_size: int,
     views: Views,
     world: World,
-    progress: Progress,
+    progress: Bars,
     memory_advice: str,
     on_prediction: Callable[[dict, Tensor], None],
 ) -> Evaluated:
@@ -56,25 +55,27 @@ def evaluate_split(
     """
     counts, predicted = Counts(dataset.table, world.device), 0
     loaded = tracked(progress, images, f"evaluating {dataset.name} {dataset.split}")
-    for minibatch in equal_sizes(prefetched(loaded, world.device), batch_size):
-        predictions = predict(forward, minibatch["image"], views, memory_advice)
-        if "label" in minibatch:
-            counts.add(predictions, minibatch)
-        predicted += len(predictions)
-        on_prediction(minibatch, predictions)
+    with counting(progress, "windows") as windows:
+        for minibatch in equal_sizes(prefetched(loaded, world.device), batch_size):
+            predictions = predict(forward, minibatch["image"], views, memory_advice, windows)
+            if "label" in minibatch:
+                counts.add(predictions, minibatch)
+            predicted += len(predictions)
+            on_prediction(minibatch, predictions)
     for tensor in counts.tensors():
         world.sum_(tensor)
     counts.to_cpu()
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
     confusion = counts.confusion[:trained, :trained]
     title = f"{dataset.name} {dataset.split}: % of each label's pixels"
-    ious = {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
+    shares = {"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"]}
+    shares |= {f"val_iou/{name}": iou for name, iou in scores["iou"].items() if iou is not None}
     return Evaluated(
         scores=scores,
-        summary=f"mIoU {scores['miou']:.4f}  pixel accuracy {scores['pixel_accuracy']:.4f}",
+        summary=f"mIoU {100 * scores['miou']:.2f} %  pixel accuracy {100 * scores['pixel_accuracy']:.2f} %",
         images=sum(world.gather(predicted)),
         details={"confusion_matrix": confusion.tolist(), "views": views.record()},
-        curves={"val/miou": scores["miou"], "val/pixel_accuracy": scores["pixel_accuracy"], **ious},
+        curves={name: 100 * share for name, share in shares.items()},
         table=partial(iou_table, scores),
         confusion=partial(confusion_picture, confusion.numpy(), dataset.classes, title),
     )
@@ -155,7 +156,7 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
             on_prediction=collector,
         )
         shown = {
-            f"image_label_prediction/{name}": picture
+            f"val_pictures/{name}": picture
             for share in run.world.gather(collector.pictures())
             for name, picture in share.items()
         }

@@ -6,8 +6,9 @@ interpolated from logits at the network's resolution (one cell per `output_strid
 the rows under one row of windows.
 """
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,13 @@ class Views:
 WHOLE_IMAGE = Views()
 
 
-def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory_advice: str = "") -> Tensor:
+def predict(
+    forward: Forward,
+    images: Tensor,
+    views: Views = WHOLE_IMAGE,
+    memory_advice: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
     """Predict train ids, uint8 (N, H, W) on the network's device, for uint8 images (N, 3, H, W).
 
     Predictions are resized to the images (nearest pixel). With `views.window`, memory beyond images and predictions
@@ -62,6 +69,7 @@ def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory
     Args:
         forward: of a `models.segmentation.SegmentationNetwork`, which is put into eval mode.
         memory_advice: appended to the message of a MemoryError.
+        progress: called as progress(done, total) after each forward pass of several: windows of all views.
 
     Raises:
         MemoryError: the device does not have enough memory for these images.
@@ -69,11 +77,11 @@ def predict(forward: Forward, images: Tensor, views: Views = WHOLE_IMAGE, memory
     count, _, height, width = images.shape
     what, was = ("an image", "was") if count == 1 else (f"{count} images", "were")
     with memory_errors(f"while {what} of {height}x{width} pixels {was} evaluated. {memory_advice}"):
-        return _predict(forward, images, views)
+        return _predict(forward, images, views, progress)
 
 
 @torch.inference_mode()
-def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
+def _predict(forward: Forward, images: Tensor, views: Views, progress: Callable[[int, int], None]) -> Tensor:
     forward.network.eval()
     height, width = images.shape[-2:]
     own_size = (height, width)
@@ -81,13 +89,15 @@ def _predict(forward: Forward, images: Tensor, views: Views) -> Tensor:
     if views.at_once(size):
         predictions = forward(images, at=size, antialias=views.antialias).argmax(dim=1).to(torch.uint8)
     else:
-        predictions = _predict_views(forward, images, size, views)
+        predictions = _predict_views(forward, images, size, views, progress)
     if size == own_size:
         return predictions
     return F.interpolate(predictions[:, None], own_size, mode="nearest-exact")[:, 0]
 
 
-def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], views: Views) -> Tensor:
+def _predict_views(
+    forward: Forward, images: Tensor, size: tuple[int, int], views: Views, progress: Callable[[int, int], None]
+) -> Tensor:
     """`predict` without the last resize: uint8 (N, *size)."""
     images = images.to(forward.mean.device)
     orientations = [images, images.flip(3)] if views.flip else [images]
@@ -97,6 +107,9 @@ def _predict_views(forward: Forward, images: Tensor, size: tuple[int, int], view
         for scale in views.scales
         for mirrored, pixels in enumerate(orientations)
     ]
+    done, total = itertools.count(1), sum(math.prod(map(len, view.windows)) for view in seen)
+    for view in seen:
+        view.window_done = lambda: progress(next(done), total)
     predictions = images.new_empty(len(images), *size)
     rows_at_once = max(1, _SCORES_AT_ONCE // (len(images) * seen[0].classes * size[1]))
     for top in range(0, size[0], rows_at_once):
@@ -129,9 +142,10 @@ class _View:
         self.windows = [  # copied to the device without waiting for it
             [(first, weights.to(images.device, non_blocking=True)) for first, weights in axis] for axis in along
         ]
+        self.window_done: Callable[[], None] = lambda: None
         self.blocks = self._finished_rows()
         self.first = 0  # row of cells that `kept` starts with
-        self.kept = next(self.blocks)
+        self.kept = torch.zeros(len(images), self.classes, 0, self.cells[1], device=images.device)
 
     def logits(self, rows: range, size: tuple[int, int]) -> Tensor:
         """Rows of the logits interpolated to `size`: (N, classes, rows, W). Later calls must ask for later rows."""
@@ -154,6 +168,7 @@ class _View:
             for left, column_weights in columns:
                 logits = self._window(top, left, len(row_weights), len(column_weights))
                 strip[..., left : left + len(column_weights)] += logits * column_weights  # in float32
+                self.window_done()
             strip *= row_weights[:, None]
             if begun is not None:
                 strip[:, :, : begun.shape[2]] += begun

@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from engine.configuration import config as configuration
-from engine.configuration.command_line import CONFIGS, configured
+from engine.configuration.choices import CONFIGS
+from engine.configuration.command_line import configured
 from engine.distributed import device_of
 from engine.output_files import write_file
 from engine.records.provenance import provenance
@@ -53,7 +54,7 @@ class Arguments:
 
 @dataclass
 class DeviceArguments(Arguments):
-    device: str = key("cpu", one_of=tuple(DEVICES))
+    device: str = key("cpu", one_of=tuple(DEVICES))  # the device that is measured
 
     def check(self) -> None:
         device_of(self.device)

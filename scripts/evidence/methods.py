@@ -177,8 +177,8 @@ def _saved_on_cpu(network: nn.Module, images: Tensor) -> object:
 class NetworksArguments(frame.DeviceArguments):
     """Arguments of benchmarks that measure one network after the other."""
 
-    threads: int = key(1, above=0)
-    rounds: int = key(3, above=0)
+    threads: int = key(1, above=0)  # of PyTorch
+    rounds: int = key(3, above=0)  # each measures every network and method once
     images: int = key(4, least=2)  # per step; some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing

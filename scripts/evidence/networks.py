@@ -1,6 +1,8 @@
 """What `recompute_activations` saves and costs in known networks, beside other methods to train in less memory:
 
-    python -m scripts.bench_networks [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
+    python -m scripts.bench_networks [device=cpu|cuda] out=FILE.json
+    python -m scripts.bench_networks only=[resnet50,densenet121] images=4 out=FILE.json
+    python -m scripts.bench_networks measure=false out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
 adds networks to it. FILE.png shows bytes against time.
@@ -160,7 +162,7 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 @dataclass
 class NetworksArguments(methods.NetworksArguments):
-    rounds: int = key(5, above=0)
+    rounds: int = key(5, above=0)  # each measures every network and method once
     images: int = key(8, least=2)  # per step
 
 

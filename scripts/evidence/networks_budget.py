@@ -1,6 +1,8 @@
 """What a byte budget for `recompute_activations` costs in known networks, beside checkpoints and the compiler's budget:
 
-    python -m scripts.bench_budget [device=cpu|cuda] [only=[resnet50,…]] out=FILE.json
+    python -m scripts.bench_budget [device=cpu|cuda] out=FILE.json
+    python -m scripts.bench_budget only=[resnet50,densenet121] images=2 out=FILE.json
+    python -m scripts.bench_budget measure=false out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
 adds networks to it. FILE.png shows the peak against time, a panel for each network.

@@ -6,7 +6,8 @@ from functools import cache
 from typing import NamedTuple
 
 from engine.configuration import config as configuration
-from engine.configuration.command_line import CONFIGS, choices, composed
+from engine.configuration.choices import CONFIGS, choices
+from engine.configuration.command_line import composed
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
 

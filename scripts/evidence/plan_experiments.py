@@ -1,6 +1,8 @@
 """Plan the memory of the papers' experiments without a GPU:
 
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json
+    python -m scripts.evidence.plan_experiments out=FILE.json
+    python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json measure=false
 
 Plans what every experiment needs on each device; Table 3's columns fixed crop (memory.fit=batch) and fixed batch
 (memory.fit=crop) as the planner fills them, beside the paper's, on which the keys `memory.*` are calibrated; the memory

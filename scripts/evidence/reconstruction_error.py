@@ -1,6 +1,8 @@
 """What restored activations do to training (RevNet, Figure 4): a CIFAR RevNet trained twice, side by side:
 
     python -m scripts.evidence.reconstruction_error root=DIR out=FILE.json
+    python -m scripts.evidence.reconstruction_error root=DIR steps=100 every=10 precisions=[bfloat16] out=FILE.json
+    python -m scripts.evidence.reconstruction_error measure=false out=FILE.json
 
 One network stores its activations, the other restores them; both start from the same weights and see the same crops.
 Records the angle between restored and stored gradients, the loss and the test error, in float32 and bfloat16.
@@ -32,14 +34,14 @@ MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training 
 @dataclass
 class ReconstructionArguments(frame.DeviceArguments):
     root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
-    body: str = key("revnet38", one_of=tuple(BODIES))
-    norm: str = key("std", one_of=tuple(NORMS))
-    steps: int = key(600, above=0)
+    body: str = key("revnet38", one_of=tuple(BODIES))  # the network
+    norm: str = key("std", one_of=tuple(NORMS))  # its norms
+    steps: int = key(600, above=0)  # length of the training
     every: int = key(25, above=0)  # steps between two measurements
     images: int = key(100, above=1)  # per step
-    lr: float = key(0.1, above=0)
-    test_images: int = key(10_000, above=0)
-    precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))
+    lr: float = key(0.1, above=0)  # learning rate
+    test_images: int = key(10_000, above=0)  # for the test error
+    precisions: list[str] = field(default_factory=lambda: list(PRECISIONS))  # a training for each
 
     def check(self) -> None:
         super().check()

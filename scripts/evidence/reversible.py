@@ -1,6 +1,8 @@
 """What reversible networks save and cost, beside stored activations and checkpointing:
 
     python -m scripts.bench_reversible out=FILE.json
+    python -m scripts.bench_reversible rounds=3 images=50 out=FILE.json
+    python -m scripts.bench_reversible measure=false out=FILE.json
 
 Bytes and operations are counted, times are measured. FILE.png is RevNet's Table 1, measured; FILE_budget.png shows
 memory against time of every method.
@@ -26,11 +28,11 @@ PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 
 @dataclass
 class ReversibleArguments(frame.DeviceArguments):
-    threads: int = key(1, above=0)
-    rounds: int = key(15, above=0)
+    threads: int = key(1, above=0)  # of PyTorch
+    rounds: int = key(15, above=0)  # each measures every method once
     images: int = key(100, above=0)  # per step on CIFAR
     crop_size: int = key(128, above=0)  # pixels, of the segmentation step
-    parts: list[str] = field(default_factory=lambda: list(PARTS))
+    parts: list[str] = field(default_factory=lambda: list(PARTS))  # what is measured
 
     def check(self) -> None:
         super().check()

@@ -1,6 +1,8 @@
 """Speed and memory of training steps under every switch, and the training loop's overhead:
 
     python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
+    python -m scripts.bench_training rounds=3 starts=1 out=FILE.json
+    python -m scripts.bench_training measure=false out=FILE.json
 
 `parts` chooses groups of switches, and the overhead.
 """
@@ -26,16 +28,16 @@ STEP_MS = (100, 300)  # the overhead is judged only if a bare step takes this lo
 @dataclass
 class TrainingArguments(frame.DeviceArguments):
     recipe: str | None = "camvid/resnext_small"  # experiment whose network is trained; null: the default one
-    threads: int = key(2, above=0)
+    threads: int = key(2, above=0)  # of PyTorch
     crop_size: int = key(240, above=0)  # pixels, configs/data/camvid.yaml
-    crops: int = key(8, above=0)
+    crops: int = key(8, above=0)  # per step
     overhead_crops: int = key(4, least=2)  # for steps of about 200 ms
     overhead_steps: int = key(10, above=0)  # of each loop in each round
-    overhead_rounds: int = key(20, above=0)
+    overhead_rounds: int = key(20, above=0)  # each times both loops
     starts: int = key(2, above=0)  # of all processes; their memory is laid out differently each time
     rounds: int = key(10, above=0)  # of each start
     warm_up: int = key(3, above=0)  # steps
-    parts: list[str] = field(default_factory=lambda: list(PARTS))
+    parts: list[str] = field(default_factory=lambda: list(PARTS))  # what is measured
 
     def check(self) -> None:
         super().check()

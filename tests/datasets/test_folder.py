@@ -107,7 +107,9 @@ def test_splits_that_are_joined_hold_all_images_of_each(root):
 
 WRONG_CLASSES = {
     "{": "JSONDecodeError",
-    "[]": "TypeError",
+    "3": "every class needs an object, such as",
+    '["a", "b"]': "every class needs an object, such as",
+    '{"classes": ["a", "b"]}': 'every class needs an object, such as {"name": "wood"}',
     '{"classes": []}': "classes that are not ignored is 0, expected 2 to 253",
     '{"classes": [{"name": "a"}], "ignored": [0]}': "classes that are not ignored is 0",
     '{"classes": [{"name": "a"}, {"name": "b"}], "ignored": [1]}': "classes that are not ignored is 1, expected 2",

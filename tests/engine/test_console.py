@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from engine.console import make_console, progress_bar, tracked
+from engine import console
+from engine.console import counted, counting, make_console, progress_bar, tracked
 from engine.records.evaluated import Evaluated, print_results
 from engine.segmentation.evaluation import iou_table
 
@@ -38,3 +39,30 @@ def test_the_narrowest_terminal_gets_tables_and_progress_bars(capsys, monkeypatc
             progress.refresh()
     output = capsys.readouterr().out
     assert "road" in output and "validation" in output
+
+
+def test_after_some_silence_a_pipe_gets_a_line(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with progress_bar(make_console()) as progress:
+        for number in tracked(progress, range(100), "[evaluating]"):
+            now[0] += 7.0
+            if number == 50:
+                progress.broke_silence()  # another line said so
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["[evaluating]: 5 of 100", "[evaluating]: 10 of 100"]
+    assert "[evaluating]: 50 of 100" in lines and "[evaluating]: 55 of 100" not in lines
+    with counted(make_console(), "checking") as show:
+        for seconds in (0.0, 29.0, 2.0, 1.0):
+            now[0] += seconds
+            show(3, 4)
+    assert capsys.readouterr().out == "checking: 3 of 4\n"
+    with progress_bar(make_console()) as progress, counting(progress, "windows") as show:
+        for _ in tracked(progress, range(2), "images"):
+            now[0] += 20.0
+            show(20, 30)
+    assert capsys.readouterr().out == "images: 1 of 2, windows: 20 of 30\n"
+    with counted(make_console(rank=1), "checking") as show:
+        now[0] += 60.0
+        show(3, 4)
+    assert capsys.readouterr().out == ""

@@ -1,6 +1,8 @@
 """Time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
 
     python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
+    python -m scripts.bench_abn dtypes=[float32] rounds=5 minutes=3 out=FILE.json
+    python -m scripts.bench_abn measure=false out=FILE.json
 
 FILE.png is a chart like Figure 4.
 """
@@ -67,19 +69,19 @@ DEFAULTS = {
 class AbnArguments(DeviceArguments):
     """Arguments of bench_abn; null takes the value in DEFAULTS."""
 
-    groups: list[str] | None = None
-    dtypes: list[str] | None = None
-    layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))
-    batch: int | None = key(None, above=0)
+    groups: list[str] | None = None  # of measurements; null: all
+    dtypes: list[str] | None = None  # null: those of the device
+    layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))  # memory formats
+    batch: int | None = key(None, above=0)  # images; null: as suits the device
     channels: list[int] = key([256, 512, 1024, 2048], least=2)  # of CONV1 … CONV4
     pixels: list[int] = key([56, 28, 14, 7], least=1)  # height and width of their feature maps
     backend: str = "auto"  # of the checkpointing and in-place strategies; in-place II is measured with each
     large: bool = True  # BN + ACT also on a tensor larger than any cache
-    rounds: int | None = key(None, above=0)
-    sample_ms: float | None = key(None, above=0)
+    rounds: int | None = key(None, above=0)  # null: as suits the device
+    sample_ms: float | None = key(None, above=0)  # least time of one sample; null: as suits the device
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
     graphs: bool = False  # CUDA: replay captured graphs, which leaves out the time to launch kernels
-    minutes: float | None = key(None, above=0)
+    minutes: float | None = key(None, above=0)  # most time, after which a round is the last; null: as suits the device
 
     def settings(self) -> Settings:
         given = {name: getattr(self, name) for name in Settings._fields}

@@ -1,6 +1,8 @@
 """Speed of the training crops, against decoding their files and against resizing whole images; memory and start-up:
 
-    python -m scripts.bench_loader [rounds=40] out=FILE.json
+    python -m scripts.bench_loader out=FILE.json
+    python -m scripts.bench_loader rounds=5 starts=1 out=FILE.json
+    python -m scripts.bench_loader measure=false out=FILE.json
 
 The files are drawn. The targets hold for their default sizes.
 """
@@ -155,16 +157,16 @@ class LoaderArguments(frame.Arguments):
     small_size: list[int] = key([360, 480], least=64)  # CamVid's
     small_crop_size: int = key(240, above=0)  # configs/data/camvid.yaml
     png_size: list[int] = key([1024, 2048], least=64)  # height, width
-    jpeg_size: list[int] = key([3648, 5472], least=64)
+    jpeg_size: list[int] = key([3648, 5472], least=64)  # height, width
     base_size: int = key(2048, above=0)  # configs/data/vistas.yaml; JPEGs are also measured without it
-    crop_size: int = key(872, above=0)
+    crop_size: int = key(872, above=0)  # pixels, of large images
     pictures: int = key(4, above=0)  # different files of each kind
-    rounds: int = key(40, above=0)
+    rounds: int = key(40, above=0)  # each times every pipeline once
     minibatches: int = key(8, above=0)  # of four crops, for a worker's memory
     files: int = key(18000, above=0)  # images, for the start
-    starts: int = key(5, above=0)
+    starts: int = key(5, above=0)  # of a training's data, which are timed
     photograph_size: list[int] = key([375, 500], least=64)  # mean size of ImageNet-like JPEGs
-    photograph_crop_size: int = key(224, above=0)
+    photograph_crop_size: int = key(224, above=0)  # pixels
     photographs: int = key(24, above=0)  # different files
     minibatch: int = key(128, above=0)  # of CIFAR images
 

@@ -22,6 +22,15 @@ def state_of(step: int, **more) -> dict:
     return {"task": "a task", "step": step, "config": {}, "classes": ["road", "sky"], "network": {}, **more}
 
 
+def test_a_run_directory_stands_for_its_last_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    last = tmp_path / "run" / "checkpoints" / "last.pt"
+    assert checkpoint.file_of("~/run") == tmp_path / "run"  # there is none: the message names what was given
+    last.parent.mkdir(parents=True)
+    last.touch()
+    assert {checkpoint.file_of(given) for given in ("~/run", str(last.parent), str(last))} == {last}
+
+
 @contextmanager
 def files_of_at_most(size: int):
     """For larger files the kernel, and so torch.save, reports the same error as for a full disk."""

@@ -2,6 +2,8 @@
 
 import importlib
 import re
+import sys
+from dataclasses import dataclass, fields, is_dataclass
 
 import cv2
 import hydra
@@ -9,8 +11,11 @@ import pytest
 import torch
 
 from datasets.class_table import UnknownIds
-from engine.configuration.command_line import CONFIGS, choices, composed, errors_for_users
+from engine.configuration.choices import CONFIGS, choices
+from engine.configuration.command_line import composed, errors_for_users
+from engine.configuration.help import sentences
 from engine.schema.classification import ClassificationRun
+from engine.schema.keys import groups_of
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import REPOSITORY, _compose
 
@@ -73,17 +78,66 @@ COMMANDS = {
 }
 
 
+def listed(text: str, title: str) -> dict[str, str]:
+    """The two columns of a section of --help."""
+    section = text.partition(f"\n{title} (")[2].strip().partition("\n\n")[0]
+    rows = [row.split(maxsplit=1) for row in re.split(r"\n  (?=\S)", section)[1:]]
+    return {given: " ".join(" ".join(about).split()) for given, *about in rows}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_says_what_a_command_does_and_lists_the_choices_that_it_accepts(name):
-    importlib.import_module(COMMANDS[name])  # which declares it
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        text = hydra.compose(f"command/{name}", return_hydra_config=True).hydra.help.template
-    about, _, listed = text.partition("Groups (group=choice):\n")
-    assert name in about
-    groups = dict(line.strip().split(": ") for line in listed.partition("\n\n")[0].split("\n") if line)
-    assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file() and "schema" not in listed.partition("\n\n")[0]
+def test_help_describes_a_command_its_keys_and_the_choices_that_it_accepts(name, monkeypatch, capsys):
+    """In lines of 80 columns, with three examples (which tests/test_commands.py checks) if there are keys."""
+    module = importlib.import_module(COMMANDS[name])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.setenv("COLUMNS", "80")
+    module.main()
+    text = capsys.readouterr().out
+    groups, keys = listed(text, "Groups"), listed(text, "Keys")
+    assert len(re.findall(rf"^    (?:python|torchrun) .*\b{name}\b", text, re.MULTILINE)) >= (3 if keys else 1)
+    assert [key for key, about in keys.items() if not about] == []
+    assert [line for line in text.partition("\n\nKeys")[2].splitlines() if len(line) > 80] == []
+    assert bool(groups) == (CONFIGS / f"{name}.yaml").is_file()
     for end in (0, -1):  # it raises if the command does not accept the first or the last choice of a group
         chosen = [f"{group}={names.split(', ')[end]}" for group, names in groups.items()]
         alone = [choice for choice in chosen if choice.startswith("experiment=")]  # it sets keys of what it chooses
         for together in filter(None, (alone, [choice for choice in chosen if choice not in alone])):
             composed(name, *together)
+
+
+def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
+    main = importlib.import_module("eval").main
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg", "job", "tta.flip=true"])
+    main()
+    assert "checkpoint: ???\n" in (shown := capsys.readouterr().out) and "flip: true\n" in shown
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
+    with pytest.raises(SystemExit, match="the nearest is tta.flip=true"):
+        main()
+
+
+@dataclass
+class Plain:
+    own: int = 1  # of the class
+
+    # Not above a key.
+
+    silent: int = 2
+
+
+@dataclass
+class Extending(Plain):
+    own: int = 2  # replaced
+    # Above in
+    # two lines.
+    both: str = "# no comment"  # And beside.
+    silent: int = 3
+
+
+def test_help_describes_the_keys_of_every_choice():
+    """By the comment at the declaration, also in a dataclass that another one extends."""
+    for schema in (SegmentationRun, ClassificationRun):
+        for alternatives in groups_of(schema).values():
+            for alternative in alternatives.values():
+                told = {entry.name for entry in fields(alternative) if not is_dataclass(entry.default_factory)}
+                assert told - {"name"} <= sentences(alternative).keys(), alternative
+    assert sentences(Extending) == {"own": "replaced", "both": "Above in two lines. And beside."}

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from datasets import WholeImages
 from engine import assemble
-from engine.configuration import command_line
+from engine.configuration import choices as choices_of
 from engine.configuration import config as cfg
 from engine.distributed import World
 from engine.schema.classification import ClassificationRun
@@ -32,7 +32,7 @@ from tests.runs import classification_config, composed, run_config, with_key
 
 CPU = torch.device("cpu")
 ENTRIES = {SegmentationRun: run_config, ClassificationRun: classification_config}
-EXPERIMENTS = {name: schema for schema in ENTRIES for name in command_line.choices("experiment", schema)}
+EXPERIMENTS = {name: schema for schema in ENTRIES for name in choices_of.choices("experiment", schema)}
 
 
 def experiment(name: str) -> SegmentationRun | ClassificationRun:
@@ -213,7 +213,7 @@ def test_every_choice_composes_builds_and_steps(schema, groups, number):
     """Each choice with some of the other groups, which do not know each other. Choices must fit the entry's task."""
     overrides = [f"body={KINDS[number]}", "norm.sync=true"]
     for group in groups:
-        names = [name for name in command_line.choices(group, schema) if name != "package"]  # not installed everywhere
+        names = [name for name in choices_of.choices(group, schema) if name != "package"]  # not installed everywhere
         assert len(names) <= len(KINDS), group
         overrides.append(f"{group}={names[number % len(names)]}")
     config = ENTRIES[schema](*overrides)
@@ -275,7 +275,7 @@ NAMED_BODIES = {
 
 def test_bodies_are_the_named_networks():
     """The bodies without numbers here repeat the same blocks less or more often, or are narrower: they build."""
-    names = command_line.choices("body", SegmentationRun)
+    names = choices_of.choices("body", SegmentationRun)
     assert NAMED_BODIES.keys() <= {*names}
     for name in names:
         keys, *expected = NAMED_BODIES.get(name, ({},))

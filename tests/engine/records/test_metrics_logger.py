@@ -70,7 +70,7 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatc
     evaluations = [record for record in records(tmp_path) if record["kind"] == "val"]
     seen = {name for record in evaluations for name, iou in record["iou"].items() if iou is not None}
     assert seen and {f"val_iou/{name}" for name in seen} == {name for name in names if name.startswith("val_iou/")}
-    assert events.Scalars("val/miou")[-1].value == pytest.approx(results["miou"])
+    assert events.Scalars("val/miou")[-1].value == pytest.approx(100 * results["miou"])
 
     record = records(tmp_path)[0]
     assert 0 < record["mfu"] < 1 and record["step"] == 2
@@ -82,15 +82,16 @@ def test_everything_that_is_promised_can_be_watched(tmp_path, capsys, monkeypatc
     assert f"{record['largest_reconstruction_error']['layer']}.running_mean" in weights
     assert 0 < record["largest_reconstruction_error"]["value"] < 1e-4
     for name in ("smallest_gamma", "largest_reconstruction_error"):
-        assert [event.step for event in events.Scalars(f"layers/{name}")] == [2, 4]
+        assert [event.step for event in events.Scalars(f"val_layers/{name}")] == [2, 4]
 
     [text], config = events.Tensors("config/text_summary"), (tmp_path / "config.yaml").read_text()
     assert config.startswith("# python a b=c\n")
     assert text.tensor_proto.string_val[0].decode() == f"```yaml\n{config}\n```"
 
     pictures = {name: [event.step for event in events.Images(name)] for name in events.Tags()["images"]}
-    assert pictures.pop("image_label_prediction/legend") == [0] and pictures.pop("val/confusion") == [4]
+    assert pictures.pop("val_pictures/legend") == [0] and pictures.pop("val/confusion") == [4]
     assert len(pictures) == 2 and all(steps == [2, 4] for steps in pictures.values())
+    assert min({*names, *pictures}).startswith("train/")  # TensorBoard sorts by name
 
     output = capsys.readouterr().out
     assert "training  4 steps in " in output and "0 images skipped" in output
@@ -182,7 +183,7 @@ def write_run(run_dir, start_step, steps, total_steps=10):
         for step in steps:
             running.step(loss=float(step), gradient_norm=1.0, images=1)
             running.training(step, 0.0, 0.1, 1.0)
-        picture = {"image_label_prediction/a": np.zeros((4, 12, 3), np.uint8)}
+        picture = {"val_pictures/a": np.zeros((4, 12, 3), np.uint8)}
         running.evaluation(steps[-1], 0.0, replace(evaluated(), pictures=picture))
 
 
@@ -236,7 +237,7 @@ def test_curves_layers_and_pictures_have_the_names_of_the_evaluation(tmp_path):
         running.evaluation(3, 0.5, replace(evaluated(), **shown, pictures={"seen/c": picture}))
     events = events_of(tmp_path)
     found = {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
-    assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)], "layers/smallest_gamma": [(3, 0.25)]}
+    assert found == {"val/a": [(3, 0.5)], "b": [(3, 2.0)], "val_layers/smallest_gamma": [(3, 0.25)]}
     assert events.Tags()["images"] == ["seen/c"]
     layers = {"smallest_gamma": {"layer": "body.bn", "value": 0.25}}
     assert records(tmp_path) == [{"kind": "val", "step": 3, "epoch": 0.5, **SCORES, "layers": layers}]

@@ -1,10 +1,10 @@
-"""Advice given when memory runs out can be followed; of two lengths of a run, the log says which counts."""
+"""Advice given when memory runs out can be followed; lengths and compiling are announced rightly."""
 
 import itertools
 import re
 
 from engine.assemble import schedule_of
-from tests.runs import run_config
+from tests.runs import run_config, with_key
 
 
 def accepted(config, crops: int, processes: int, parts: int) -> bool:
@@ -59,3 +59,17 @@ def test_the_log_says_which_of_two_lengths_counts():
         config = run_config(f"trainer.epochs={epochs}", f"trainer.steps={steps}", "data.crops_per_minibatch=2")
         assert config.shorter_length(steps_per_epoch=10) == said
         assert schedule_of(config, images=20).total_steps == total
+
+
+def test_it_is_known_beforehand_whether_norms_compile():
+    """Runs and evaluations announce it."""
+    for overrides, on_cpu, on_cuda in (
+        ((), True, False),
+        (("norm.backend=compiled",), True, True),
+        (("norm.backend=eager",), False, False),
+        (("debug=smoke",), False, False),
+        (("norm=package",), False, False),
+    ):
+        config = run_config(*overrides)
+        assert [config.compiles_norms(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
+        assert config.compiles("cuda") == on_cuda and with_key(config, "trainer.compile", True).compiles("cuda")

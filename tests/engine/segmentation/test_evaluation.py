@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
 
 from datasets import SegmentationDataset, WholeImages, camvid, cityscapes
 from datasets.workers import Loader
+from engine.console import make_console, progress_bar
 from engine.distributed import World
 from engine.forward import Forward
 from engine.records.evaluated import Evaluated
@@ -52,7 +52,7 @@ def evaluated(
         batch_size=batch_size,
         views=views,
         world=world,
-        progress=Progress(disable=True),
+        progress=progress_bar(make_console()),
         memory_advice="",
         on_prediction=on_prediction,
     )

@@ -172,6 +172,16 @@ def test_an_image_that_fits_the_window_is_predicted_at_once(window, base_size):
     assert torch.equal(predictions, expected)
 
 
+@pytest.mark.parametrize(
+    "views, total", [({"window": 16}, 6), ({"window": 16, "scales": (1.0, 0.5), "flip": True}, 16)]
+)
+def test_windows_of_all_views_are_counted(views, total):
+    seen, images = [], pictures(32, 48)
+    predict(forward_of(small_network()), images, Views(overlap=0.0, **views), progress=lambda *done: seen.append(done))
+    assert seen == [(number, total) for number in range(1, total + 1)]
+    predict(forward_of(small_network()), images, progress=lambda *done: pytest.fail("there is one pass"))
+
+
 @given(cells=st.integers(1, 200), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
 @settings(deadline=None)
 def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, overlap):

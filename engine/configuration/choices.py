@@ -1,0 +1,61 @@
+"""The groups of a command, and which of their choices in configs/ fit it."""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from omegaconf import DictConfig, OmegaConf
+
+from engine.schema.keys import groups_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def groups_in(command: str) -> list[str]:
+    """The groups of a command, sorted: those of the defaults in configs/COMMAND.yaml."""
+    file = CONFIGS / f"{command}.yaml"
+    entries = OmegaConf.load(file).defaults if file.is_file() else ()
+    return sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)
+
+
+def choices(group: str, schema: type, configs: Path = CONFIGS) -> list[str]:
+    """The choices of a group that fit the schema: their files use alternatives of its groups only."""
+    folder, groups = configs / group, groups_of(schema)
+    names = sorted(file.relative_to(folder).with_suffix("").as_posix() for file in folder.rglob("*.yaml"))
+    return [
+        name
+        for name in names
+        if all(used in groups[own] for own, used in alternatives_of(group, name, configs) if own in groups)
+    ]
+
+
+def alternatives_of(group: str, choice: str, configs: Path = CONFIGS) -> Iterator[tuple[str, str]]:
+    """(group, alternative) of every schema that a choice uses, directly or by other choices that can be found."""
+    file = configs / group / f"{choice}.yaml"
+    for entry in _defaults(file) if file.is_file() else ():
+        if isinstance(entry, dict):  # of an experiment, such as {"override /data": "camvid"}
+            for other, name in entry.items():
+                yield from alternatives_of(str(other).split("/")[-1], str(name), configs)
+        elif entry.startswith("/schema/"):
+            _, _, own, name = entry.split("/")
+            yield own, name
+        elif entry.startswith("/"):  # of another folder, such as "/experiment/revnet/cifar10_revnet38"
+            _, other, name = entry.split("/", 2)
+            yield from alternatives_of(other, name, configs)
+        else:  # relative to the choice's folder
+            yield from alternatives_of(group, (PurePosixPath(choice).parent / entry).as_posix(), configs)
+
+
+@cache
+def _defaults(file: Path) -> list:
+    """The defaults list of a choice's file. Many choices share others, so each file is read once."""
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    return content.get("defaults", []) if isinstance(content, dict) else []
+
+
+def no_such_choice(group: str, choice: str, known: Iterable[str]) -> ValueError:
+    """The error for a choice that does not exist, which names the nearest ones."""
+    nearest = difflib.get_close_matches(choice, known, n=5, cutoff=0)
+    are = "is" if len(nearest) == 1 else "are"
+    return ValueError(f"{group}={choice}: there is no such {group}; the nearest {are} {', '.join(nearest)}")

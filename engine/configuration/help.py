@@ -1,0 +1,91 @@
+"""The text of --help: what a command does, its groups, and its keys with what their declarations say of them."""
+
+import ast
+import inspect
+import shutil
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import cache
+from io import StringIO
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, ListConfig
+
+from engine.configuration.choices import choices, groups_in
+from engine.configuration.config import Known, known_in
+from engine.schema.keys import expected
+
+WIDTHS = {"Groups": 15, "Keys": 34}  # of the first column
+LONGEST_VALUE = 50
+
+
+def help_text(about: str, command: str, schema: type, values: DictConfig) -> str:
+    """`about`, the groups of a command with the choices that fit its schema, and the keys of `values`."""
+    columns = max(60, min(shutil.get_terminal_size().columns, 120))
+    groups = {group: ", ".join(choices(group, schema)) for group in groups_in(command)}
+    keys = {f"{known.name}={as_text(known.value)}": about_key(known) for known in known_in(values) if _for_users(known)}
+    parts = [about.strip()]
+    for title, rows in (
+        ("Groups (group=choice):", groups),
+        ("Keys (key=value; ??? must be given; null: not given):", keys),
+    ):
+        if rows:
+            parts += ["", title, *_rows(rows, WIDTHS[title.partition(" ")[0]], columns)]
+    return "\n".join(parts)
+
+
+def about_key(known: Known) -> str:
+    """What a key means, and its allowed values."""
+    allowed = expected(known.entry.metadata)
+    if allowed is None and "bool" in str(get_type_hints(known.owner)[known.entry.name]):
+        allowed = "true or false"
+    said = sentences(known.owner).get(known.entry.name, "")
+    return f"{said} ({allowed})" if said and allowed else said or allowed or ""
+
+
+@cache
+def sentences(schema: type) -> dict[str, str]:
+    """{field: the comments above and beside its declaration} of a dataclass, and of those that it extends."""
+    found = {}
+    for owner in filter(is_dataclass, reversed(schema.__mro__)):
+        source = textwrap.dedent(inspect.getsource(owner))
+        tokens = tokenize.generate_tokens(StringIO(source).readline)
+        comments = {token.start[0]: token for token in tokens if token.type == tokenize.COMMENT}
+        (declared,) = ast.parse(source).body
+        assert isinstance(declared, ast.ClassDef)
+        for node in declared.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                first = node.lineno
+                while first - 1 in comments and not comments[first - 1].line.partition("#")[0].strip():
+                    first -= 1
+                lines = range(first, (node.end_lineno or first) + 1)
+                said = [comments[line].string.strip("# ") for line in lines if line in comments]
+                if said:
+                    found[node.target.id] = " ".join(said)
+    return found
+
+
+def as_text(value: Any) -> str:
+    """A value as it is given on the command line."""
+    if isinstance(value, ListConfig):
+        text = f"[{','.join(map(as_text, value))}]"
+        return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _for_users(known: Known) -> bool:
+    """Whether a key is not the name of a group's choice, which group=choice gives."""
+    return not (known.entry.name == "name" and "." in known.name)
+
+
+def _rows(rows: dict[str, str], width: int, columns: int) -> Iterator[str]:
+    """Two columns: what is given, and wrapped text about it."""
+    for given, about in rows.items():
+        lines = textwrap.wrap(about, columns - width, break_long_words=False) or [""]
+        if len(given) + 4 > width:
+            lines.insert(0, "")
+        for line in lines:
+            yield f"  {given:{width - 2}}{line}".rstrip()
+            given = ""

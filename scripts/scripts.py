@@ -1,0 +1,3 @@
+"""See datasets.py beside it."""
+
+import datasets  # noqa: F401
