@@ -269,7 +269,7 @@ def measured(
         try:
             network = copy.deepcopy(plain).to(device)
             forward = forward_of(network, method, compiler)
-            step = partial(training_step, network, partial(_loss, forward, pixels))
+            step = partial(training_step, network, partial(loss_of, forward, pixels))
             step()  # gradients exist; compiles
             kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
             exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
@@ -298,7 +298,7 @@ def random_network(name: str, size: int) -> nn.Module:
     return network
 
 
-def _loss(forward: Forward, pixels: Tensor) -> Tensor:
+def loss_of(forward: Forward, pixels: Tensor) -> Tensor:
     return mean_squares(forward(pixels))
 
 

@@ -175,6 +175,17 @@ class Measurement:
         return measured(*arguments), []
 
 
+class Trained(nn.Module):
+    """A network with its loss, which a plan then counts: of a segmentation it may take more than anything else."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return methods.mean_squares(self.network(pixels))
+
+
 def measured(name: str, device: str, images: int, size: int, rounds: int, compiler: str | None) -> list[dict]:
     """Rows of a network: the rivals, and plans for `SHARES`, for the rivals' peaks, and for the rivals' times.
 
@@ -188,20 +199,21 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     for method in methods.methods_of(name, plain, device, compiler):
         if method in (PLAIN, *STYLES):
             network = copy.deepcopy(plain)
-            steps[method] = partial(training_step, network, methods.forward_of(network, method, compiler), pixels)
+            forward = methods.forward_of(network, method, compiler)
+            steps[method] = partial(training_step, network, partial(methods.loss_of, forward), pixels)
             steps[method]()  # compiles
             rows[method] = {"peak_bytes": peak_bytes(steps[method], device)}
-    reference = _gradients(plain, partial(plain, pixels))
-    network = copy.deepcopy(plain)
+    reference = _gradients(plain, partial(methods.loss_of, plain, pixels))
+    network = Trained(copy.deepcopy(plain))
     training_step(network, network, pixels)
     step, _ = traced_step(network, (pixels,), {})
     choices = frontier(step)
     seconds = {method: statistics.median(times) / 1e3 for method, times in timed(steps, rounds, device).items()}
     for label, budget, choice in _asked(name, choices, plain_peak(step), rows, seconds):
-        forward = partial(_planned, network, plan_of(step, choice))
-        steps[label] = partial(training_step, network, forward, pixels)
+        loss = partial(_planned, network, plan_of(step, choice))
+        steps[label] = partial(training_step, network, loss, pixels)
         found = {"budget": budget, "planned_bytes": choice.peak, "planned_seconds": round(choice.seconds, 5)}
-        deviation = _deviation(_gradients(network, partial(forward, pixels)), reference)
+        deviation = _deviation(_gradients(network, partial(loss, pixels)), reference)
         rows[label] = {**found, "deviation": deviation, "peak_bytes": peak_bytes(steps[label], device)}
     times_ms = timed(steps, rounds, device)
     return [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()]
@@ -234,22 +246,22 @@ def _asked(
         yield IN_TIME, None, in_time((TIME_LIMITS[name][0] - 1) * seconds[PLAIN] - host)
 
 
-def training_step(network: nn.Module, forward: Callable[[Tensor], object], pixels: Tensor) -> None:
+def training_step(network: nn.Module, loss: Callable[[Tensor], Tensor], pixels: Tensor) -> None:
     """Forward and backward pass. Gradients are there before, and zeroed."""
     network.zero_grad(set_to_none=False)
-    methods.mean_squares(forward(pixels)).backward()
+    loss(pixels).backward()
 
 
-def _planned(network: nn.Module, plan: Plan, pixels: Tensor) -> object:
+def _planned(network: Trained, plan: Plan, pixels: Tensor) -> Tensor:
     with PlannedRecording(Planned([plan]), inputs=[pixels]):
         return network(pixels)
 
 
-def _gradients(network: nn.Module, forward: Callable[[], object]) -> Tensor:
+def _gradients(network: nn.Module, loss: Callable[[], Tensor]) -> Tensor:
     """All gradients of a step with the same random numbers."""
     torch.manual_seed(0)
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad(methods.mean_squares(forward()), parameters, materialize_grads=True)
+    found = torch.autograd.grad(loss(), parameters, materialize_grads=True)
     return torch.cat([gradient.flatten() for gradient in found])
 
 

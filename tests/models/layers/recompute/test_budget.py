@@ -106,7 +106,19 @@ def checkpointed() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 1), *(layer for block in blocks for layer in block))
 
 
+class WithLoss(nn.Module):
+    """The loss of large outputs takes more than the network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.SiLU(), nn.Conv2d(4, 16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
 CASES = {
+    "loss": (WithLoss, (4, 3, 32, 32)),
     "mixed": (Mixed, (4, 3, 16, 16)),
     "chain": (Chain, (2, 4, 24, 24)),
     "signs": (pooled, (4, 3, 32, 32)),
