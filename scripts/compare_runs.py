@@ -161,8 +161,11 @@ def compare(values: DictConfig) -> Path:
     groups = named_groups(runs)
     if len({folder_name(run.name) for run in runs}) < len(runs):
         raise ValueError(f"runs={config.runs}: expected different runs, in folders of different names")
-    for run in runs:
-        run.write(out / folder_name(run.name))
+    folders = {(out / folder_name(run.name)).resolve(): run for run in runs}
+    if any(run.folder.resolve() in folders for run in runs if not run.copied):
+        raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
+    for folder, run in folders.items():
+        run.write(folder)
     write_figure(Path(f"{out}.png"), curves(groups), dpi=120)
     write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")

@@ -113,6 +113,14 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     assert columns(again) == columns(page) and cells[1] in again  # the order of seeds is that of their names
 
 
+def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):
+    run = copied(tmp_path / "mine", run_dir="somewhere")  # no copy
+    before = (run / "results.json").read_text()
+    with pytest.raises(ValueError, match=f"^out={tmp_path}: the copies .*: give out={tmp_path}/comparison$"):
+        report(tmp_path, tmp_path)
+    assert (run / "results.json").read_text() == before
+
+
 def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     runs = [copied(tmp_path / name, seed=seed) for seed, name in enumerate(("mine_seed0", "mine_seed1"))]
     other = copied(tmp_path / "its", optim={"lr": 0.25})
