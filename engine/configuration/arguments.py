@@ -7,7 +7,8 @@ import difflib
 import re
 import shlex
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -51,17 +52,26 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema]
     options = {argument.partition("=")[0] for argument in arguments}
     sweeps, shows = bool(options & {"-m", "--multirun"}), bool(options & {*SHOWING})
     of_hydra = any("${hydra:" in word for word in words)  # values that exist in the run alone
-    try:
+    with _in_a_line():
         Arguments(command, words, schema, compose, sweeps).check()
         return None if sweeps or shows or of_hydra else typed(compose(*words), schema)
-    except (HydraException, OmegaConfBaseException) as error:  # what nobody has thought of
-        about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
-        raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
 
 
 def chosen(command: str, arguments: Sequence[str], schema: type, compose: Compose) -> DictConfig:
     """The configuration of the choices among the arguments, with the defaults of all other keys."""
-    return Arguments(command, [word for word in arguments if not word.startswith("-")], schema, compose, True).values
+    with _in_a_line():
+        words = [word for word in arguments if not word.startswith("-")]
+        return Arguments(command, words, schema, compose, sweeps=True).values
+
+
+@contextmanager
+def _in_a_line() -> Iterator[None]:
+    """Context whose errors of Hydra, which nobody has thought of, become a ValueError of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
+        raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
 
 
 class Arguments:
@@ -103,10 +113,10 @@ class Arguments:
     def values(self) -> DictConfig:
         """The configuration of the choices (in a sweep, of the first ones) alone. ValueError: see `_check_choice`."""
         taken = []
-        for word in self.words:
+        for number, word in enumerate(self.words):
             group, equals, _ = word.lstrip("+~").partition("=")
             if group in self.groups and (equals or word.startswith("~")):
-                given = PARSER.parse_override(word)
+                given = self._parsed(number)
                 if self.sweeps and given.is_discrete_sweep() and "glob(" not in word:
                     word = f"{group}={next(given.sweep_string_iterator())}"  # each job checks the keys of its own
                     given = PARSER.parse_override(word)
@@ -290,7 +300,7 @@ class Arguments:
             return f"{word}: a bracket is not closed; quote lists and mappings for the shell, as in 'key=[1, 2]'"
         if name != name.strip():
             return f"{word}: give it without spaces: {argument_of(name.strip(), value.strip())}"
-        name = name.strip("+")
+        name = name.strip("+~")
         if name in self.groups:
             return str(no_such_choice(name, value, choices(name, self.schema)))
         if name not in self.known:
