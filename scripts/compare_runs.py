@@ -14,7 +14,7 @@ make the same report again. All runs have the same task.
 import csv
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -72,11 +72,16 @@ class Group(NamedTuple):
         return steps, [statistics.mean(each) for each in values], deviations
 
 
+def all_scores(runs: Iterable[Run]) -> list[tuple[str, str]]:
+    """(score, class) of all runs."""
+    return list(dict.fromkeys(key for run in runs for key in run.percent))
+
+
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
     runs = [run for group in groups for run in group.runs]
-    scores, first = runs[0].scores, runs[0].percent
+    scores, known = runs[0].scores, all_scores(runs)
     rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
-    for score, of_class in first:
+    for score, of_class in known:
         in_all = all((score, of_class) in run.percent for run in runs)
         if score not in (scores.best_title, *FROM_CONFUSION) and (in_all or of_class):
             about, _, view = score.partition(", ")
@@ -100,7 +105,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
     lines += ["", f"![training loss and validation {scores.best_title} over steps]({picture})", ""]
     for score in FROM_CONFUSION:
-        classes = [of_class for name, of_class in first if name == score]
+        classes = [of_class for name, of_class in known if name == score]
         if classes:
             cells = ([name or "mean", *(group.cell(score, name) for group in groups)] for name in classes)
             lines += [table([f"{score} %", *(group.title for group in groups)], cells), ""]
@@ -114,7 +119,7 @@ def as_csv(groups: list[Group]) -> str:
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["runs", "score", "class", "percent", "deviation", "seeds"])
     for group in groups:
-        for score, of_class in group.runs[0].percent:
+        for score, of_class in all_scores(group.runs):
             values = ("" if value is None else f"{value:.4f}" for value in group.percent(score, of_class))
             lines.writerow([group.title, score, of_class, *values, len(group.runs)])
     return text.getvalue()
