@@ -153,11 +153,12 @@ class Arguments:
         group, argument = given.key_or_group, str(given.input_line)
         if given.is_sweep_override() and not self.sweeps:
             raise ValueError(f"{argument}: expected one choice; -m runs the command once with each")
-        if given.is_delete() or given.is_sweep_override() or isinstance(given.value(), (dict, list)):
+        value, fitting = given.value(), choices(group, self.schema)
+        several = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if given.is_delete() or given.is_sweep_override() or isinstance(value, dict) or several:
             return
         if given.is_add():
             raise ValueError(f"{argument}: leave out the +: {argument.lstrip('+')}")
-        value, fitting = given.value(), choices(group, self.schema)
         choice = (value if isinstance(value, str) else value_of(given)).removesuffix(".yaml")
         if choice in fitting:
             return
