@@ -26,7 +26,7 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_figure, write_file
-from engine.schema.keys import as_list
+from engine.schema.keys import as_list, key
 from scripts.evidence import charts
 from scripts.evidence.frame import conditions, table
 from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, folder_name, found_runs, titles_of
@@ -34,13 +34,9 @@ from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, f
 
 @dataclass
 class Comparison:
-    runs: Any = MISSING  # a folder, or a list of folders: run directories, or what holds some
+    runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or what holds some
     out: str = MISSING  # path of the report, without suffix
     title: str = "Comparison of runs"  # of the page
-
-    def check(self) -> None:
-        if not as_list(self.runs):
-            raise ValueError(f"runs={self.runs}: expected a folder, or a list of different folders: [DIR,DIR]")
 
 
 class Group(NamedTuple):
@@ -129,13 +125,13 @@ def curves(groups: list[Group]) -> Figure:
     scores = groups[0].runs[0].scores
     figure, panels = charts.panels(1, 2, (10, 3.6))
     best = ("val", scores.best, f"validation {scores.best_title} %", "o-", 100)
-    for axes, (kind, key, label, style, factor) in zip(
+    for axes, (kind, value, label, style, factor) in zip(
         panels, (("train", "loss", "training loss", "-", 1), best), strict=True
     ):
         shown = []
         for group in groups:
-            steps, *values = group.curve(kind, key)
-            mean, spread = ([factor * value for value in each] for each in values)
+            steps, *values = group.curve(kind, value)
+            mean, spread = ([factor * number for number in each] for each in values)
             shown.append(charts.Series(group.title, mean, steps, style=style, spread=spread))
         charts.lines(axes, shown, xlabel="step", ylabel=label)
     charts.legend(figure, columns=3)

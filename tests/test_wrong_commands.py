@@ -91,6 +91,7 @@ ANSWERS = {
     "scripts.convert_checkpoint FILE.pth": "give input=FILE.pth",
     "scripts.make_classes /data/mine": "give data.root=/data/mine",
     "scripts.compare_runs runs/a runs/b": "give 'runs=[runs/a,runs/b]'",
+    "scripts.compare_runs runs=runs/a,runs/b": "expected a list of words; give 'runs=[runs/a,runs/b]'",
     "train_seg.py help": "help: expected key=value; --help lists the keys",
     # Values: types, lists, quotes for the shell and for Hydra.
     "train_seg.py trainer.epochs=1.5": "trainer.epochs=1.5: expected a whole number",

@@ -202,7 +202,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
         report(tmp_path / "report", tmp_path / "empty")
     with pytest.raises(ValueError, match="expected runs of one task"):
         report(tmp_path / "report", finished, CIFAR / "std")
-    with pytest.raises(ValueError, match=r"runs=5: expected a folder, or a list of different folders: \[DIR,DIR\]"):
+    with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
         compare(OmegaConf.structured(Comparison(runs=5, out="a")))
     cut_off = shutil.copytree(finished, tmp_path / "cut off", ignore=shutil.ignore_patterns("checkpoints"))
     records = (cut_off / "metrics.jsonl").read_text().splitlines(keepends=True)
