@@ -14,7 +14,7 @@ make the same report again. All runs have the same task.
 import csv
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -26,7 +26,7 @@ from omegaconf import MISSING, DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_figure, write_file
-from engine.schema.keys import as_list
+from engine.schema.keys import as_list, key
 from scripts.evidence import charts
 from scripts.evidence.frame import conditions, table
 from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, folder_name, found_runs, titles_of
@@ -34,13 +34,9 @@ from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, f
 
 @dataclass
 class Comparison:
-    runs: Any = MISSING  # a folder, or a list of folders: run directories, or what holds some
+    runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or what holds some
     out: str = MISSING  # path of the report, without suffix
     title: str = "Comparison of runs"  # of the page
-
-    def check(self) -> None:
-        if not as_list(self.runs):
-            raise ValueError(f"runs={self.runs}: expected a folder, or a list of different folders: [DIR,DIR]")
 
 
 class Group(NamedTuple):
@@ -72,11 +68,16 @@ class Group(NamedTuple):
         return steps, [statistics.mean(each) for each in values], deviations
 
 
+def all_scores(runs: Iterable[Run]) -> list[tuple[str, str]]:
+    """(score, class) of all runs."""
+    return list(dict.fromkeys(key for run in runs for key in run.percent))
+
+
 def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: str) -> str:
     runs = [run for group in groups for run in group.runs]
-    scores, first = runs[0].scores, runs[0].percent
+    scores, known = runs[0].scores, all_scores(runs)
     rows = [[f"**{scores.best_title} %, last checkpoint**", *(f"**{g.cell(scores.best_title)}**" for g in groups)]]
-    for score, of_class in first:
+    for score, of_class in known:
         in_all = all((score, of_class) in run.percent for run in runs)
         if score not in (scores.best_title, *FROM_CONFUSION) and (in_all or of_class):
             about, _, view = score.partition(", ")
@@ -100,7 +101,7 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]
     lines += ["", f"![training loss and validation {scores.best_title} over steps]({picture})", ""]
     for score in FROM_CONFUSION:
-        classes = [of_class for name, of_class in first if name == score]
+        classes = [of_class for name, of_class in known if name == score]
         if classes:
             cells = ([name or "mean", *(group.cell(score, name) for group in groups)] for name in classes)
             lines += [table([f"{score} %", *(group.title for group in groups)], cells), ""]
@@ -114,7 +115,7 @@ def as_csv(groups: list[Group]) -> str:
     lines = csv.writer(text, lineterminator="\n")
     lines.writerow(["runs", "score", "class", "percent", "deviation", "seeds"])
     for group in groups:
-        for score, of_class in group.runs[0].percent:
+        for score, of_class in all_scores(group.runs):
             values = ("" if value is None else f"{value:.4f}" for value in group.percent(score, of_class))
             lines.writerow([group.title, score, of_class, *values, len(group.runs)])
     return text.getvalue()
@@ -124,13 +125,13 @@ def curves(groups: list[Group]) -> Figure:
     scores = groups[0].runs[0].scores
     figure, panels = charts.panels(1, 2, (10, 3.6))
     best = ("val", scores.best, f"validation {scores.best_title} %", "o-", 100)
-    for axes, (kind, key, label, style, factor) in zip(
+    for axes, (kind, value, label, style, factor) in zip(
         panels, (("train", "loss", "training loss", "-", 1), best), strict=True
     ):
         shown = []
         for group in groups:
-            steps, *values = group.curve(kind, key)
-            mean, spread = ([factor * value for value in each] for each in values)
+            steps, *values = group.curve(kind, value)
+            mean, spread = ([factor * number for number in each] for each in values)
             shown.append(charts.Series(group.title, mean, steps, style=style, spread=spread))
         charts.lines(axes, shown, xlabel="step", ylabel=label)
     charts.legend(figure, columns=3)
@@ -161,8 +162,11 @@ def compare(values: DictConfig) -> Path:
     groups = named_groups(runs)
     if len({folder_name(run.name) for run in runs}) < len(runs):
         raise ValueError(f"runs={config.runs}: expected different runs, in folders of different names")
-    for run in runs:
-        run.write(out / folder_name(run.name))
+    folders = {(out / folder_name(run.name)).resolve(): run for run in runs}
+    if any(run.folder.resolve() in folders for run in runs if not run.copied):
+        raise ValueError(f"out={out}: the copies of the runs would replace the runs: give out={out / 'comparison'}")
+    for folder, run in folders.items():
+        run.write(folder)
     write_figure(Path(f"{out}.png"), curves(groups), dpi=120)
     write_file(Path(f"{out}.csv"), as_csv(groups))
     page = Path(f"{out}.md")

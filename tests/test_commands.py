@@ -5,14 +5,15 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from engine.configuration import config as configuration
 from engine.configuration import sweep
+from engine.configuration.arguments import check_arguments
 from scripts import plan_memory, run_table
 from scripts.evidence import frame, methods, papers, tables
 from tests.runs import REPOSITORY, composed
@@ -69,8 +70,7 @@ def checked(words: list[str]) -> object:
     if "-m" in keys:
         _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)
         return jobs
-    values = composed(name, *keys)
-    return configuration.typed(values, OmegaConf.get_type(values))
+    return check_arguments(name, keys, OmegaConf.get_type(composed(name)), partial(composed, name))
 
 
 @pytest.fixture(autouse=True)

@@ -5,9 +5,13 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+from omegaconf import OmegaConf
 
+from engine.configuration.arguments import check_arguments
+from engine.configuration.command_line import composed
 from tests.runs import REPOSITORY
 
 # Command: what its message contains.
@@ -38,6 +42,8 @@ ANSWERS = {
     "train_seg.py trainer.foo=1": "trainer.foo=1: there is no such key; --help lists them all",
     "train_seg.py +trainer.foo=1": "trainer.foo=1: there is no such key; --help lists them all",
     "train_seg.py ~trainer.steps": "trainer.steps=null to give it none",
+    "train_seg.py data.colour_jitter.brightnes=0.4": "the nearest is data.colour_jitter.brightness=0.4",
+    "train_seg.py 'optim={lrr: 0.1}'": "optim.lrr=0.1: there is no such key; the nearest is optim.lr=0.1",
     "train_seg.py data.colour_jitter=0.4": "expected one of the keys data.colour_jitter.brightness, ",
     "eval.py checkpoint=FILE.pt window=1024": "expected one of the keys window.size, window.overlap",
     "eval.py ckpt=FILE.pt": "give checkpoint=FILE.pt",
@@ -62,6 +68,7 @@ ANSWERS = {
     "train_seg.py data=cifar10": "is for train_imagenet.py; expected one of camvid, cityscapes, ",
     "train_seg.py data=/data/camvid": "a folder is given as data.root=/data/camvid",
     "train_seg.py optim=adam": "there is no such optim; the nearest are adamw, sgd, ",
+    "train_seg.py 'norm=[[std]]'": "norm=[[std]]: there is no such norm; the nearest are std, ",
     "train_seg.py norm=null": "norm=null: there is no such norm; the nearest are ",
     "train_seg.py trainer=long": "trainer=long: there is no such trainer; the nearest is default",
     "train_seg.py +experiment=camvid/resnext_small": "leave out the +: experiment=camvid/resnext_small",
@@ -84,6 +91,7 @@ ANSWERS = {
     "scripts.convert_checkpoint FILE.pth": "give input=FILE.pth",
     "scripts.make_classes /data/mine": "give data.root=/data/mine",
     "scripts.compare_runs runs/a runs/b": "give 'runs=[runs/a,runs/b]'",
+    "scripts.compare_runs runs=runs/a,runs/b": "expected a list of words; give 'runs=[runs/a,runs/b]'",
     "train_seg.py help": "help: expected key=value; --help lists the keys",
     # Values: types, lists, quotes for the shell and for Hydra.
     "train_seg.py trainer.epochs=1.5": "trainer.epochs=1.5: expected a whole number",
@@ -96,6 +104,9 @@ ANSWERS = {
     "train_seg.py head.dilations=12": "expected a list of whole numbers; give 'head.dilations=[12]'",
     "train_seg.py head.dilations=12 head.dilations=24": "give 'head.dilations=[12,24]'",  # {12,24} in bash
     "train_seg.py 'head.dilations=(12,24)'": "expected a list; give 'head.dilations=[12,24]'",
+    "train_seg.py head.dilations=null": "head.dilations=null: expected a list of whole numbers",
+    "scripts.compare_runs 'runs=[a/optim.lr=0.1,b]'": """Hydra needs quotes of its own here, as in 'runs=["a=b",c]'""",
+    "scripts.run_table 'weights={a: b=c}'": """Hydra needs quotes of its own here, as in 'weights={key: "a=b"}'""",
     "train_seg.py head.dilations=[12, 24, 36]": "quote lists and mappings for the shell: 'head.dilations=[12, 24, 36]'",
     "train_seg.py 'head.dilations=[12,24'": "a bracket is not closed; quote lists and mappings for the shell",
     "eval.py checkpoint=FILE.pt tta.scales=0.7,1,1.2": "expected a list of numbers; give 'tta.scales=[0.7,1,1.2]'",
@@ -118,6 +129,17 @@ ANSWERS = {
     "scripts.verify_data data=folder": "give data.root=DIR",
     "train_seg.py data=camvid": "give data.root=DIR",
 }
+# Not wrong, though unusual: Hydra takes them.
+RIGHT = [
+    "train_seg 'init={weights: FILE, part: body}' 'optim={lr: 0.1}' 'data.colour_jitter={hue: 0.1}'",
+    "train_seg 'experiment=[camvid/resnext_small]' experiment=camvid/resnext_small.yaml data.root=DIR",
+    "train_seg hydra/job_logging=none hydra.verbose=true 'run_dir=runs/${hydra:job.name}'",
+    "train_seg -m lr_schedule=step,multistep lr_schedule.factor=0.1",
+    "train_seg --config-dir=DIR norm=mine",
+    "eval --hydra-help",
+    "eval --version",
+    "scripts.run_table table=table3 +roots.camvid=DIR",
+]
 SOME = [command for number, command in enumerate(ANSWERS) if number % (len(ANSWERS) // 6) == 0]
 
 
@@ -150,6 +172,15 @@ def ended(*words: str) -> str:
 
 def test_some_wrong_commands_say_how_to_write_them(monkeypatch, capsys):
     check(SOME, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("command", RIGHT)
+def test_right_commands_are_not_refused(command):
+    module, *arguments = shlex.split(command)
+    importlib.import_module(module)  # declares the command
+    name = module.rpartition(".")[2]
+    schema = OmegaConf.get_type(composed(name))
+    check_arguments(name, arguments, schema, partial(composed, name))
 
 
 @pytest.mark.slow

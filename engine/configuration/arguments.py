@@ -7,8 +7,8 @@ import difflib
 import re
 import shlex
 import types
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.configuration.choices import CONFIGS, alternatives_of, choices, groups_in, no_such_choice
-from engine.configuration.config import Known, Schema, known_in, typed
+from engine.configuration.config import Known, Schema, flat, known_in, typed
 from engine.schema.keys import groups_of, names_in, override
 from engine.schema.words import COMMANDS, FOLDER, OF_OTHERS, OF_TRAINED, WORDS
 
@@ -28,14 +28,16 @@ TORCHRUNS = re.compile(r"nproc|nnodes|node_rank|rdzv|master_|standalone|max_rest
 # Hydra's options, and those that are followed by a value.
 OPTIONS = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
 OPTIONS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--shell-completion", "-sc")
-ELSEWHERE = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")  # configurations from elsewhere: Hydra checks them
+SHOWING = ("--hydra-help", "--version", *OPTIONS_WITH_VALUE)  # instead of a run
+# Configurations from elsewhere: Hydra checks them.
+ELSEWHERE = ("--config-dir", "--config-path", "--config-name", "-cd", "-cp", "-cn", "hydra.searchpath")
 MOST_NAMED = 5  # keys or choices in a message
 PARSER = OverridesParser.create()
 Compose = Callable[..., DictConfig]
 
 
 def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema], compose: Compose) -> Schema | None:
-    """The configuration of a run; None for a sweep (-m), if it is only shown (--cfg), or for choices from elsewhere.
+    """The configuration of a run; None for a sweep (-m), if it is only shown (--cfg), or if Hydra alone can compose it.
 
     `compose(*overrides)`: the configuration that Hydra makes of them. Values of a sweep are left to each of its runs.
     ValueError: the command does not take an argument; or see `typed`.
@@ -48,18 +50,28 @@ def check_arguments(command: str, arguments: Sequence[str], schema: type[Schema]
         if word.partition("=")[0] not in (*OPTIONS, *OPTIONS_WITH_VALUE) and before not in OPTIONS_WITH_VALUE
     ]
     options = {argument.partition("=")[0] for argument in arguments}
-    sweeps, shows = bool(options & {"-m", "--multirun"}), bool(options & {*OPTIONS_WITH_VALUE})
-    try:
+    sweeps, shows = bool(options & {"-m", "--multirun"}), bool(options & {*SHOWING})
+    of_hydra = any("${hydra:" in word for word in words)  # values that exist in the run alone
+    with _in_a_line():
         Arguments(command, words, schema, compose, sweeps).check()
-        return None if sweeps or shows else typed(compose(*words), schema)
-    except (HydraException, OmegaConfBaseException) as error:  # what nobody has thought of
-        about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
-        raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
+        return None if sweeps or shows or of_hydra else typed(compose(*words), schema)
 
 
 def chosen(command: str, arguments: Sequence[str], schema: type, compose: Compose) -> DictConfig:
     """The configuration of the choices among the arguments, with the defaults of all other keys."""
-    return Arguments(command, [word for word in arguments if not word.startswith("-")], schema, compose, True).values
+    with _in_a_line():
+        words = [word for word in arguments if not word.startswith("-")]
+        return Arguments(command, words, schema, compose, sweeps=True).values
+
+
+@contextmanager
+def _in_a_line() -> Iterator[None]:
+    """Context whose errors of Hydra, which nobody has thought of, become a ValueError of one line."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
+        raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
 
 
 class Arguments:
@@ -74,8 +86,15 @@ class Arguments:
         overrides = [self._parsed(number) for number in range(len(self.words))]
         known = self.known  # checks the choices, on which the keys depend
         for given in overrides:
-            name = given.key_or_group
-            if name in self.groups or name.startswith("hydra."):
+            name, value = given.key_or_group, given.value()
+            if name.startswith(("hydra.", "hydra/")) or self._is_new_entry(given):
+                continue
+            if isinstance(value, dict) and name not in known:  # several keys at once, as in window={size: 1024}
+                for key, one in flat(value, f"{name}.").items():
+                    if key not in known:
+                        raise ValueError(self._unknown(key, str(one)))
+                continue
+            if name in self.groups:
                 continue
             if name not in known:
                 raise ValueError(self._unknown(name, value_of(given)))
@@ -85,16 +104,24 @@ class Arguments:
             if not (self.sweeps and given.is_sweep_override()):
                 self._check_value(given, [each for each in overrides if each.key_or_group == name])
 
+    def _is_new_entry(self, given: Override) -> bool:
+        """Whether an argument adds to a mapping: +roots.camvid=DIR."""
+        parent = given.key_or_group.rpartition(".")[0]
+        return given.is_add() and parent in self.known and self._hint(parent) is Any
+
     @cached_property
     def values(self) -> DictConfig:
-        """The configuration of the choices, without the other keys. ValueError: see `_check_choice`."""
+        """The configuration of the choices (in a sweep, of the first ones) alone. ValueError: see `_check_choice`."""
         taken = []
-        for word in self.words:
+        for number, word in enumerate(self.words):
             group, equals, _ = word.lstrip("+~").partition("=")
             if group in self.groups and (equals or word.startswith("~")):
-                given = PARSER.parse_override(word)
+                given = self._parsed(number)
+                if self.sweeps and given.is_discrete_sweep() and "glob(" not in word:
+                    word = f"{group}={next(given.sweep_string_iterator())}"  # each job checks the keys of its own
+                    given = PARSER.parse_override(word)
                 self._check_choice(given)
-                taken += [] if given.is_sweep_override() else [word]
+                taken += [] if given.is_sweep_override() or isinstance(given.value(), dict) else [word]
         return self.compose(*taken)
 
     @cached_property
@@ -126,12 +153,13 @@ class Arguments:
         group, argument = given.key_or_group, str(given.input_line)
         if given.is_sweep_override() and not self.sweeps:
             raise ValueError(f"{argument}: expected one choice; -m runs the command once with each")
-        if given.is_delete() or given.is_sweep_override() or isinstance(given.value(), dict):
+        value, fitting = given.value(), choices(group, self.schema)
+        several = isinstance(value, list) and all(isinstance(each, str) for each in value)
+        if given.is_delete() or given.is_sweep_override() or isinstance(value, dict) or several:
             return
         if given.is_add():
             raise ValueError(f"{argument}: leave out the +: {argument.lstrip('+')}")
-        value, fitting = given.value(), choices(group, self.schema)
-        choice = value if isinstance(value, str) else value_of(given)
+        choice = (value if isinstance(value, str) else value_of(given)).removesuffix(".yaml")
         if choice in fitting:
             return
         if FOLDER.startswith(f"{group}.") and (choice.startswith(("/", "~", ".")) or Path(choice).is_dir()):
@@ -153,7 +181,7 @@ class Arguments:
             except OmegaConfBaseException:
                 pass
         text = ",".join(map(value_of, alike))  # {a,b} has become two arguments
-        if "list" in str(hint) and not text.startswith("["):
+        if "list" in str(hint) and not text.startswith(("[", "null")):
             fix = f"; give {list_of(name, text)}"
         elif several and hint in (str, str | None):
             fix = f"; give {shlex.quote(override(name, text))}"
@@ -194,11 +222,11 @@ class Arguments:
         return []
 
     def _of_other_choice(self, name: str) -> str | None:
-        group, _, rest = name.partition(".")
+        group = name.partition(".")[0]
         having = [
             (group, alternative)
             for alternative, schema in groups_of(self.schema).get(group, {}).items()
-            if rest.partition(".")[0] in {entry.name for entry in fields(schema)}
+            if any(f"{known}.".startswith(f"{name}.") for known in names_in(schema, f"{group}."))
         ]
         if not having:
             return None
@@ -266,11 +294,14 @@ class Arguments:
             for end in range(number + 1, len(self.words) + 1):
                 whole = " ".join(self.words[number:end])
                 if whole.count("[") == whole.count("]") and whole.count("{") == whole.count("}"):
+                    if whole == word:
+                        example = f'{name}=["a=b",c]' if value.startswith("[") else f'{name}={{key: "a=b"}}'
+                        return f"{word}: Hydra needs quotes of its own here, as in {shlex.quote(example)}"
                     return f"{word}: quote lists and mappings for the shell: {shlex.quote(whole)}"
             return f"{word}: a bracket is not closed; quote lists and mappings for the shell, as in 'key=[1, 2]'"
         if name != name.strip():
             return f"{word}: give it without spaces: {argument_of(name.strip(), value.strip())}"
-        name = name.strip("+")
+        name = name.strip("+~")
         if name in self.groups:
             return str(no_such_choice(name, value, choices(name, self.schema)))
         if name not in self.known:

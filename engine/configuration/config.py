@@ -158,9 +158,9 @@ def known_in(values: DictConfig, prefix: str = "") -> Iterator[Known]:
 
 def flat(values: dict, prefix: str = "") -> dict:
     """{"optim": {"lr": 1}} -> {"optim.lr": 1}"""
-    leaves = {}
+    leaves: dict = {}
     for key, value in values.items():
-        leaves.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+        leaves.update(flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return leaves
 
 

@@ -90,18 +90,19 @@ def jobs_of(
     arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: bool
 ) -> tuple[Path | None, list[Job]]:
     """The sweep's folder and its jobs, in order: the last key's values change first."""
-    shared, values, folder = _parsed(arguments, has_run_dir)
+    shared, values, given_folder = _parsed(arguments, has_run_dir)
     owns = [
         [f"{key}={value}" for key, value in zip(values, chosen, strict=True)]
         for chosen in itertools.product(*values.values())
     ]
-    configs = [check([*shared, *own]) for own in owns]
+    configs = [check([*shared, *own, *given_folder]) for own in owns]
     for (own, config), (other, other_config) in itertools.combinations(zip(owns, map(plain, configs), strict=True), 2):
         if config == other_config:
             raise ValueError(f"{' '.join(own)} and {' '.join(other)} are the same job: leave one of them out")
     if not has_run_dir:
         return None, [Job(" ".join(own), [*shared, *own], None) for own in owns]
-    folder = folder or Path("multirun", named_after([Path(sys.argv[0]).stem, *deciding(shared, configs[0])]))
+    default = Path("multirun", named_after([Path(sys.argv[0]).stem, *deciding(shared, configs[0])]))
+    folder = Path(getattr(configs[0], "run_dir", None) or default)
     names, jobs = [named_after(own) for own in owns], []
     for own, name in zip(owns, names, strict=True):
         run_dir = folder / named_after(own, digest=names.count(name) > 1)
@@ -109,11 +110,11 @@ def jobs_of(
     return folder, jobs
 
 
-def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[str, list[str]], Path | None]:
-    """The overrides that all jobs share, the values of the other keys, and the folder that `run_dir` gives."""
+def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """The overrides that all jobs share, the values of the other keys, and the override of `run_dir`, if any."""
     words = [word for word in arguments if word not in FLAGS]
     for word in words:
-        if word.startswith(("-", "hydra.", "hydra/")):
+        if word.startswith(("-", "hydra.", "hydra/")) or "${hydra:" in word:
             raise ValueError(f"-m with {word}: a sweep takes keys alone; run_dir=FOLDER says where it writes")
     try:
         given = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(words)}
@@ -130,5 +131,4 @@ def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[st
     for key in own & values.keys():
         raise ValueError(f"{given[key].input_line}: a sweep names its jobs' folders itself; give one folder for all")
     shared = [each.input_line or "" for key, each in given.items() if key not in {*values, *own}]
-    folder = given["run_dir"].value() if "run_dir" in own else None
-    return shared, values, None if folder is None else Path(str(folder))
+    return shared, values, [given["run_dir"].input_line or ""] if "run_dir" in own else []

@@ -151,7 +151,7 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
     if one_of is not None and value not in one_of:
         raise ValueError(f"{name}={value}: expected {expected(bounds)}")
     if bounds.get("names") and not as_list(value):
-        raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [train,val]")
+        raise ValueError(f"{name}={value}: expected a name or a list of different names, such as [A,B]")
     if entries is not None and len(value) != len(entries):
         raise ValueError(f"{name}={value}: expected {len(entries)} numbers: {', '.join(entries)}")
     if above is None and least is None:

@@ -151,9 +151,9 @@ class TrainingRun:
         return not self.trainer.smoke and (backend == "compiled" or (backend == "auto" and device_type == "cpu"))
 
     def shorter_length(self, steps_per_epoch: int) -> str | None:
-        """For the log: which of the keys epochs and steps ends the run. None if only one is given."""
+        """For the log: which of the keys epochs and steps ends the run. None if there is nothing to choose."""
         epochs, steps = self.trainer.epochs, self.trainer.steps
-        if epochs is None or steps is None:
+        if epochs is None or steps is None or epochs * steps_per_epoch == steps:
             return None
         ends, other = f"trainer.steps={steps}", f"trainer.epochs={epochs} ({epochs * steps_per_epoch} steps)"
         if epochs * steps_per_epoch < steps:

@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.output_files import write_file
+from engine.schema.keys import key
 from scripts.evidence import charts, frame, papers
 from scripts.evidence.frame import GIB, MIB, table
 from scripts.evidence.runs import Run, found_runs
@@ -53,7 +54,7 @@ START, END = "<!-- tables start -->", "<!-- tables end -->"
 
 @dataclass
 class Tables:
-    runs: Any = "docs/results"  # folder that holds run directories, or a list of such folders
+    runs: Any = key("docs/results", names=True)  # folder that holds run directories, or a list of such folders
     out: str = "docs/results"  # folder
     plan: str = "docs/results/memory_plan.json"  # record of scripts.evidence.plan_experiments
 

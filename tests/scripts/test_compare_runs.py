@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from datasets import synthetic
 from eval import evaluate
-from scripts.compare_runs import Comparison, Group, compare, main
+from scripts.compare_runs import Comparison, Group, as_csv, compare, main
 from scripts.evidence.runs import Run, differing, found_runs
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
@@ -113,6 +113,14 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     assert columns(again) == columns(page) and cells[1] in again  # the order of seeds is that of their names
 
 
+def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):
+    run = copied(tmp_path / "mine", run_dir="somewhere")  # no copy
+    before = (run / "results.json").read_text()
+    with pytest.raises(ValueError, match=f"^out={tmp_path}: the copies .*: give out={tmp_path}/comparison$"):
+        report(tmp_path, tmp_path)
+    assert (run / "results.json").read_text() == before
+
+
 def test_columns_keep_the_names_that_somebody_gave(tmp_path):
     runs = [copied(tmp_path / name, seed=seed) for seed, name in enumerate(("mine_seed0", "mine_seed1"))]
     other = copied(tmp_path / "its", optim={"lr": 0.25})
@@ -153,6 +161,9 @@ def test_precision_recall_and_f1_are_counted_from_the_confusion_matrix():
     assert percent["precision", "emu"] is percent["recall", "emu"] is percent["F1", "emu"] is None
     assert percent["recall", ""] == pytest.approx(70)
     assert run.percent["accuracy", "emu"] is None and Group("", [run]).cell("recall", "emu") == "–"
+    older = Run(CIFAR / "std")
+    del older.results["confusion_matrix"]
+    assert "\nmine,recall,cat,60.0000,,2\n" in as_csv([Group("mine", [older, run])])  # not only what the first has
 
 
 def test_the_speed_is_the_median_also_of_an_even_number_of_values():
@@ -191,7 +202,7 @@ def test_what_cannot_be_compared_is_named(finished, tmp_path):
         report(tmp_path / "report", tmp_path / "empty")
     with pytest.raises(ValueError, match="expected runs of one task"):
         report(tmp_path / "report", finished, CIFAR / "std")
-    with pytest.raises(ValueError, match=r"runs=5: expected a folder, or a list of different folders: \[DIR,DIR\]"):
+    with pytest.raises(ValueError, match=r"runs=5: expected a name or a list of different names, such as \[A,B\]"):
         compare(OmegaConf.structured(Comparison(runs=5, out="a")))
     cut_off = shutil.copytree(finished, tmp_path / "cut off", ignore=shutil.ignore_patterns("checkpoints"))
     records = (cut_off / "metrics.jsonl").read_text().splitlines(keepends=True)

@@ -113,6 +113,9 @@ def test_a_configuration_is_shown_that_still_lacks_values(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eval.py", "--cfg=job", "tta.flips=true"])
     with pytest.raises(SystemExit, match="the nearest is tta.flip=true"):
         main()
+    monkeypatch.setattr(sys, "argv", ["train_seg.py", "--help", "norm=std=x"])
+    with pytest.raises(SystemExit, match="^error: .*norm=std=x"):
+        importlib.import_module("train_seg").main()
 
 
 @dataclass

@@ -93,6 +93,7 @@ def test_a_sweep_of_which_a_job_failed_fails(swept):
         ("norm=glob(*)", r"norm=glob\(\*\): expected values with commas between them, as in seed=0,1,2"),
         ("run_dir=a=b seed=0,1", "(run_dir=a=b|mismatched input '=')"),
         ("seed=0,1 --config-dir=a", "-m with --config-dir=a: a sweep takes keys alone; run_dir=FOLDER says where"),
+        ("seed=0,1 run_dir=${hydra:job.name}", "-m with run_dir=.*: a sweep takes keys alone"),
         ("seed=0,1 hydra.sweep.dir=a", "-m with hydra.sweep.dir=a: a sweep takes keys alone"),
     ],
 )
@@ -108,7 +109,7 @@ def test_under_torchrun_a_line_says_what_to_do(swept, monkeypatch):
         swept("-m", "seed=0,1")
 
 
-def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path):
+def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path, monkeypatch):
     """Also with lists, slashes, quotes, and more overrides than a file name has room for."""
     lists = swept("-m", "data.mean=[0,0,0],[0.5,0.5,0.5]")
     assert [Path(word).name for words in lists.values() for word in words if "run_dir" in word] == [
@@ -118,6 +119,9 @@ def test_every_job_has_a_folder_that_can_be_made(swept, tmp_path):
     alike = swept("-m", "data.root=/a/b,/a-b,'/a \"b\"',/c")
     long = swept("-m", *(f"optim.{key}=0.1,0.2" for key in ("lr", "momentum", "weight_decay")), f"run_dir={'x/' * 9}")
     many = swept("-m", "seed=0,1", *(f"data.std=[0.{digit}{'1' * 40},1,1]" for digit in range(1, 4)))
+    monkeypatch.setenv("SWEEPS", str(tmp_path / "s"))
+    named = swept("-m", "seed=0,1", "run_dir=${oc.env:SWEEPS}/${norm.name}")
+    assert shlex.join(named["seed=0"]).endswith(f"""'run_dir="{tmp_path}/s/inplace/seed=0"' resume=auto""")
     deep = swept("-m", "seed=0,1", f"init.weights={'weights/' * 40}")
     folders = []
     for words in [*alike.values(), *long.values(), *many.values(), *deep.values()]:

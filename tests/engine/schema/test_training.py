@@ -53,6 +53,7 @@ def test_the_log_says_which_of_two_lengths_counts():
     for epochs, steps, total, said in (
         (4, 39, 39, "trainer.steps=39 ends the run before trainer.epochs=4 (40 steps)"),
         (4, 41, 40, "trainer.epochs=4 (40 steps) ends the run before trainer.steps=41"),
+        (4, 40, 40, None),
         ("null", 41, 41, None),
         (4, "null", 40, None),
     ):
