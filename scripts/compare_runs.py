@@ -36,7 +36,7 @@ from scripts.evidence.runs import DATE, FROM_CONFUSION, Run, by_configuration, f
 class Comparison:
     runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or what holds some
     out: str = MISSING  # path of the report, without suffix
-    title: str = "Comparison of runs"  # of the page
+    title: str = "Comparison of runs"  # title of the page
 
 
 class Group(NamedTuple):

@@ -66,7 +66,7 @@ def chosen(command: str, arguments: Sequence[str], schema: type, compose: Compos
 
 @contextmanager
 def _in_a_line() -> Iterator[None]:
-    """Context whose errors of Hydra, which nobody has thought of, become a ValueError of one line."""
+    """Context whose errors of Hydra, where no check above found the mistake, become a ValueError of one line."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -99,7 +99,7 @@ class Arguments:
             if name not in known:
                 raise ValueError(self._unknown(name, value_of(given)))
             if given.is_delete():
-                null = f", and {name}=null to give it none" if "None" in str(self._hint(name)) else ""
+                null = f", and give {name}=null for no value" if "None" in str(self._hint(name)) else ""
                 raise ValueError(f"{given.input_line}: leave {name} out to keep its default{null}")
             if not (self.sweeps and given.is_sweep_override()):
                 self._check_value(given, [each for each in overrides if each.key_or_group == name])
@@ -271,7 +271,7 @@ class Arguments:
         place = [] if groups else self._key_of_path(word)
         key, given, _ = before.partition("=")
         if given and key in self.known and "str" in str(self._hint(key)) and place in ([], [key]) and not groups:
-            return f"{before} {word}: quote a value with blanks: {shlex.quote(f'{before} {word}')}"
+            return f"{before} {word}: quote a value with spaces: {shlex.quote(f'{before} {word}')}"
         if place and "list" in str(self._hint(place[0])):
             words = ",".join(word for word in self.words if "=" not in word)
             return f"{word}: expected key=value; give {list_of(place[0], words)}"

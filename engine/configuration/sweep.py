@@ -115,7 +115,9 @@ def _parsed(arguments: list[str], has_run_dir: bool) -> tuple[list[str], dict[st
     words = [word for word in arguments if word not in FLAGS]
     for word in words:
         if word.startswith(("-", "hydra.", "hydra/")) or "${hydra:" in word:
-            raise ValueError(f"-m with {word}: a sweep takes keys alone; run_dir=FOLDER says where it writes")
+            raise ValueError(
+                f"-m with {word}: a sweep takes only key=value arguments; run_dir=FOLDER says where it writes"
+            )
     try:
         given = {each.get_key_element(): each for each in OverridesParser.create().parse_overrides(words)}
     except HydraException as error:

@@ -27,7 +27,7 @@ class Data:
     verify: bool = key(True, per_machine=True)
     # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
     on_error: str = key("stop", one_of=("stop", "skip"), free_on_resume=True)
-    max_skipped: int = key(100, least=0, free_on_resume=True)  # with data.on_error=skip: most images skipped in a run
+    max_skipped: int = key(100, least=0, free_on_resume=True)  # with data.on_error=skip: how many images a run may skip
     # The run stops if the workers deliver no minibatch in this time.
     timeout_seconds: int = key(300, above=0, per_machine=True)
 
@@ -49,8 +49,8 @@ class ColourJitter:
     """Random changes of a crop's colours; off by default, as in the paper."""
 
     brightness: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
-    contrast: float = key(0.0, least=0)  # s, likewise
-    saturation: float = key(0.0, least=0)  # s, likewise
+    contrast: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
+    saturation: float = key(0.0, least=0)  # s: a factor between max(0, 1 - s) and 1 + s
     hue: float = key(0.0, least=0, most=0.5)  # largest shift, in turns of the colour circle, either way
 
 

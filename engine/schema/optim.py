@@ -61,7 +61,7 @@ class LRSchedule:
 @dataclass
 class Poly(LRSchedule):
     name: str = "poly"  # (1 - step / steps)^power
-    power: float = key(0.9, least=0)  # of the share of steps that are left
+    power: float = key(0.9, least=0)  # exponent of the share of steps that are left
 
 
 @dataclass

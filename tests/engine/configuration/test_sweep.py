@@ -92,9 +92,12 @@ def test_a_sweep_of_which_a_job_failed_fails(swept):
         ("optim.lr=interval(0,1)", r"optim.lr=interval\(0,1\): expected values with commas between them, as in"),
         ("norm=glob(*)", r"norm=glob\(\*\): expected values with commas between them, as in seed=0,1,2"),
         ("run_dir=a=b seed=0,1", "(run_dir=a=b|mismatched input '=')"),
-        ("seed=0,1 --config-dir=a", "-m with --config-dir=a: a sweep takes keys alone; run_dir=FOLDER says where"),
-        ("seed=0,1 run_dir=${hydra:job.name}", "-m with run_dir=.*: a sweep takes keys alone"),
-        ("seed=0,1 hydra.sweep.dir=a", "-m with hydra.sweep.dir=a: a sweep takes keys alone"),
+        (
+            "seed=0,1 --config-dir=a",
+            "-m with --config-dir=a: a sweep takes only key=value arguments; run_dir=FOLDER says where",
+        ),
+        ("seed=0,1 run_dir=${hydra:job.name}", "-m with run_dir=.*: a sweep takes only key=value arguments"),
+        ("seed=0,1 hydra.sweep.dir=a", "-m with hydra.sweep.dir=a: a sweep takes only key=value arguments"),
     ],
 )
 def test_what_is_no_sweep_is_refused_before_anything_runs(arguments, message, swept, tmp_path):
@@ -148,7 +151,7 @@ def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
     """One rate diverges: the others run. Each run directory holds its own command, and what is left runs alone."""
     options = (*SHORT_SHAPES, "optim.lr=0.01,0.02,1e30", "seed=0,1", "trainer.steps=3", f"run_dir={tmp_path}/sweep")
     done = run("train_imagenet", "-m", *options)
-    assert done.returncode == 1 and "\n4 run, 0 had been run before, 2 failed\n" in done.stdout
+    assert done.returncode == 1 and "\n4 ran, 0 had already finished, 2 failed\n" in done.stdout
     assert len(re.findall("(?m)^failed: optim.lr=1e[+]30 seed=[01]: error: step [123]: .*optim.lr$", done.stdout)) == 2
     for lr, seed in ((0.01, 0), (0.02, 1)):
         folder = tmp_path / "sweep" / f"optim.lr={lr},seed={seed}"
@@ -158,7 +161,7 @@ def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
         assert (values.optim.lr, values.seed, values.run_dir) == (lr, seed, str(folder))
     shutil.rmtree(tmp_path / "sweep" / "optim.lr=0.02,seed=1")
     done = run("train_imagenet", "-m", *options)
-    assert "\n1 run, 3 had been run before, 2 failed\n" in done.stdout
+    assert "\n1 ran, 3 had already finished, 2 failed\n" in done.stdout
     compare = next(line for line in done.stdout.splitlines() if line.startswith("compare   ")).split(maxsplit=1)[1]
     subprocess.run([sys.executable, *shlex.split(compare)[1:]], cwd=REPOSITORY, check=True, timeout=300)
     page = (tmp_path / "sweep" / "comparison.md").read_text()
