@@ -25,7 +25,7 @@ from engine.schema.keys import groups_of, names_in, override
 from engine.schema.words import COMMANDS, FOLDER, OF_OTHERS, OF_TRAINED, WORDS
 
 TORCHRUNS = re.compile(r"nproc|nnodes|node_rank|rdzv|master_|standalone|max_restarts|monitor_interval|local_addr")
-# Hydra's options, and those that are followed by a value.
+# Hydra's options without a value, and with one, as in --cfg job.
 OPTIONS = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
 OPTIONS_WITH_VALUE = ("--cfg", "-c", "--info", "-i", "--package", "-p", "--shell-completion", "-sc")
 SHOWING = ("--hydra-help", "--version", *OPTIONS_WITH_VALUE)  # instead of a run

@@ -13,7 +13,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def groups_in(command: str) -> list[str]:
-    """The groups of a command, sorted: those of the defaults in configs/COMMAND.yaml."""
+    """The groups that configs/COMMAND.yaml chooses from, sorted; none if a command has no such file."""
     file = CONFIGS / f"{command}.yaml"
     entries = OmegaConf.load(file).defaults if file.is_file() else ()
     return sorted(str(group) for entry in entries if isinstance(entry, DictConfig) for group in entry)

@@ -72,7 +72,7 @@ def configured(
 
         def checked_job(words: list[str]) -> Keys:
             config = check_arguments(name, words, schema, compose)
-            assert config is not None, "a job of a sweep has keys alone"
+            assert config is not None, "a job of a sweep has key=value arguments alone"
             return config
 
         @wraps(run)

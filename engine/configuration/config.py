@@ -175,6 +175,6 @@ def shared(config: Keys) -> dict[str, object]:
 
 
 def deciding(overrides: Iterable[str], config: Keys) -> list[str]:
-    """The overrides that a resumed run may not change: those of groups, and of the keys that `fixed` lists."""
+    """The overrides that a resumed run may not change: of groups, and of keys that are not `free_on_resume`."""
     free = {name for name, _, entry in leaves(config) if entry.metadata.get("free_on_resume")}
     return [each for each in overrides if each.partition("=")[0].lstrip("+") not in free]

@@ -47,7 +47,7 @@ def about_key(known: Known) -> str:
 
 @cache
 def sentences(schema: type) -> dict[str, str]:
-    """{field: the comments above and beside its declaration} of a dataclass, and of those that it extends."""
+    """{field: the comments above and beside its declaration}, of a dataclass and its base classes."""
     found = {}
     for owner in filter(is_dataclass, reversed(schema.__mro__)):
         source = textwrap.dedent(inspect.getsource(owner))

@@ -1,4 +1,4 @@
-"""Runs on disk: finding them, reading those that have ended, grouping them by configuration, naming them."""
+"""Find the runs in folders, read the finished ones, group them by configuration, and give the groups titles."""
 
 import itertools
 import json

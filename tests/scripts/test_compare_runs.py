@@ -110,7 +110,7 @@ def test_seeds_share_a_column_named_by_the_keys_that_differ(tmp_path):
     assert report(folder / "report", folder) == page  # the copies are below the same folder
     assert columns(report(tmp_path / "other", folder)) == columns(page)  # now they are beside the runs
     again = report(tmp_path / "again", folder / "report").replace("again.png", "report.png")
-    assert columns(again) == columns(page) and cells[1] in again  # the order of seeds is that of their names
+    assert columns(again) == columns(page) and cells[1] in again  # seeds are in the order of their folders' names
 
 
 def test_a_report_beside_the_runs_does_not_replace_them(tmp_path):

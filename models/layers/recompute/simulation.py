@@ -94,6 +94,7 @@ class _Simulation:
         self.highest += size
 
     def save(self, number: int) -> None:
+        """Autograd saves a value, which is kept from now on, or what its recipe needs."""
         pending = [self.step.saved[number].node]
         while pending:
             node = pending.pop()
@@ -111,6 +112,7 @@ class _Simulation:
                 self.hold(self.nodes[node].memory)
 
     def release(self, number: int) -> None:
+        """Autograd drops what it saved."""
         self.level -= self.expanded.pop(number, 0)
         if number in self.using:
             self._leave(self.using.pop(number))
@@ -131,6 +133,7 @@ class _Simulation:
                 self.let(self.nodes[node].memory)
 
     def read(self, number: int) -> None:
+        """The backward pass reads what it saved, which is computed first if it is not kept."""
         node = self.step.saved[number].node
         if node < 0:
             return

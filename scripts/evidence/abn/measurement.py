@@ -70,7 +70,7 @@ class AbnArguments(DeviceArguments):
     """Arguments of bench_abn; null takes the value in DEFAULTS."""
 
     groups: list[str] | None = None  # of measurements; null: all
-    dtypes: list[str] | None = None  # null: those of the device
+    dtypes: list[str] | None = None  # null: a selection that suits the device
     layouts: list[str] = field(default_factory=lambda: list(LAYOUTS))  # memory formats
     batch: int | None = key(None, above=0)  # images; null: as suits the device
     channels: list[int] = key([256, 512, 1024, 2048], least=2)  # of CONV1 … CONV4
