@@ -1,8 +1,9 @@
-"""Convert a released checkpoint to one of this project, or back:
+"""Convert a released checkpoint to one of this project, or back, or keep the weights of a checkpoint alone:
 
     python -m scripts.convert_checkpoint input=FILE output=FILE [scale=released|raw]
     python -m scripts.convert_checkpoint input=FILE output=FILE [classes=FILE | data.root=DIR]
     python -m scripts.convert_checkpoint input=FILE output=FILE format=released|standard_bn [scale=released|raw]
+    python -m scripts.convert_checkpoint input=RUN_DIR output=FILE
 
 The first two make a checkpoint that eval.py, scripts.predict and init.weights read like any other. The network is
 recognised from the file. A file says neither its scale, which is known for the published files alone, nor its classes:
@@ -10,7 +11,8 @@ without classes or data.root they are called 0, 1, 2, …, and an evaluation the
 compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
 command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
 standard batch normalisation under the same names. Neither stores the norms' eps and activation: the
-command prints what a reader of the file must use.
+command prints what a reader of the file must use. The last makes a checkpoint to give away: the weights (if averaged,
+the average), classes and configuration of a run, without its optimiser, random states and folders.
 """
 
 import colorsys
@@ -34,9 +36,12 @@ from engine.configuration.command_line import composed, configured
 from engine.console import make_console
 from engine.output_files import writable_folder
 from engine.schema.classification import ClassificationRun
+from engine.schema.data import ClassUniformSampler
 from engine.schema.keys import key
 from engine.schema.network import BODIES, Body, Norm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
+from engine.schema.training import Init
+from engine.tasks import TASKS
 from models.checkpoints import official
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
@@ -81,10 +86,10 @@ def convert(values: DictConfig) -> list[str]:
     name = f"input={source}"
     content = official.read(source, name)
     ours = initial_weights.is_ours(content)
-    if ours and options.format == "checkpoint":
-        raise ValueError(f"{name} is a checkpoint of this project already: give format=released or standard_bn")
     writable_folder("output", output.parent)
-    if ours:
+    if ours and options.format == "checkpoint":
+        lines = _write_weights_alone(options, checkpoint.checked(content, source), source, output)
+    elif ours:
         weights = initial_weights.of_checkpoint(content, source, name)
         assert weights.norm is not None
         norm, tensors, lines = weights.norm, weights.converted(), [f"input {weights.source}"]
@@ -124,6 +129,23 @@ def _check_expressible(options: Conversion, norm: Norm, name: str) -> None:
             f"{name} was trained with norm.activation={norm.activation}: the release's in-place layers have "
             f"{', '.join(PACKAGE_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
         )
+
+
+def _write_weights_alone(options: Conversion, state: dict, source: Path, output: Path) -> list[str]:
+    """Write what an evaluation needs of one of our checkpoints. Returns lines that say what it is."""
+    for name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
+        if given is not None:
+            raise ValueError(f"{name}={given} has no effect on input={source}, a checkpoint of ours: leave it out")
+    config = configuration.of_checkpoint(state, TASKS[state["task"]].schema, f"input={source}")
+    config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
+    if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
+        config.sampler.folder = None
+    parts = {name: state[name] for name in ("palette", "unnamed_classes", "mean_image") if name in state}
+    evaluated = {"task": state["task"], "step": state["step"], "classes": state["classes"], **parts}
+    evaluated |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
+    checkpoint.write_alone(output, {"format": FORMAT, **evaluated})
+    averaged = "averaged " if "ema" in state else ""
+    return [f"input {source}", f"the {averaged}weights of step {state['step']}, for evaluations and init.weights"]
 
 
 def _write_checkpoint(

@@ -188,6 +188,11 @@ class RunDirectory:
                 f"remove the folder"
             )
         state = self._newest_good()
+        if "total_steps" not in state:  # scripts.convert_checkpoint wrote it
+            raise ValueError(
+                f"{self.last} has weights alone, from which no run can continue: give another run_dir, and "
+                f"init.weights={self.last} to start from them"
+            )
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         steps = state.get("total_steps")

@@ -10,6 +10,7 @@ from engine.configuration.choices import CONFIGS, choices
 from engine.configuration.command_line import composed
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
+from scripts.evidence.runs import as_given
 
 REPOSITORY = CONFIGS.parent
 SCHEMAS = {task.entry: task.schema for task in TASKS.values()}
@@ -27,6 +28,8 @@ TABLES = {  # folders of configs/experiment
 # Keys in which two runs of one training may differ: its random numbers, the file that it starts from, and how its
 # minibatch is computed, which `changed_keys` judges.
 FREE = ("seed", "init.weights", "init.format", "init.scale", "trainer.accumulation_steps")
+# Keys that change how fast a training is and how it rounds, but not its recipe: a row may differ in them, and says so.
+SPEED = ("trainer.precision", "trainer.channels_last", "trainer.compile")
 WEIGHTS = "init.weights=FILE"  # in commands of experiments that start from a trained body
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 VIEWS = ("", "_ten_crop", "_crop320")  # of results*.json, as eval.py names them
@@ -118,13 +121,12 @@ def training_of(config: TrainingRun) -> dict[str, object]:
 
 
 def changed_keys(config: TrainingRun, experiment: str, processes: int | None = None) -> list[str]:
-    """key=value of every key in which a run differs from its experiment.
+    """key=value of every key, without `SPEED`, in which a run differs from its experiment.
 
     Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header;
     `processes`: of the run, if known.
     """
-    ours, theirs = training_of(config), _training(experiment)
-    changed = [f"{name}={value}" for name, value in ours.items() if name not in theirs or theirs[name] != value]
+    changed = [f"{name}={value}" for name, value in _differing(config, experiment).items() if name not in SPEED]
     if WEIGHTS in command_of(experiment) and config.init.weights is None:
         changed.append("init.weights=null")
     own, parts = _configuration(experiment), config.trainer.accumulation_steps
@@ -134,6 +136,17 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int | None = N
     elif not changed and _crops_per_norm(config, processes) != _crops_per_norm(own, devices_of(experiment)):
         changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
     return changed
+
+
+def speed_keys(config: TrainingRun, experiment: str) -> list[str]:
+    """key=value of the keys in `SPEED` in which a run differs from its experiment."""
+    return [f"{name}={value}" for name, value in _differing(config, experiment).items() if name in SPEED]
+
+
+def _differing(config: TrainingRun, experiment: str) -> dict[str, str]:
+    theirs = _training(experiment)
+    ours = training_of(config).items()
+    return {name: as_given(value) for name, value in ours if name not in theirs or theirs[name] != value}
 
 
 def _crops_per_norm(config: TrainingRun, processes: int) -> int:

@@ -263,11 +263,11 @@ def differing(configs: Sequence[dict[str, object]]) -> list[str]:
         if any(len(found) > 1 for found in values.values()):
             for name, config in zip(names, configs, strict=True):
                 if key in config:
-                    name.append(f"{key.removesuffix('.name')}={_as_given(config[key])}")
+                    name.append(f"{key.removesuffix('.name')}={as_given(config[key])}")
     return [", ".join(name) for name in names]
 
 
-def _as_given(value: object) -> str:
+def as_given(value: object) -> str:
     """A value as on the command line."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()

@@ -6,8 +6,9 @@
 
 `runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
 its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it
-has the same configuration; other runs are listed with the keys that they changed. `plan`, a record of
-scripts.evidence.plan_experiments, gives the planned memory.
+has the same configuration, but for precision, compilation and memory format, which are printed beside its score; other
+runs are listed with the keys that they changed. `plan`, a record of scripts.evidence.plan_experiments, gives the
+planned memory.
 """
 
 import itertools
@@ -79,8 +80,9 @@ class Row(NamedTuple):
     """An experiment and its runs."""
 
     experiment: str
-    runs: list[Finished]  # with its configuration
+    runs: list[Finished]  # with its configuration, but for `papers.SPEED`
     others: list[tuple[Finished, list[str]]]  # started as it, with changed keys
+    speed: list[str]  # the keys in `papers.SPEED` that some of the runs changed
     planned: int | None  # bytes on each device
 
 
@@ -104,9 +106,9 @@ def write(values: DictConfig) -> Path:
     left_out |= {run.folder: "it is of no experiment" for run in runs if run.folder not in shown}
     pictures = {}
     for name, rows in tables.items():
-        if counted := runs_of(rows):
+        if runs_of(rows):
             pictures[name] = f"table_{name}.png"
-            charts.save(chart(counted), out / pictures[name])
+            charts.save(chart(rows), out / pictures[name])
     text = as_markdown(tables, pictures, left_out, out)
     write_file(page, f"{before}{START}\n{text}\n{END}{after}")
     return page
@@ -154,7 +156,8 @@ def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row
                 raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
         others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
         changed = [(run, changes[name, run.folder]) for run in others]
-        return Row(name, counted, changed, planned.get(name))
+        speed = dict.fromkeys(itertools.chain(*(papers.speed_keys(run.typed, name) for run in counted)))
+        return Row(name, counted, changed, list(speed), planned.get(name))
 
     return {table: [row(name) for name in own] for table, own in names.items()}
 
@@ -203,12 +206,20 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             row.experiment if not number else "",
             about,
             " / ".join(f"{entry.percent:.2f}" for entry in entries) or "–",
-            " / ".join(_mean(own) for own in ours if own) or ("not run" if not row.runs else "not evaluated"),
+            _ours(row, ours),
             " / ".join(difference) or "–",
             "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
             "" if number else _measured(row.runs),
             _runs(row, out) if not number else "",
         ]
+
+
+def _ours(row: Row, scores: list[list[float]]) -> str:
+    """Our scores, with the keys that the runs changed for speed."""
+    text = " / ".join(_mean(own) for own in scores if own)
+    if not text:
+        return "not evaluated" if row.runs else "not run"
+    return f"{text}, with `{' '.join(row.speed)}`" if row.speed else text
 
 
 def _view(file: str) -> str:
@@ -264,26 +275,37 @@ def _provenance(run: Finished, out: Path) -> str:
     return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
 
 
-def chart(runs: list[Finished]) -> Figure:
-    """Validation scores over steps beside the last checkpoint's scores of each class; below, runs of other folders."""
+def chart(rows: list[Row]) -> Figure:
+    """Validation scores over steps, with the published score of each row, beside the last checkpoint's of each class.
+
+    Runs of other folders are drawn below.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[Finished]] = {}
-    for run in runs:
+    for run in runs_of(rows):
         groups.setdefault((run.folder.parent.name, tuple(run.classes())), []).append(run)
+    goals = {run.folder: _published_score(row) for row in rows for run in row.runs}
     figure, panels = charts.panels(len(groups), 2, (12, 4.2 * len(groups)), width_ratios=(1, 2))
     for left, right, ((_, classes), own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):
         scores, curves, bars = own[0].scores, [], []
-        for run in own:
+        for number, run in enumerate(own):
             label, (steps, values) = f"{run.folder.parent.name}/{run.name}", run.curve("val", scores.best)
             of_classes = run.results[scores.of_classes]
-            style = "o-" if len(steps) > 2 else "o"  # two evaluations are no curve
-            curves.append(charts.Series(label, [100 * value for value in values], steps, style=style))
-            bars.append(charts.Series(label, [100 * (of_classes[name] or 0) for name in classes]))
+            style, colour = "o-" if len(steps) > 2 else "o", f"C{number}"  # two evaluations are no curve
+            curves.append(charts.Series(label, [100 * value for value in values], steps, colour, style))
+            bars.append(charts.Series(label, [100 * (of_classes[name] or 0) for name in classes], colour=colour))
+            if goal := goals.get(run.folder):
+                curves.append(charts.Series(f"published, {goal:.2f} %", [goal] * 2, [0, steps[-1]], colour, ":"))
         charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title} %")
         left.legend(fontsize=7)
         about = f"{scores.class_title} of each class, %"
         charts.bars(right, classes, bars, rotation=60, ylabel=about)
         right.tick_params(axis="x", labelsize=7)
     return figure
+
+
+def _published_score(row: Row) -> float | None:
+    """The score in the table of the paper that a training of this row ends at, if one was published."""
+    return next((entry.percent for entry in papers.published(row.experiment) if entry.file == "results"), None)
 
 
 @configured("tables", Tables)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from datasets.shapes import CLASSES
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
@@ -21,7 +22,7 @@ from tests import released_files as files
 from tests import trees
 from tests.bodies import small_resnext
 from tests.released_files import IMAGES, Released
-from tests.runs import classification_config, composed, same, without_counts
+from tests.runs import SHORT_SHAPES, classification_config, composed, same, without_counts
 
 
 def run(source, output, *overrides: str) -> str:
@@ -200,7 +201,7 @@ def test_what_cannot_be_converted_is_named(vistas, tmp_path):
     output, scale = tmp_path / "out.pt", "scale=released"
     for source, target, overrides, message in (
         (path, output, (), "give scale=released if .* or scale=raw"),
-        (vistas[1], output, (), "is a checkpoint of this project already: give format=released or standard_bn"),
+        (vistas[1], output, (scale,), "scale=released has no effect on .*, a checkpoint of ours: leave it out"),
         (vistas[1], output, ("format=standard_bn", "scale=raw"), "scale=raw has no effect on .*: leave it out"),
         (path, output, (scale, "format=released"), "has the released layout already"),
         (negative, output, ("format=released",), below_eps),
@@ -216,3 +217,21 @@ def test_what_cannot_be_converted_is_named(vistas, tmp_path):
         with pytest.raises(ValueError, match=message):
             run(source, target, *overrides)
     assert not output.exists()
+
+
+def test_weights_to_give_away_score_as_their_run_and_name_no_folder(tmp_path):
+    """Without what only a training needs; of averaged weights the average."""
+    folders = (f"run_dir={tmp_path}", f"init.weights={tmp_path / 'start.pt'}")
+    config = classification_config(*SHORT_SHAPES, *folders, "trainer.ema_decay=0.9", "trainer.steps=2")
+    network, average = (assemble.classification_network(config, 8).state_dict() for _ in range(2))
+    state = {"task": "classification", "step": 2, "config": cfg.plain(config), "network": network, "ema": average}
+    checkpoint.save(tmp_path / "last.pt", {**state, "classes": list(CLASSES), "optimizer": {}, "random": {}})
+    assert "the averaged weights of step 2" in run(tmp_path, tmp_path / "net.pt")
+    alone = checkpoint.load(tmp_path / "net.pt")
+    assert alone.keys() == {"format", "task", "step", "classes", "config", "network"}
+    assert same(alone["network"], average) and str(tmp_path) not in str(alone["config"])
+    scores = [
+        evaluate(composed("eval", f"checkpoint={tmp_path / name}", "device=cpu", f"results={tmp_path / 'scores.json'}"))
+        for name in ("last.pt", "net.pt")
+    ]
+    assert scores[0]["confusion_matrix"] == scores[1]["confusion_matrix"]

@@ -378,6 +378,11 @@ def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refu
         save(run, {**state_of(1, config), **change})
         with pytest.raises(ValueError, match=f"^run_dir={tmp_path} {message}"):
             run.checkpoint_to_resume(config, total_steps=9)
+    alone = state_of(1, config)
+    del alone["total_steps"]
+    save(run, alone)
+    with pytest.raises(ValueError, match="last.pt has weights alone, from which no run can continue: .*init.weights="):
+        run.checkpoint_to_resume(config, total_steps=9)
 
 
 @pytest.mark.parametrize("left", ["checkpoints/best.pt", "results.json", "metrics.jsonl"])

@@ -75,11 +75,13 @@ def test_seeds_of_a_row_are_averaged_and_changed_runs_are_listed(tmp_path):
     copy_of_a_run(tmp_path / "runs" / "first", seed=0, score=0.88)
     copy_of_a_run(tmp_path / "runs" / "second", seed=1, score=0.90)
     data = json.loads((tmp_path / "runs" / "first" / "results.json").read_text())["config"]["data"]
+    trainer = json.loads((tmp_path / "runs" / "second" / "results.json").read_text())["config"]["trainer"]
+    copy_of_a_run(tmp_path / "runs" / "fast", seed=2, score=0.92, trainer={**trainer, "compile": True})
     copy_of_a_run(tmp_path / "runs" / "larger", score=0.99, data={**data, "crops_per_minibatch": 64})
     shutil.copytree(tmp_path / "runs" / "first", tmp_path / "runs" / "copy")  # counts once
     text = written(tmp_path, tmp_path / "runs", before=f"# Mine\n{START}\nold\n{END}\nafter\n")
     (row,) = [line for line in text.splitlines() if line.startswith("| cifar10/resnet14 |")]
-    assert " 89.00 ± 1.41 |" in row and "larger" not in row
+    assert " 90.00 ± 2.00, with `trainer.compile=true` |" in row and "larger" not in row
     assert "larger](../runs/larger/results.json), with `data.crops_per_minibatch=64`: top-1 99.00" in text
     assert text.startswith(f"# Mine\n{START}\n") and text.endswith(f"{END}\nafter\n") and "\nold\n" not in text
     assert (tmp_path / "out" / "table_cifar10.png").is_file()
@@ -211,8 +213,8 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
         (["init.weights=FILE"], 1, ["processes=1 trainer.accumulation_steps=1"]),
         (["init.weights=FILE", "trainer.accumulation_steps=4"], 1, []),
         (["init.weights=FILE", "trainer.accumulation_steps=2"], None, ["trainer.accumulation_steps=2"]),
-        (["init.weights=FILE", "norm.sync=true"], 4, ["norm.sync=True"]),
-        (["init.weights=FILE", "trainer.precision=bfloat16"], 4, ["trainer.precision=bfloat16"]),
+        (["init.weights=FILE", "norm.sync=true"], 4, ["norm.sync=true"]),
+        (["init.weights=FILE", "trainer.precision=bfloat16", "trainer.tf32=true"], 4, ["trainer.tf32=true"]),
     ],
 )
 def test_what_makes_a_run_another_than_the_row(overrides, processes, changed):
@@ -263,7 +265,7 @@ def test_a_key_without_an_effect_makes_no_other_run():
     name, smoothed = "camvid/resnext_small", ("data.antialias=false",)
     assert papers.changed_keys(papers.configured_as(name, *smoothed), name) == []
     shrunk = papers.changed_keys(papers.configured_as(name, *smoothed, "data.base_size=100"), name)
-    assert shrunk == ["data.base_size=100", "data.antialias=False"]
+    assert shrunk == ["data.base_size=100", "data.antialias=false"]
 
 
 def test_a_training_of_two_tables_has_the_name_of_the_first():
