@@ -96,6 +96,11 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
     lines.append(table(["", *(group.title for group in groups)], rows))
     if len(runs) > len(groups):
         lines += ["", "Means ± standard deviations over seeds."]
+    if stopped := [run for run in runs if run.interruptions()]:
+        lines += ["", "Stopped and continued:"]
+        lines += [
+            f"- {run.name}, after steps {', '.join(f'{step:,}' for step in run.interruptions())}" for run in stopped
+        ]
     if left_out:
         lines += ["", "Not in the table:"]
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]

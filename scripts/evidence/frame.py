@@ -33,6 +33,7 @@ FILES = """
 FILE.md, beside FILE.json, has targets and tables, and shows FILE.png, if there is a chart. `measure=false` makes page
 and chart again from FILE.json.
 """
+FOLDERS = {"root": "DIR", "checkpoints": "FOLDER"}  # arguments that a record does not hold, and their names in commands
 RESULTS = CONFIGS.parent / "docs" / "results"
 TEMPLATES = RESULTS / "templates"
 ROUNDS = """
@@ -131,7 +132,7 @@ def benchmark(
 
 def known_of(arguments: Arguments) -> dict[str, Any]:
     """The arguments that a record holds. Paths of files and data, which change no result, are left out."""
-    return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", "root")}
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", *FOLDERS)}
 
 
 def command_line(name: str, arguments: Arguments) -> str:
@@ -139,7 +140,7 @@ def command_line(name: str, arguments: Arguments) -> str:
     default, words = type(arguments)(), [f"python -m scripts.{name}"]
     for argument, value in vars(arguments).items():
         if argument not in ("out", "measure") and value != getattr(default, argument):
-            text = "DIR" if argument == "root" else json.dumps(value, separators=(",", ":")).replace('"', "")
+            text = FOLDERS.get(argument) or json.dumps(value, separators=(",", ":")).replace('"', "")
             words.append(f"{argument}={text}")
     return " ".join([*words, "out=FILE.json"])
 

@@ -9,7 +9,7 @@ Records the angle between restored and stored gradients, the loss and the test e
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -79,7 +79,7 @@ def _train(
     schedules = [MultiStepLR(optimizer, milestones) for optimizer in optimizers]
     for step, (images, labels) in enumerate(_minibatches(train, arguments)):
         if step % arguments.every == 0:
-            measured = _angles(restored, images, labels, precision)
+            measured = angles_of(restored, images, labels, precision)
         losses = {}
         for (name, network), optimizer, schedule in zip(networks.items(), optimizers, schedules, strict=True):
             losses[name] = step_of(network, images, labels, precision).item()
@@ -89,7 +89,7 @@ def _train(
             yield {"step": step, **measured, **{f"loss_{name}": loss for name, loss in losses.items()}}
 
 
-def _angles(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> dict[str, float]:
+def angles_of(network: RevNet, images: Tensor, labels: Tensor, precision: str) -> dict[str, float]:
     """Angles at the present weights, and the drift. The network's statistics and mode stay as they are."""
     twin = copy.deepcopy(network)
 
@@ -149,7 +149,9 @@ COLUMNS: Columns = [
 
 def page(result: dict, name: str) -> str:
     errors = frame.grouped(result["errors"], ["precision"], "network")
-    rows = [{**found, **errors[precision], "precision": precision} for precision, found in _curves(result).items()]
+    rows = [
+        {**found, **errors[precision], "precision": precision} for precision, found in curves_of(result["rows"]).items()
+    ]
     return frame.page_text(
         "reconstruction_error",
         result,
@@ -158,10 +160,10 @@ def page(result: dict, name: str) -> str:
     )
 
 
-def _curves(result: dict) -> dict[str, dict[str, list]]:
+def curves_of(rows: Iterable[dict]) -> dict[str, dict[str, list]]:
     """{precision: {name of a quantity: its values over steps}}"""
     curves: dict[str, dict[str, list]] = {}
-    for row in result["rows"]:
+    for row in rows:
         of_precision = curves.setdefault(row["precision"], {})
         for name, value in row.items():
             of_precision.setdefault(name, []).append(value)
@@ -180,12 +182,18 @@ QUANTITIES = {  # {panel: {quantity: (label, style)}}; what has stored activatio
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    figure, panels = charts.panels(1, 3, (13, 4))
-    for axes, (title, quantities) in zip(panels, QUANTITIES.items(), strict=True):
+    return {"": drawn(result["rows"], QUANTITIES)}
+
+
+def drawn(rows: Iterable[dict], quantities: dict[str, dict[str, tuple[str, str]]]) -> Figure:
+    """The quantities of each panel over steps."""
+    curves = curves_of(rows)
+    figure, panels = charts.panels(1, len(quantities), (13 / 3 * len(quantities), 4))
+    for axes, (title, shown_here) in zip(panels, quantities.items(), strict=True):
         shown = [
             charts.Series(label.format(precision), found[name], found["step"], f"C{number}", style)
-            for number, (precision, found) in enumerate(_curves(result).items())
-            for name, (label, style) in quantities.items()
+            for number, (precision, found) in enumerate(curves.items())
+            for name, (label, style) in shown_here.items()
             if name in found
         ]
         charts.lines(axes, shown, title=title, xlabel="step", yscale="linear" if title == "training loss" else "log")
@@ -193,7 +201,7 @@ def pictures(result: dict) -> dict[str, Figure]:
             axes.set_yscale("symlog", linthresh=SMALLEST)  # below it linear, because some angles are 0
             axes.set_ylim(0, 2e3)  # room for the legend
         axes.legend(frameon=False)
-    return {"": figure}
+    return figure
 
 
 run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page, pictures)

@@ -102,6 +102,10 @@ class Run:
         done = [0, *steps[:-1]]
         return sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True)) / 60
 
+    def interruptions(self) -> list[int]:
+        """The steps after which the run was stopped and continued."""
+        return [record["step"] for record in self.records if record["kind"] == "resumed"]
+
     def peak_memory(self) -> float:
         return max(self.curve("train", "peak_memory_mib")[1])
 

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from datasets import synthetic
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, as_csv, compare, main
+from scripts.compare_runs import report as report_of
 from scripts.evidence.runs import Run, differing, found_runs
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
@@ -170,6 +171,13 @@ def test_the_speed_is_the_median_also_of_an_even_number_of_values():
     run = Run(CIFAR / "std")
     run.records = [{"kind": "train", "step": step, "images_per_second": 2.0**step} for step in range(4)]
     assert run.speed() == 3.0
+
+
+def test_a_page_says_where_its_runs_were_stopped_and_continued():
+    run = Run(CIFAR / "std")
+    assert "Stopped" not in report_of([Group("std", [run])], {}, "", "")
+    run.records[:0] = [{"kind": "resumed", "step": step} for step in (2_537, 12_258)]
+    assert "Stopped and continued:\n- std, after steps 2,537, 12,258\n" in report_of([Group("std", [run])], {}, "", "")
 
 
 def test_curves_are_means_over_the_steps_that_all_seeds_have():

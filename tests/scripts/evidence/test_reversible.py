@@ -8,15 +8,19 @@ from functools import partial
 import pytest
 import torch
 
+from datasets import cifar10
+from engine import assemble
+from engine.checkpoint import files as checkpoint
+from engine.configuration.config import plain
 from models import bodies
 from models.layers import InPlaceABN
-from scripts.evidence import reconstruction_error, reversible, reversible_costs
+from scripts.evidence import reconstruction_error, restored_gradients, reversible, reversible_costs
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.reversible import targets
 from scripts.evidence.reversible_costs import PUBLISHED, activations, angle, bytes_per_pixel, variants
 from tests.bodies import SMALL_BODIES, small_revnet
 from tests.datasets.classification_trees import cifar10_python
-from tests.runs import REPOSITORY
+from tests.runs import REPOSITORY, classification_config
 from tests.scripts.evidence.records import measured
 
 RECORD = REPOSITORY / "docs" / "results" / "reversible.json"
@@ -112,3 +116,31 @@ def test_restored_and_stored_networks_train_side_by_side(tmp_path):
     first = result["rows"][0]
     assert first["loss_stored"] == first["loss_restored"] and 0 < first["angle"] < 1
     assert "root=DIR" in text
+
+
+def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
+    """In the order of steps, to the end; a network without reversible blocks is refused."""
+    cifar10_python(tmp_path / "cifar")
+    (tmp_path / "kept").mkdir()
+    options = [f"root={tmp_path / 'cifar'}", f"checkpoints={tmp_path / 'kept'}", "precisions=[float32]"]
+
+    def keep(name: str, step: int, experiment: str) -> None:
+        overrides = ("data.crops_per_minibatch=4", f"data.root={tmp_path / 'cifar'}")
+        config = classification_config(f"experiment=revnet/{experiment}", *overrides)
+        network = assemble.classification_network(config, 10)
+        state = {"task": "classification", "step": step, "total_steps": 7, "config": plain(config)}
+        classes = list(cifar10(tmp_path / "cifar", "train").classes)
+        checkpoint.save(tmp_path / "kept" / name, {**state, "classes": classes, "network": network.state_dict()})
+
+    keep("a.pt", 7, "cifar10_revnet38")
+    keep("b.pt", 0, "cifar10_revnet38")
+    result, text = measured("restored_gradients", restored_gradients.run, tmp_path, *options)
+    assert [row["step"] for row in result["rows"]] == [0, 7] and 0 < result["rows"][0]["angle"] < 1
+    assert "at 2 steps of a training of 7." in text and "checkpoints=FOLDER" in text
+    for name, step, message in (
+        ("c.pt", 3, "c.pt is of another network than .*b.pt"),
+        ("b.pt", 0, "b.pt .* without reversible blocks"),
+    ):
+        keep(name, step, "cifar10_resnet32")
+        with pytest.raises(ValueError, match=message):
+            measured("restored_gradients", restored_gradients.run, tmp_path, *options)
