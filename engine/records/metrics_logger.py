@@ -194,7 +194,7 @@ class MetricsLogger:
             self.tensorboard.add_scalar(name, value, step)
         for name, (layer, value) in evaluated.layers.items():
             self.tensorboard.add_scalar(f"val_layers/{name}", value, step)
-            logger.debug(f"step {step}  {name} {value:.3g} in {layer}")
+            logger.debug(f"step {step}  {name} {value:.3g} in {layer or 'the network'}")
         for name, pixels in evaluated.pictures.items():
             self.tensorboard.add_image(printable(name), pixels, step, dataformats="HWC")
         self.tensorboard.flush()
