@@ -24,7 +24,7 @@ from engine.run import verify_with_progress
 from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.schema.training import TrainingRun
-from engine.tasks import TASKS
+from engine.tasks import TASKS, task_of
 
 
 def evaluate(values: DictConfig) -> dict:
@@ -44,11 +44,9 @@ def evaluate(values: DictConfig) -> dict:
     path = checkpoint.file_of(options.checkpoint)
     options.checkpoint = str(path)
     state = checkpoint.load(path)
-    name = state["task"]
-    if name not in TASKS:
-        raise ValueError(f"checkpoint {path} is for the task {name}: expected {' or '.join(TASKS)}")
-    refuse_other_tasks(options, name, f"checkpoint {path}")
-    config = configuration.of_checkpoint(state, TASKS[name].schema, f"checkpoint {path}")
+    task = task_of(state, f"checkpoint {path}")
+    refuse_other_tasks(options, state["task"], f"checkpoint {path}")
+    config = configuration.of_checkpoint(state, task.schema, f"checkpoint {path}")
     results_file = Path(options.results) if options.results else options.default_results_file(config)
     options.apply_to(config)
     with (

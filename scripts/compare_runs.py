@@ -98,9 +98,8 @@ def report(groups: list[Group], left_out: dict[Path, str], title: str, picture: 
         lines += ["", "Means ± standard deviations over seeds."]
     if stopped := [run for run in runs if run.interruptions()]:
         lines += ["", "Stopped and continued:"]
-        lines += [
-            f"- {run.name}, after steps {', '.join(f'{step:,}' for step in run.interruptions())}" for run in stopped
-        ]
+        steps = ("; ".join(f"{step:,}" for step in run.interruptions()) for run in stopped)
+        lines += (f"- {run.name}, after steps {after}" for run, after in zip(stopped, steps, strict=True))
     if left_out:
         lines += ["", "Not in the table:"]
         lines += [f"- {'/'.join(path.resolve().parts[-2:])}: {reason}" for path, reason in left_out.items()]

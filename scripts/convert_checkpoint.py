@@ -31,6 +31,7 @@ from engine import assemble
 from engine.assemble import initial_weights
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.migrations import FORMAT
+from engine.checkpoint.parts import PARTS
 from engine.configuration import config as configuration
 from engine.configuration.command_line import composed, configured
 from engine.console import make_console
@@ -41,7 +42,7 @@ from engine.schema.keys import key
 from engine.schema.network import BODIES, Body, Norm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
-from engine.tasks import TASKS
+from engine.tasks import task_of
 from models.checkpoints import official
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
@@ -49,6 +50,7 @@ from models.layers.norms.report import listed
 from models.package import PACKAGE_ACTIVATIONS
 
 VISTAS_CLASSES = 65
+OF_TRAINING = ("ema", "skipped_images", "recorded", "data")  # parts of a checkpoint that an evaluation does without
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
 VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
 Colours = list[tuple[int, int, int]]
@@ -61,7 +63,7 @@ class ConversionData:
 
 @dataclass
 class Conversion:
-    input: str = MISSING  # the file to convert
+    input: str = MISSING  # the file to convert, or a run directory
     output: str = MISSING  # the file to write
     format: str = key("checkpoint", one_of=("checkpoint", "released", "standard_bn"))  # of the output
     # Whether norms of released files scale by |weight| + eps (released) or by weight (raw): of the input if it is such
@@ -136,14 +138,13 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
     for name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if given is not None:
             raise ValueError(f"{name}={given} has no effect on input={source}, a checkpoint of ours: leave it out")
-    config = configuration.of_checkpoint(state, TASKS[state["task"]].schema, f"input={source}")
+    config = configuration.of_checkpoint(state, task_of(state, f"input={source}").schema, f"input={source}")
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
         config.sampler.folder = None
-    parts = {name: state[name] for name in ("palette", "unnamed_classes", "mean_image") if name in state}
-    evaluated = {"task": state["task"], "step": state["step"], "classes": state["classes"], **parts}
-    evaluated |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
-    checkpoint.write_alone(output, {"format": FORMAT, **evaluated})
+    parts = {name: state[name] for name in PARTS if name in state and name not in OF_TRAINING}
+    parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
+    checkpoint.write_alone(output, {"format": FORMAT, **parts})
     averaged = "averaged " if "ema" in state else ""
     return [f"input {source}", f"the {averaged}weights of step {state['step']}, for evaluations and init.weights"]
 

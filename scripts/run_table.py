@@ -50,7 +50,7 @@ class RunTable:
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
-    overrides: list[str] = field(default_factory=list)  # of every training; scripts.tables lists them as changed
+    overrides: list[str] = field(default_factory=list)  # of every training; scripts.tables prints them
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:
@@ -159,7 +159,8 @@ def _has_ended(run_dir: Path, config: TrainingRun) -> bool:
     """Whether a run directory has results. ValueError: they are of another configuration, or cannot be read."""
     if not (run_dir / "results.json").is_file():
         return False
-    if papers.training_of(Finished(run_dir).typed) != papers.training_of(config):
+    ours, wanted = papers.training_of(Finished(run_dir).typed), papers.training_of(config)
+    if any(ours.get(name) != wanted.get(name) for name in {*ours, *wanted} - {*papers.SPEED}):
         raise ValueError(f"{run_dir} holds a run with other keys than these: give another folder as runs=")
     return True
 

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TextIO
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.schema.keys import override
 from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
 
@@ -190,8 +192,8 @@ class RunDirectory:
         state = self._newest_good()
         if "total_steps" not in state:  # scripts.convert_checkpoint wrote it
             raise ValueError(
-                f"{self.last} has weights alone, from which no run can continue: give another run_dir, and "
-                f"init.weights={self.last} to start from them"
+                f"run_dir={self.path} has the weights alone of a run, which cannot continue: give another run_dir, and "
+                f"{shlex.quote(override('init.weights', self.path))} to start from them"
             )
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

@@ -26,8 +26,8 @@ class MetricsLogger:
     Args:
         run_dir: for metrics.jsonl and tensorboard/; None on ranks that only keep the counts.
         score: name of the score that selects best.pt.
-        start_step: steps already done; if any, this is recorded. Records beyond it, left by a run killed after its last
-            checkpoint, are removed.
+        start_step: steps already done; a continued training records them. Records beyond it, left by a run killed
+            after its last checkpoint, are removed.
         skipped: images skipped up to `start_step`.
         recorded: what `recorded` was at `start_step`, against lost records.
         config_text: config.yaml, shown in TensorBoard.
@@ -52,9 +52,9 @@ class MetricsLogger:
             self.metrics_file = run_dir / "metrics.jsonl"
             self._drop_records_beyond(start_step, total_steps)
             self._miss_records(start_step, recorded or {})
-            if start_step:
+            if 0 < start_step < total_steps:
                 self._record({"kind": "resumed", "step": start_step})
-            else:  # left by an attempt that saved no checkpoint
+            if start_step == 0:  # left by an attempt that saved no checkpoint
                 for events in (run_dir / "tensorboard").glob("events.out.tfevents.*"):
                     events.unlink()
             self.tensorboard = SummaryWriter(run_dir / "tensorboard", purge_step=start_step + 1)

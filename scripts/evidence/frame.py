@@ -33,7 +33,10 @@ FILES = """
 FILE.md, beside FILE.json, has targets and tables, and shows FILE.png, if there is a chart. `measure=false` makes page
 and chart again from FILE.json.
 """
-FOLDERS = {"root": "DIR", "checkpoints": "FOLDER"}  # arguments that a record does not hold, and their names in commands
+FOLDERS = {
+    "root": "DIR",
+    "checkpoints": "FOLDER",
+}  # arguments with folders of this machine, as commands name them
 RESULTS = CONFIGS.parent / "docs" / "results"
 TEMPLATES = RESULTS / "templates"
 ROUNDS = """
@@ -131,7 +134,7 @@ def benchmark(
 
 
 def known_of(arguments: Arguments) -> dict[str, Any]:
-    """The arguments that a record holds. Paths of files and data, which change no result, are left out."""
+    """The arguments that a record holds. Files and folders of this machine are left out."""
     return {name: value for name, value in vars(arguments).items() if name not in ("out", "measure", *FOLDERS)}
 
 

@@ -37,32 +37,36 @@ class RestoredArguments(frame.DeviceArguments):
 
 def measure(arguments: RestoredArguments, clock: frame.Clock) -> dict:
     """Measure at every checkpoint, in the order of their steps. ValueError: they are not of one RevNet's training."""
-    files = Path(arguments.checkpoints or "").expanduser().glob("*.pt")
-    states = {file: checkpoint.load(file) for file in files if arguments.checkpoints}
-    if not states:
+    files = Path(arguments.checkpoints).expanduser().glob("*.pt") if arguments.checkpoints else ()
+    steps = {file: checkpoint.load(file)["step"] for file in files}
+    if not steps:
         raise ValueError(f"checkpoints={arguments.checkpoints}: expected a folder with copies of a run's last.pt")
-    ordered = sorted(states, key=lambda file: states[file]["step"])
-    config = configuration.of_checkpoint(states[ordered[0]], ClassificationRun, f"{ordered[0]}")
+    first, *_ = ordered = sorted(steps, key=steps.__getitem__)
+    config = _configuration(checkpoint.load(first), first)
+    keys = configuration.fixed(config)
     config.data.root, config.data.workers = arguments.root, 0
     images, _ = assemble.classified_splits(config.data)
     device, rows = device_of(arguments.device), []
     for file in ordered:
-        state = states[file]
-        if state["config"]["body"] != states[ordered[0]]["config"]["body"]:
-            raise ValueError(f"{file} is of another network than {ordered[0]}: expected checkpoints of one run")
+        state, step = checkpoint.load(file), steps[file]
+        if configuration.fixed(_configuration(state, file)) != keys:
+            raise ValueError(f"{file} is of another training than {first}: expected checkpoints of one run")
         make = assemble.classification_network
         forward = assemble.trained_forward(config, make, state, file, images.classes, averaged=False, device=device)
         if not isinstance(forward.network, RevNet) or not forward.network.reversible_blocks:
             raise ValueError(f"{file} is of a network without reversible blocks: expected a RevNet's")
-        step = state["step"]
         minibatch = next(iter(assemble.classified_crops(config, images, step + 1, World(), start_step=step)))
         shown, labels = forward.normalised(minibatch["image"]), minibatch["label"].to(device)
         for precision in arguments.precisions:
             found = angles_of(forward.network.train(), shown, labels, precision)
             rows.append({"precision": precision, "step": step, **found})
             clock.report(f"step {step}, {precision}: {found['angle']:.4f} degrees")
-    network = f"{config.body.name} {list(config.body.structure)} with norm={config.norm.name}"
-    return {"network": network, "steps": states[ordered[-1]]["total_steps"], "rows": rows}
+    training = {name: keys[f"trainer.{name}"] for name in ("steps", "precision", "compile")}
+    return {"run": {**training, "units": list(config.body.structure), "norm": config.norm.name}, "rows": rows}
+
+
+def _configuration(state: dict, file: Path) -> ClassificationRun:
+    return configuration.of_checkpoint(state, ClassificationRun, f"{file}")
 
 
 def page(result: dict, name: str) -> str:
@@ -70,8 +74,7 @@ def page(result: dict, name: str) -> str:
     return frame.page_text(
         "restored_gradients",
         result,
-        network=result["network"],
-        steps=result["steps"],
+        **{name: f"{value:,}" if name == "steps" else str(value) for name, value in result["run"].items()},
         count=len({row["step"] for row in result["rows"]}),
         picture=f"![angle and drift over steps]({name}.png)",
         table=columns(rows, COLUMNS[:4]),

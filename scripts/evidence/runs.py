@@ -103,7 +103,7 @@ class Run:
         return sum((step - before) * crops / s for before, step, s in zip(done, steps, speeds, strict=True)) / 60
 
     def interruptions(self) -> list[int]:
-        """The steps after which the run was stopped and continued."""
+        """The steps after which the run was stopped and continued. A killed run had gone further."""
         return [record["step"] for record in self.records if record["kind"] == "resumed"]
 
     def peak_memory(self) -> float:

@@ -6,8 +6,8 @@
 
 `runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
 its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it
-has the same configuration, but for precision, compilation and memory format, which are printed beside its score; other
-runs are listed with the keys that they changed. `plan`, a record of scripts.evidence.plan_experiments, gives the
+has the same configuration, apart from precision, compilation and memory format, which are printed beside its score;
+other runs are listed with the keys that they changed. `plan`, a record of scripts.evidence.plan_experiments, gives the
 planned memory.
 """
 
@@ -80,9 +80,8 @@ class Row(NamedTuple):
     """An experiment and its runs."""
 
     experiment: str
-    runs: list[Finished]  # with its configuration, but for `papers.SPEED`
+    runs: dict[str, list[Finished]]  # with its configuration, by the keys in `papers.SPEED` that they changed
     others: list[tuple[Finished, list[str]]]  # started as it, with changed keys
-    speed: list[str]  # the keys in `papers.SPEED` that some of the runs changed
     planned: int | None  # bytes on each device
 
 
@@ -156,16 +155,18 @@ def rows_of(runs: list[Finished], planned: dict[str, int]) -> dict[str, list[Row
                 raise ValueError(f"runs: {counted[0].folder} and {run.folder} are both {name}, but of other classes")
         others = [run for run in runs if run.experiment == name and run.folder not in in_rows]
         changed = [(run, changes[name, run.folder]) for run in others]
-        speed = dict.fromkeys(itertools.chain(*(papers.speed_keys(run.typed, name) for run in counted)))
-        return Row(name, counted, changed, list(speed), planned.get(name))
+        by_speed: dict[str, list[Finished]] = {}
+        for run in counted:
+            by_speed.setdefault(" ".join(papers.speed_keys(run.typed, name)), []).append(run)
+        return Row(name, by_speed, changed, planned.get(name))
 
     return {table: [row(name) for name in own] for table, own in names.items()}
 
 
 def runs_of(rows: list[Row]) -> list[Finished]:
     """All runs of a table, each once."""
-    found = {run.folder: run for row in rows for run in [*row.runs, *(run for run, _ in row.others)]}
-    return list(found.values())
+    own = (run for row in rows for run in [*itertools.chain(*row.runs.values()), *(run for run, _ in row.others)])
+    return list({run.folder: run for run in own}.values())
 
 
 def as_markdown(tables: dict[str, list[Row]], pictures: dict[str, str], left_out: dict[Path, str], out: Path) -> str:
@@ -198,28 +199,23 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
         entries = [entry for entry in published if (entry.file, entry.source) == (file, source)]
         found = [entry.score for entry in entries] or [papers.SCHEMAS[papers.all_experiments()[row.experiment]].score]
         about = " / ".join(SCORE_TITLES[score] for score in found) + _view(file) + (f", {source}" if source else "")
-        ours = [_values(row.runs, file, score) for score in found]
-        difference = [
-            f"{statistics.mean(own) - entry.percent:+.2f}" for own, entry in zip(ours, entries, strict=False) if own
-        ]
+        ours, differences = [], []
+        for speed, runs in row.runs.items():
+            values = [_values(runs, file, score) for score in found]
+            if all(values):
+                ours.append(" / ".join(map(_mean, values)) + (f", with `{speed}`" if speed else ""))
+                below = [statistics.mean(own) - entry.percent for own, entry in zip(values, entries, strict=False)]
+                differences.append(" / ".join(f"{difference:+.2f}" for difference in below))
         yield [
             row.experiment if not number else "",
             about,
             " / ".join(f"{entry.percent:.2f}" for entry in entries) or "–",
-            _ours(row, ours),
-            " / ".join(difference) or "–",
+            "; ".join(ours) or ("not evaluated" if row.runs else "not run"),
+            "; ".join(filter(None, differences)) or "–",
             "–" if row.planned is None or number else f"{row.planned / GIB:.2f}",
-            "" if number else _measured(row.runs),
+            "" if number else _measured(row.runs.get("", [])),
             _runs(row, out) if not number else "",
         ]
-
-
-def _ours(row: Row, scores: list[list[float]]) -> str:
-    """Our scores, with the keys that the runs changed for speed."""
-    text = " / ".join(_mean(own) for own in scores if own)
-    if not text:
-        return "not evaluated" if row.runs else "not run"
-    return f"{text}, with `{' '.join(row.speed)}`" if row.speed else text
 
 
 def _view(file: str) -> str:
@@ -249,7 +245,7 @@ def _measured(runs: list[Finished]) -> str:
 
 def _runs(row: Row, out: Path) -> str:
     if row.runs:
-        return ", ".join(_link(run, out) for run in row.runs)
+        return ", ".join(_link(run, out) for run in itertools.chain(*row.runs.values()))
     shared = papers.sharing(row.experiment)
     same = f"; the same training as {', '.join(shared)}" if shared else ""
     return f"`{papers.command_of(row.experiment)}`{same}"
@@ -283,7 +279,7 @@ def chart(rows: list[Row]) -> Figure:
     groups: dict[tuple[str, tuple[str, ...]], list[Finished]] = {}
     for run in runs_of(rows):
         groups.setdefault((run.folder.parent.name, tuple(run.classes())), []).append(run)
-    goals = {run.folder: _published_score(row) for row in rows for run in row.runs}
+    goals = {runs[0].folder: _published_score(row) for row in rows for runs in row.runs.values()}
     figure, panels = charts.panels(len(groups), 2, (12, 4.2 * len(groups)), width_ratios=(1, 2))
     for left, right, ((_, classes), own) in zip(panels[::2], panels[1::2], groups.items(), strict=True):
         scores, curves, bars = own[0].scores, [], []

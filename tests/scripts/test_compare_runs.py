@@ -177,7 +177,7 @@ def test_a_page_says_where_its_runs_were_stopped_and_continued():
     run = Run(CIFAR / "std")
     assert "Stopped" not in report_of([Group("std", [run])], {}, "", "")
     run.records[:0] = [{"kind": "resumed", "step": step} for step in (2_537, 12_258)]
-    assert "Stopped and continued:\n- std, after steps 2,537, 12,258\n" in report_of([Group("std", [run])], {}, "", "")
+    assert "Stopped and continued:\n- std, after steps 2,537; 12,258\n" in report_of([Group("std", [run])], {}, "", "")
 
 
 def test_curves_are_means_over_the_steps_that_all_seeds_have():

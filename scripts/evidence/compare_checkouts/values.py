@@ -55,9 +55,11 @@ def contents(folder: Path) -> dict[str, dict[str, object]]:
                 column = next((PARTS[part] for part in PARTS if key.startswith(part)), "rest of checkpoints")
                 found[column][f"{name} {key}"] = value
         elif path.name == "metrics.jsonl":
-            for number, line in enumerate(path.read_text().splitlines(), start=1):
-                record = {key: value for key, value in json.loads(line).items() if key not in IGNORED_METRICS}
-                found["metrics.jsonl"].update(leaves(record, f"{name} line {number}"))
+            records = map(json.loads, path.read_text().splitlines())
+            # Where a killed run continues depends on the moment at which it was killed.
+            for number, record in enumerate((r for r in records if r.get("kind") != "resumed"), start=1):
+                kept = {key: value for key, value in record.items() if key not in IGNORED_METRICS}
+                found["metrics.jsonl"].update(leaves(kept, f"{name} line {number}"))
         elif path.name.startswith("results") and path.suffix == ".json":
             results = json.loads(path.read_text())
             results.pop("environment", None)

@@ -381,7 +381,7 @@ def test_a_checkpoint_of_another_task_or_configuration_or_beyond_the_end_is_refu
     alone = state_of(1, config)
     del alone["total_steps"]
     save(run, alone)
-    with pytest.raises(ValueError, match="last.pt has weights alone, from which no run can continue: .*init.weights="):
+    with pytest.raises(ValueError, match="has the weights alone of a run, which cannot continue: .*init.weights="):
         run.checkpoint_to_resume(config, total_steps=9)
 
 

@@ -68,6 +68,7 @@ def test_equal_results_are_equal_wherever_they_are(folders):
     for name, edited in (
         ("results.json", lambda text: text.replace('"old"', '"new", "hardware": "another"')),
         ("metrics.jsonl", lambda text: text.replace("90.1", "3.0").replace("700", "800")),
+        ("metrics.jsonl", lambda text: '{"kind": "resumed", "step": 1}\n' + text),
         ("log.txt", lambda text: text.replace("12", "13")),
     ):
         (folders[1] / "run" / name).write_text(edited((folders[1] / "run" / name).read_text()))

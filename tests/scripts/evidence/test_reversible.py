@@ -136,9 +136,9 @@ def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
     keep("b.pt", 0, "cifar10_revnet38")
     result, text = measured("restored_gradients", restored_gradients.run, tmp_path, *options)
     assert [row["step"] for row in result["rows"]] == [0, 7] and 0 < result["rows"][0]["angle"] < 1
-    assert "at 2 steps of a training of 7." in text and "checkpoints=FOLDER" in text
+    assert "at 2 steps of a training of 80,000 in float32" in text and "checkpoints=FOLDER" in text
     for name, step, message in (
-        ("c.pt", 3, "c.pt is of another network than .*b.pt"),
+        ("c.pt", 3, "c.pt is of another training than .*b.pt"),
         ("b.pt", 0, "b.pt .* without reversible blocks"),
     ):
         keep(name, step, "cifar10_resnet32")
