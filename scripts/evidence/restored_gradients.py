@@ -62,7 +62,7 @@ def measure(arguments: RestoredArguments, clock: frame.Clock) -> dict:
             rows.append({"precision": precision, "step": step, **found})
             clock.report(f"step {step}, {precision}: {found['angle']:.4f} degrees")
     training = {name: keys[f"trainer.{name}"] for name in ("steps", "precision", "compile")}
-    return {"run": {**training, "units": list(config.body.structure), "norm": config.norm.name}, "rows": rows}
+    return {"run": {**training, "units": keys["body.structure"], "norm": config.norm.name}, "rows": rows}
 
 
 def _configuration(state: dict, file: Path) -> ClassificationRun:
