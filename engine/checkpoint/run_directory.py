@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import os
 import re
-import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,6 @@ from typing import TextIO
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
-from engine.schema.keys import override
 from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
 
@@ -192,8 +190,8 @@ class RunDirectory:
         state = self._newest_good()
         if "total_steps" not in state:  # scripts.convert_checkpoint wrote it
             raise ValueError(
-                f"run_dir={self.path} has the weights alone of a run, which cannot continue: give another run_dir, and "
-                f"{shlex.quote(override('init.weights', self.path))} to start from them"
+                f"run_dir={self.path} has the weights alone of a run, which cannot continue: "
+                f"{config.new_run_advice(self.last)}"
             )
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))

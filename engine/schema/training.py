@@ -232,8 +232,11 @@ class TrainingRun:
 
     def longer_advice(self, checkpoint: Path) -> str:
         """For messages: how to train for longer than a run that has ended with `checkpoint`."""
-        start = shlex.quote(override("init.weights", checkpoint))
-        return f"The run has ended. To train its weights for longer, start a new run: another run_dir, and {start}"
+        return f"The run has ended. To train its weights for longer, {self.new_run_advice(checkpoint)}"
+
+    def new_run_advice(self, checkpoint: Path) -> str:
+        """For messages: how to start from the weights of `checkpoint`."""
+        return f"start a new run: another run_dir, and {shlex.quote(override('init.weights', checkpoint))}"
 
     def divergence_advice(self, checkpoint: Path | None) -> str:
         """For messages: how to continue from `checkpoint`, the last good one, after divergence."""
