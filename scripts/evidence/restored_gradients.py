@@ -1,6 +1,8 @@
 """What restored activations do to the gradients of a whole training (RevNet, Figure 4), from checkpoints kept of it:
 
     python -m scripts.evidence.restored_gradients root=DIR checkpoints=FOLDER out=FILE.json
+    python -m scripts.evidence.restored_gradients root=DIR checkpoints=FOLDER precisions=[float32] out=FILE.json
+    python -m scripts.evidence.restored_gradients measure=false out=FILE.json
 
 FOLDER holds copies of a RevNet run's last.pt, made while it trained. At the weights of each, records the angle between
 the gradients from restored and from stored activations on the minibatch that the run takes next, in float32 and
