@@ -30,7 +30,8 @@ def _hardware() -> str:
     if cpuinfo.is_file():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         cpu = names[0] if names else cpu
-    hardware = f"{cpu}, {len(os.sched_getaffinity(0))} cores"
+    cores = len(os.sched_getaffinity(0))
+    hardware = f"{cpu}, {cores} core" + "s" * (cores > 1)
     if torch.cuda.is_available():
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; {hardware}"
     return hardware
