@@ -137,11 +137,14 @@ def _error(network: RevNet, test: ClassificationDataset, arguments: Reconstructi
     return round(100 * wrong / count, 2)
 
 
-COLUMNS: Columns = [
+CURVE_COLUMNS: Columns = [
     ("", "{precision}"),
     ("largest angle", lambda found: f"{max(found['angle']):.2g}°"),
     ("median angle", lambda found: f"{np.median(found['angle']):.2g}°"),
     ("largest drift", lambda found: f"{max(found['drift']):.1g}"),
+]
+COLUMNS: Columns = [
+    *CURVE_COLUMNS,
     ("error stored, %", lambda found: f"{found['stored']['error']:.2f}"),
     ("error restored, %", lambda found: f"{found['restored']['error']:.2f}"),
 ]
@@ -182,12 +185,13 @@ QUANTITIES = {  # {panel: {quantity: (label, style)}}; what has stored activatio
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    return {"": drawn(result["rows"], QUANTITIES)}
+    return {"": drawn(result["rows"])}
 
 
-def drawn(rows: Iterable[dict], quantities: dict[str, dict[str, tuple[str, str]]]) -> Figure:
-    """The quantities of each panel over steps."""
-    curves = curves_of(rows)
+def drawn(rows: list[dict]) -> Figure:
+    """The quantities of each panel over steps. A panel without any is left out."""
+    curves, measured = curves_of(rows), set().union(*rows)
+    quantities = {title: names for title, names in QUANTITIES.items() if measured & names.keys()}
     figure, panels = charts.panels(1, len(quantities), (13 / 3 * len(quantities), 4))
     for axes, (title, shown_here) in zip(panels, quantities.items(), strict=True):
         shown = [

@@ -23,7 +23,7 @@ from models.bodies import RevNet
 from scripts.evidence import frame
 from scripts.evidence.frame import columns
 from scripts.evidence.measuring import PRECISIONS
-from scripts.evidence.reconstruction_error import COLUMNS, QUANTITIES, angles_of, curves_of, drawn
+from scripts.evidence.reconstruction_error import CURVE_COLUMNS, angles_of, curves_of, drawn
 
 
 @dataclass
@@ -79,12 +79,12 @@ def page(result: dict, name: str) -> str:
         **{name: f"{value:,}" if name == "steps" else str(value) for name, value in result["run"].items()},
         count=len({row["step"] for row in result["rows"]}),
         picture=f"![angle and drift over steps]({name}.png)",
-        table=columns(rows, COLUMNS[:4]),
+        table=columns(rows, CURVE_COLUMNS),
     )
 
 
 def pictures(result: dict) -> dict[str, Figure]:
-    return {"": drawn(result["rows"], {title: QUANTITIES[title] for title in QUANTITIES if title != "training loss"})}
+    return {"": drawn(result["rows"])}
 
 
 run, main = frame.benchmark("evidence.restored_gradients", RestoredArguments, measure, page, pictures)

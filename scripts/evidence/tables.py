@@ -204,8 +204,8 @@ def _cells(row: Row, out: Path) -> Iterator[list[str]]:
             values = [_values(runs, file, score) for score in found]
             if all(values):
                 ours.append(" / ".join(map(_mean, values)) + (f", with `{speed}`" if speed else ""))
-                below = [statistics.mean(own) - entry.percent for own, entry in zip(values, entries, strict=False)]
-                differences.append(" / ".join(f"{difference:+.2f}" for difference in below))
+                gaps = [statistics.mean(own) - entry.percent for own, entry in zip(values, entries, strict=False)]
+                differences.append(" / ".join(f"{gap:+.2f}" for gap in gaps))
         yield [
             row.experiment if not number else "",
             about,
