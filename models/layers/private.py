@@ -58,8 +58,8 @@ try:
     Tensor._version, Tensor._base, Tensor._is_view, torch.UntypedStorage._cdata  # noqa: B018  # they exist
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"keepless {__version__} does not know torch {torch.__version__} ({error}): pip install -U keepless, or "
-        f"install a torch that it was tried on, such as 2.12"
+        f"keepless {__version__} does not know torch {torch.__version__} ({error}): update keepless, or install a "
+        f"torch that it was tried on, such as 2.12"
     ) from error
 
 # The address of a storage's own object, by which storages are told apart while they live.

@@ -21,7 +21,7 @@ TABLES = {  # folders of configs/experiment
     "table4": "In-Place ABN, Table 4: Cityscapes and Vistas",
     "revnet": "RevNet, Tables 3 and 4: CIFAR and ImageNet",
     "memcnn": "MemCNN, Table 1: CIFAR",
-    "camvid_table3": "Table 3's protocol on CamVid, two processes on two CPU cores",
+    "camvid_table3": "Table 3's protocol on CamVid, two processes",
     "camvid": "CamVid, not in the papers",
     "cifar10": "CIFAR-10 in few steps, not in the papers",
 }

@@ -54,6 +54,13 @@ def picture(path: Path, size: tuple[int, int] = (40, 60), index: int = 0) -> np.
     return pixels
 
 
+def test_the_example_in_python_runs(trained):
+    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```", (REPOSITORY / "docs/training.md").read_text())
+    ran: dict = {}
+    exec(example.replace("RUN_DIR", str(trained[0])), ran)
+    assert ran["logits"].shape == (1, 65, 240, 320) and not ran["forward"].network.training
+
+
 def relative_files(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
