@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torchvision
@@ -98,7 +98,7 @@ def chosen(only: Iterable[str]) -> list[str]:
 
 
 def tried(record: dict) -> list[str]:
-    """The `only` of the command that measures all networks of a record, also if several calls did."""
+    """The `only` with which one call would measure all networks of a record."""
     only = record["arguments"]["only"]
     names = {entry["network"] for entry in [*record["rows"], *record["left_out"]]}
     if names == set(only):
@@ -189,16 +189,29 @@ class NetworksArguments(frame.DeviceArguments):
         chosen(self.only)
 
 
-A = TypeVar("A", bound=NetworksArguments)
+def page_text(template: str, benchmark: str, made: type[NetworksArguments], result: dict, **parts: object) -> str:
+    """The page of a record of networks. Its command measures all of them at once, also if several calls did."""
+    left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
+    arguments = made(**{**result["arguments"], "only": tried(result)})
+    return frame.page_text(
+        template,
+        {**result, "command": frame.command_line(benchmark, arguments)},
+        device=frame.DEVICES[result["arguments"]["device"]],
+        not_measured=frame.section("Not measured", "\n".join(left_out)) if left_out else "",
+        **parts,
+    )
+
+
+# Rows of a network, and what is left out: {"network", "method", "reason"}.
+Measured = tuple[list[dict], list[dict]]
 
 
 def each(
-    arguments: A, clock: frame.Clock, names: Iterable[str], measured: Callable[[str, A], tuple[list[dict], list[dict]]]
+    arguments: NetworksArguments, clock: frame.Clock, names: Iterable[str], measured: Callable[..., Measured]
 ) -> Iterator[dict]:
-    """Measure one network after the other; yield the record so far after each.
+    """Measure one network after the other, each in its own process; yield the record so far after each.
 
-    Networks in the record of an earlier call are not measured again, unless even the plain network failed. `measured`
-    returns rows, and what is left out: {"network", "method", "reason"}.
+    Networks in the record of an earlier call are not measured again, unless even the plain network failed.
     """
     environment = frame.provenance(PACKAGES.values())
     before = frame.begun(arguments, environment)
@@ -219,7 +232,7 @@ def each(
             left_out.append({"network": name, "method": ALL, "reason": f"{package_of(name)} is not installed"})
             continue
         try:
-            found = measured(name, arguments)
+            found = alone(measured, name, arguments)
         except Exception as error:  # e.g. out of memory: the other networks can still be measured
             found = [], [{"network": name, "method": ALL, "reason": frame.reason(error)}]
         rows += found[0]
@@ -229,27 +242,23 @@ def each(
     yield record()
 
 
-def alone(make: Callable[[int], Any], name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
-    """Measure a network in a process of its own, whose memory is free afterwards. `make`: such as `Measurement`."""
+def alone(measured: Callable[..., Measured], name: str, arguments: NetworksArguments) -> Measured:
+    """Measure a network in a process of its own, whose memory is free afterwards. `measured`: such as the one below."""
     given = (arguments.device, arguments.images, arguments.image_size, arguments.rounds, arguments.compiler)
-    with Elsewhere(make, arguments.threads) as process:
-        return process.call("of", name, *given)
+    with Elsewhere(_Measurement, measured, arguments.threads) as process:
+        return process.call("measured", name, *given)
 
 
-class Measurement:
+class _Measurement:
     """What a process that measures networks holds, see `Elsewhere`."""
 
-    def __init__(self, threads: int):
+    def __init__(self, measured: Callable[..., Measured], threads: int):
         torch.set_num_threads(threads)
         keep_freed_memory()
-
-    def of(self, *arguments: Any) -> tuple[list[dict], list[dict]]:
-        return measured(*arguments)
+        self.measured = measured
 
 
-def measured(
-    name: str, device: str, images: int, size: int, rounds: int, compiler: str | None
-) -> tuple[list[dict], list[dict]]:
+def measured(name: str, device: str, images: int, size: int, rounds: int, compiler: str | None) -> Measured:
     """Steps of a network in training mode and float32, on `images` images of `size` pixels.
 
     Returns:
@@ -322,11 +331,20 @@ def exactness(name: str, method: str, device: str) -> dict:
     for module, forward in ((plain, plain), (network, forward_of(network, method))):
         torch.manual_seed(0)
         outputs = forward(pixels)
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(mean_squares(outputs), parameters, materialize_grads=True)
-        found.append((torch.cat([g.flatten() for g in gradients]), tree_leaves(outputs)))
-    (gradient, outputs), (own_gradient, own_outputs) = found
+        found.append((gradients_of(module, mean_squares(outputs)), tree_leaves(outputs)))
+    (gradients, outputs), (own_gradients, own_outputs) = found
     return {
-        "deviation": ((own_gradient - gradient).abs().max() / gradient.abs().max()).item(),
+        "deviation": deviation(own_gradients, gradients),
         "same_outputs": all(map(torch.equal, own_outputs, outputs)),
     }
+
+
+def gradients_of(network: nn.Module, loss: Tensor) -> Tensor:
+    """The gradients of all trained parameters, as one vector."""
+    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, parameters, materialize_grads=True)])
+
+
+def deviation(gradients: Tensor, reference: Tensor) -> float:
+    """The largest, relative to the largest gradient of the reference."""
+    return ((gradients - reference).abs().max() / reference.abs().max()).item()

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from engine.schema.keys import key
 from scripts.evidence import charts, frame, methods
-from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
+from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, ON_CPU, PLAIN, RECOMPUTED
 
 Rows = dict[str, dict]  # of one network, by method
@@ -50,18 +50,16 @@ STYLES = {
 def page(result: dict, name: str) -> str:
     networks = _by_network(result)
     rows = [row for of_network in networks.values() for row in of_network.values()]
-    left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
-    arguments = NetworksArguments(**{**result["arguments"], "only": methods.tried(result)})
-    return frame.page_text(
+    return methods.page_text(
         "networks",
-        {**result, "command": frame.command_line("bench_networks", arguments)},
+        "bench_networks",
+        NetworksArguments,
+        result,
         picture=f"![memory against time of every network and method]({name}.png)",
-        device=frame.DEVICES[result["arguments"]["device"]],
         networks=len(networks),
         targets=frame.target_table(targets(result)),
         summary=_summary(networks),
         every_network=columns(rows, COLUMNS, left=2),
-        not_measured=section("Not measured", "\n".join(left_out)) if left_out else "",
         exact_images=EXACT_IMAGES,
         exact_pixels=methods.EXACT_DEFAULT,
         larger=", ".join(f"{network}: {size}" for network, size in methods.EXACT_SIZE.items()),
@@ -167,11 +165,7 @@ class NetworksArguments(methods.NetworksArguments):
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    yield from methods.each(arguments, clock, methods.chosen(arguments.only), measured_alone)
-
-
-def measured_alone(name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
-    return methods.alone(methods.Measurement, name, arguments)
+    yield from methods.each(arguments, clock, methods.chosen(arguments.only), methods.measured)
 
 
 run, main = frame.benchmark("bench_networks", NetworksArguments, measure, page, pictures)

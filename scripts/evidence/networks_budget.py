@@ -13,22 +13,29 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from engine.memory import keep_freed_memory
 from models.layers.recompute.budget import traced_step
 from models.layers.recompute.choice import Choice, frontier, plan_of
 from models.layers.recompute.plan import Plan, Planned
 from models.layers.recompute.planned_recording import PlannedRecording
 from models.layers.recompute.simulation import plain_peak
 from scripts.evidence import charts, frame, methods
-from scripts.evidence.frame import Columns, Target, columns, judged, mib, section, time_ratio
+from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
 from scripts.evidence.measuring import peak_bytes, timed
-from scripts.evidence.methods import BLOCKS, BUDGET, PLAIN, RECOMPUTED, NetworksArguments
+from scripts.evidence.methods import (
+    BLOCKS,
+    BUDGET,
+    PLAIN,
+    RECOMPUTED,
+    Measured,
+    NetworksArguments,
+    deviation,
+    gradients_of,
+)
 
 Rows = dict[str, dict]  # of one network, by method
 
@@ -46,17 +53,15 @@ TOLERANCE = 0.03  # of a measured peak from the planned one
 
 def page(result: dict, name: str) -> str:
     networks = frame.grouped(result["rows"], ["network"], "method")
-    left_out = [f"- {entry['network']}: {entry['reason']}" for entry in result["left_out"]]
-    arguments = NetworksArguments(**{**result["arguments"], "only": methods.tried(result)})
-    return frame.page_text(
+    return methods.page_text(
         "networks_budget",
-        {**result, "command": frame.command_line("bench_budget", arguments)},
+        "bench_budget",
+        NetworksArguments,
+        result,
         picture=f"![peak against time of every network]({name}.png)",
-        device=frame.DEVICES[result["arguments"]["device"]],
         networks=len(networks),
         targets=frame.target_table(targets(result)),
         every_network=columns([row for rows in networks.values() for row in rows.values()], COLUMNS, left=2),
-        not_measured=section("Not measured", "\n".join(left_out)) if left_out else "",
     )
 
 
@@ -157,22 +162,7 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
     names = [name for name in methods.chosen(arguments.only) if not name.startswith("frozen/")]
-    yield from methods.each(arguments, clock, names, measured_alone)
-
-
-def measured_alone(name: str, arguments: NetworksArguments) -> tuple[list[dict], list[dict]]:
-    return methods.alone(Measurement, name, arguments)
-
-
-class Measurement:
-    """What a process that measures networks holds, see `Elsewhere`."""
-
-    def __init__(self, threads: int):
-        torch.set_num_threads(threads)
-        keep_freed_memory()
-
-    def of(self, *arguments: Any) -> tuple[list[dict], list[dict]]:
-        return measured(*arguments), []
+    yield from methods.each(arguments, clock, names, measured)
 
 
 class Trained(nn.Module):
@@ -186,7 +176,7 @@ class Trained(nn.Module):
         return methods.mean_squares(self.network(pixels))
 
 
-def measured(name: str, device: str, images: int, size: int, rounds: int, compiler: str | None) -> list[dict]:
+def measured(name: str, device: str, images: int, size: int, rounds: int, compiler: str | None) -> Measured:
     """Rows of a network: the rivals, and plans for `SHARES`, for the rivals' peaks, and for the rivals' times.
 
     {"network", "method", "peak_bytes", "times_ms"}; of plans also "budget": bytes, None where a time was asked for;
@@ -203,7 +193,8 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
             steps[method] = partial(training_step, network, partial(methods.loss_of, forward), pixels)
             steps[method]()  # compiles
             rows[method] = {"peak_bytes": peak_bytes(steps[method], device)}
-    reference = _gradients(plain, partial(methods.loss_of, plain, pixels))
+    torch.manual_seed(0)
+    reference = gradients_of(plain, methods.loss_of(plain, pixels))
     network = Trained(copy.deepcopy(plain))
     training_step(network, network, pixels)
     step, _ = traced_step(network, (pixels,), {})
@@ -213,10 +204,14 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
         loss = partial(_planned, network, plan_of(step, choice))
         steps[label] = partial(training_step, network, loss, pixels)
         found = {"budget": budget, "planned_bytes": choice.peak, "planned_seconds": round(choice.seconds, 5)}
-        deviation = _deviation(_gradients(network, partial(loss, pixels)), reference)
-        rows[label] = {**found, "deviation": deviation, "peak_bytes": peak_bytes(steps[label], device)}
+        torch.manual_seed(0)
+        found["deviation"] = deviation(gradients_of(network, loss(pixels)), reference)
+        rows[label] = {**found, "peak_bytes": peak_bytes(steps[label], device)}
     times_ms = timed(steps, rounds, device)
-    return [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()]
+    return (
+        [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],
+        [],
+    )
 
 
 def _asked(
@@ -255,18 +250,6 @@ def training_step(network: nn.Module, loss: Callable[[Tensor], Tensor], pixels: 
 def _planned(network: Trained, plan: Plan, pixels: Tensor) -> Tensor:
     with PlannedRecording(Planned([plan]), inputs=[pixels]):
         return network(pixels)
-
-
-def _gradients(network: nn.Module, loss: Callable[[], Tensor]) -> Tensor:
-    """All gradients of a step with the same random numbers."""
-    torch.manual_seed(0)
-    parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad(loss(), parameters, materialize_grads=True)
-    return torch.cat([gradient.flatten() for gradient in found])
-
-
-def _deviation(gradients: Tensor, reference: Tensor) -> float:
-    return ((gradients - reference).abs().max() / reference.abs().max()).item()
 
 
 run, main = frame.benchmark("bench_budget", NetworksArguments, measure, page, pictures)

@@ -292,7 +292,7 @@ def chart(rows: list[Row]) -> Figure:
             if goal := goals.get(run.folder):
                 curves.append(charts.Series(f"published, {goal:.2f} %", [goal] * 2, [0, steps[-1]], colour, ":"))
         charts.lines(left, curves, xlabel="steps", ylabel=f"validation {scores.best_title} %")
-        left.legend(fontsize=7)
+        left.legend(fontsize=7, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
         about = f"{scores.class_title} of each class, %"
         charts.bars(right, classes, bars, rotation=60, ylabel=about)
         right.tick_params(axis="x", labelsize=7)

@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from engine.configuration.command_line import composed
+from scripts.evidence.methods import Measured, NetworksArguments
 
 
 def measured(name: str, run: Callable[[DictConfig], Path], folder: Path, *overrides: str) -> tuple[dict, str]:
@@ -22,3 +23,9 @@ def measured(name: str, run: Callable[[DictConfig], Path], folder: Path, *overri
     assert page.read_text() == text
     assert str(folder) not in text + out.read_text()
     return json.loads(out.read_text()), text
+
+
+def here(measured: Callable[..., Measured], name: str, arguments: NetworksArguments) -> Measured:
+    """`methods.alone` without a process."""
+    size, rounds = arguments.image_size, arguments.rounds
+    return measured(name, arguments.device, arguments.images, size, rounds, arguments.compiler)

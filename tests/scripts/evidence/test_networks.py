@@ -14,16 +14,10 @@ from scripts.evidence import frame, methods, networks
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NETWORKS, PLAIN, RECOMPUTED, blocks_of, build, installed
 from scripts.evidence.networks import LIMITS, pictures, targets
-from tests.scripts.evidence.records import measured
+from tests.scripts.evidence.records import here, measured
 
 SMALL, SEGMENTATION = "squeezenet1_1", "lraspp_mobilenet_v3_large"
 FAILS = "maxvit_t"  # its windows do not fit into small images
-
-
-def here(name: str, arguments: networks.NetworksArguments) -> tuple[list[dict], list[dict]]:
-    """`networks.measured_alone` without a process."""
-    size, rounds = arguments.image_size, arguments.rounds
-    return methods.measured(name, arguments.device, arguments.images, size, rounds, arguments.compiler)
 
 
 class Segments(nn.Sequential):
@@ -40,7 +34,7 @@ def test_every_method_is_measured_beside_the_plain_network(monkeypatch, tmp_path
     """A whole run on two networks that work and one that does not, with a compiler that takes no time."""
     monkeypatch.setattr(methods, "WITH_COMPILER", (SMALL,))
     monkeypatch.setattr(methods, "build", lambda name, size: Segments() if name == SEGMENTATION else build(name, size))
-    monkeypatch.setattr(networks, "measured_alone", here)
+    monkeypatch.setattr(methods, "alone", here)
     only = f"only=[{SMALL},{SEGMENTATION},{FAILS}]"
     options = ["rounds=2", "images=2", "image_size=64", "compiler=aot_eager", only]
     result, text = measured("bench_networks", networks.run, tmp_path, *options)
@@ -113,7 +107,7 @@ def faked(monkeypatch, stop_at: str | None = None, fail_at: str | None = None) -
         exact = {"deviation": 0.0, "same_outputs": True} if method == RECOMPUTED else {}
         return {"network": name, "method": method, "kept_bytes": 8, "peak_bytes": 9, **exact, "times_ms": [1.0, 1.0]}
 
-    def measured(name: str, *_: object) -> tuple[list[dict], list[dict]]:
+    def measured(_: object, name: str, *__: object) -> tuple[list[dict], list[dict]]:
         if name == stop_at:
             raise KeyboardInterrupt
         names.append(name)
@@ -121,7 +115,7 @@ def faked(monkeypatch, stop_at: str | None = None, fail_at: str | None = None) -
             raise RuntimeError("out of memory")
         return [row(name, PLAIN), row(name, RECOMPUTED)], [{"network": name, "method": BLOCKS, "reason": "because"}]
 
-    monkeypatch.setattr(networks, "measured_alone", measured)
+    monkeypatch.setattr(methods, "alone", measured)
     return names
 
 

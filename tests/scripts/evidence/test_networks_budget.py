@@ -12,6 +12,7 @@ from scripts.evidence import methods, networks_budget
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
 from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures, targets
+from tests.scripts.evidence import records
 from tests.scripts.evidence.records import measured
 
 SMALL, FAILS = "squeezenet1_1", "resnet18"
@@ -20,14 +21,9 @@ SMALL, FAILS = "squeezenet1_1", "resnet18"
 @pytest.fixture
 def here(monkeypatch):
     """Measure without processes, on quick plans."""
-
-    def measured_here(name, arguments):
-        size, rounds = arguments.image_size, arguments.rounds
-        return networks_budget.measured(name, arguments.device, arguments.images, size, rounds, None), []
-
     build = methods.build
     monkeypatch.setattr(methods, "build", lambda name, size: nn.Identity() if name == FAILS else build(name, size))
-    monkeypatch.setattr(networks_budget, "measured_alone", measured_here)
+    monkeypatch.setattr(methods, "alone", records.here)
     monkeypatch.setattr(networks_budget, "frontier", partial(frontier, seconds=1.0))
 
 
