@@ -38,10 +38,20 @@ def _hardware() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the code, with "-dirty" if tracked files have changed; None outside a git checkout."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """The commit of the code, with "-dirty" if tracked files have changed; None outside a git checkout.
+
+    Changes in docs do not count: one measurement writes its record there before the next one runs.
+    """
     try:
-        described = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+    except (OSError, subprocess.SubprocessError):
         return None
-    return described.stdout.strip() or None
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", *arguments]
+    return subprocess.run(
+        command, cwd=_REPOSITORY, capture_output=True, text=True, timeout=10, check=True
+    ).stdout.strip()

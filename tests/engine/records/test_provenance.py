@@ -1,0 +1,37 @@
+"""Which commit a record names."""
+
+import subprocess
+
+import pytest
+
+from engine.records import provenance as module
+from engine.records.provenance import provenance
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_REPOSITORY", tmp_path)
+    (tmp_path / "docs").mkdir()
+    for name in ("code.py", "docs/record.json"):
+        (tmp_path / name).write_text("1")
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for command in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", "first")):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_a_record_names_its_commit_and_whether_the_code_has_changed(checkout):
+    """Not whether other records have, which a measurement before this one has written."""
+    commit = provenance()["commit"]
+    assert len(commit) == 12
+    (checkout / "docs" / "record.json").write_text("2")
+    (checkout / "untracked.txt").write_text("1")
+    assert provenance()["commit"] == commit
+    (checkout / "code.py").write_text("2")
+    assert provenance()["commit"] == f"{commit}-dirty"
+
+
+def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_REPOSITORY", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert provenance()["commit"] is None
