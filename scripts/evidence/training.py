@@ -124,6 +124,7 @@ def page(result: dict, _: str) -> str:
     return frame.page_text(
         "training",
         result,
+        parts=", ".join(arguments["parts"]),
         network=arguments["recipe"] or "the default network",
         of_starts=_plural(arguments["starts"], "start"),
         of_each=_plural(arguments["rounds"], "round"),

@@ -39,7 +39,7 @@ def test_plans_are_measured_beside_the_rivals(here, tmp_path):
         assert row["peak_bytes"] == pytest.approx(row["planned_bytes"], rel=0.03)
         assert row["budget"] is None or row["peak_bytes"] <= 1.03 * row["budget"]
     (entry,) = result["left_out"]
-    assert entry["network"] == FAILS and f"- {FAILS}: failed: " in text
+    assert entry["network"] == FAILS and f"- {FAILS}, {methods.ALL}: failed: " in text
     verdicts = {target.about: target.verdict for target in targets(result)}
     assert verdicts["measured peak from the planned one"] == verdicts["measured peak to the budget"] == PASS
     assert "| squeezenet1_1 | plain |" in text and list(pictures(result)) == [""]
