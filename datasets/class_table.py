@@ -117,9 +117,9 @@ def distinct_colours(count: int) -> tuple[tuple[int, int, int], ...]:
     return tuple((round(255 * red), round(255 * green), round(255 * blue)) for red, green, blue in colours)
 
 
-def _shortened(values: list[int], limit: int = 8) -> str:
-    more = f", … ({len(values)} in all)" if len(values) > limit else ""
-    return ", ".join(map(str, values[:limit])) + more
+def _shortened(values: list[int]) -> str:
+    more = f", … ({len(values)} in all)" if len(values) > 8 else ""
+    return ", ".join(map(str, values[:8])) + more
 
 
 def _ranges(values: Mapping[int, int]) -> str:

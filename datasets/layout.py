@@ -175,9 +175,9 @@ def one_level_off(root: Path, missing: Sequence[Path]) -> tuple[Path, str] | Non
     return next(found, None)
 
 
-def first_of(names: Sequence[str], shown: int = 5) -> str:
+def first_of(names: Sequence[str]) -> str:
     """The first names of a list, for messages."""
-    return ", ".join(names[:shown]) + ", …" * (len(names) > shown)
+    return ", ".join(names[:5]) + ", …" * (len(names) > 5)
 
 
 def _similar(root: Path) -> str:

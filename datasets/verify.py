@@ -95,7 +95,7 @@ def _check_once(
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
-    """The first messages, how many more there are, and the last sentences of all of these messages, said once."""
+    """The first messages without the ending that they share, how many more there are, and that ending once."""
     shown = messages[:_SHOWN]
     ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
     ending *= len(shown) > 1

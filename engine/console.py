@@ -68,7 +68,7 @@ def make_console(rank: int = 0) -> Console:
     Square brackets and colons are printed literally, as they may be part of a path or a name in the data.
     """
     make_printing_safe()
-    make = partial(_Console, quiet=rank > 0, markup=False, emoji=False)
+    make = partial(_Console, quiet=rank > 0, markup=False, emoji=False, highlight=False)
     console = make()
     return console if console.is_terminal else make(width=160)
 
@@ -128,7 +128,7 @@ class Bars(Progress):
             self.broke_silence()
 
     def broke_silence(self) -> None:
-        """Other lines say how far it is."""
+        """Another line has just told the progress: count the silence from now."""
         self.silent_since_s = time.monotonic()
 
 

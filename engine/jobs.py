@@ -38,8 +38,8 @@ def run_jobs(
     before = {number: signal.signal(number, stop) for number in heard}
     try:
         for number, (title, command) in enumerate(jobs.items(), start=1):
-            console.print(f"job {number} of {len(jobs)}: {title}", style="bold", highlight=False, soft_wrap=True)
-            console.print(shlex.join(command), highlight=False, soft_wrap=True)
+            console.print(f"job {number} of {len(jobs)}: {title}", style="bold", soft_wrap=True)
+            console.print(shlex.join(command), soft_wrap=True)
             with subprocess.Popen(
                 command,
                 cwd=folder,
@@ -58,18 +58,18 @@ def run_jobs(
             if job.returncode:
                 killed = f"killed by {signal.Signals(-job.returncode).name}" if job.returncode < 0 else None
                 failed[title] = killed or said or f"exit status {job.returncode}"
-                console.print(f"failed: {failed[title]}", style="red", highlight=False, soft_wrap=True)
+                console.print(f"failed: {failed[title]}", style="red", soft_wrap=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     lines = [f"{len(jobs) - len(failed)} ran, {ended_before} had already finished, {len(failed)} failed"]
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print("\n".join(lines), soft_wrap=True)
     return len(failed)
 
 
 def _passed_on(job: subprocess.Popen) -> str | None:
-    """Print what a command says on stderr, until it ends. Returns its error: the line that says so, or the last one."""
+    """Relay a command's stderr. Returns its line `error: …`, otherwise its last line with words, otherwise None."""
     error = last = None
     assert job.stderr is not None
     for line in job.stderr:

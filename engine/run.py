@@ -166,7 +166,7 @@ class Run(Generic[Config, Split]):
         print_results(self.console, evaluated, f"{self.val_set.name} {self.val_set.split}, last checkpoint{of}")
         evaluate = self.config.evaluation_command(self.directory.last)
         summary = self.metrics.summary(self.directory, lambda score: self.config.score_text(score) + of, evaluate)
-        self.console.print(summary, soft_wrap=True, highlight=False)
+        self.console.print(summary, soft_wrap=True)
         logger.debug(summary)
         return results
 

@@ -72,7 +72,7 @@ def browse(values: DictConfig) -> list[Path]:
             epochs = f"epoch {first}" if first == last else f"epochs {first} to {last}"
             title = f"{dataset.name} {dataset.split}, {config.sampler.name} sampling, seed {config.seed}, {epochs}"
             write_figure(written[-1], sheet(page, dataset, title), dpi=_DPI)
-    console.print(f"{config.count} crops on {len(written)} page(s): {out}", soft_wrap=True, markup=False)
+    console.print(f"{config.count} crops on {len(written)} page(s): {out}", soft_wrap=True)
     return written
 
 

@@ -15,7 +15,6 @@ command prints what a reader of the file must use. The last makes a checkpoint t
 the average), classes and configuration of a run, without its optimiser, random states and folders.
 """
 
-import colorsys
 import importlib
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +25,7 @@ from omegaconf import MISSING, DictConfig
 from torch import Tensor, nn
 
 from datasets import reading_errors
+from datasets.class_table import distinct_colours
 from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.assemble import initial_weights
@@ -226,7 +226,7 @@ def _body(architecture: Architecture, output_stride: int, **of_wider: object) ->
 
 def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, count: int) -> tuple[list[str], Colours]:
     """Names and colours; colours mean nothing in classification."""
-    given, colours = "", _colours(count)
+    given, colours = "", list(distinct_colours(count))
     names = [str(number) for number in range(count)]
     if options.data.root is not None:
         given = f"data.root={options.data.root}"
@@ -257,15 +257,6 @@ def _lines(file: Path, given: str) -> list[str]:
     if repeated := [name for name, times in Counter(names).items() if times > 1]:
         raise ValueError(f"{given} has {listed(repeated)} more than once: expected different names; {NAMES}")
     return names
-
-
-def _colours(count: int) -> Colours:
-    """Different colours; neighbours in number differ in hue by a golden section of the circle."""
-    colours = []
-    for number in range(count):
-        red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.7, 1.0 - 0.25 * (number % 3))
-        colours.append((round(255 * red), round(255 * green), round(255 * blue)))
-    return colours
 
 
 @configured("convert_checkpoint", Conversion)

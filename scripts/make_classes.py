@@ -79,7 +79,7 @@ def make_classes(values: DictConfig) -> Path:
             f"expected {TRAINED[0]} to {TRAINED[-1]}. Masks of 0 and 255 should be written as 0 and 1"
         )
     write_file(file, written(ids))
-    console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True, markup=False)
+    console.print(f"{len(ids)} classes; now name the classes in {file}", soft_wrap=True)
     return file
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 from rich.console import Console
 
 from datasets import reading_errors
+from datasets.layout import first_of
 from datasets.reading import PHOTOGRAPHS, decode_photograph
 from datasets.time_limit import limited
 from engine import assemble
@@ -37,7 +38,6 @@ from engine.segmentation import inference
 from engine.segmentation.pictures import overlay
 
 KINDS, CLASSES = ("ids", "colour", "overlays"), "classes.json"
-SHOWN = 5  # skipped files that are named
 
 
 def predict(values: DictConfig) -> list[Path]:
@@ -117,8 +117,7 @@ def find_images(source: Path, output: Path) -> dict[str, Path]:
     images = [path for path in files if path.suffix.lower() in suffixes]
     skipped = [str(path.relative_to(source)) for path in files if path.suffix.lower() not in suffixes]
     if skipped:
-        named = ", ".join(skipped[:SHOWN]) + (", …" if len(skipped) > SHOWN else "")
-        logger.info(f"skipped {len(skipped)} file(s) without an image's suffix: {named}")
+        logger.info(f"skipped {len(skipped)} file(s) without an image's suffix: {first_of(skipped)}")
     if not images:
         raise ValueError(f"input={source} holds no image, such as .png, .jpg or .tif, or only predictions")
     return dict(zip(result_names([path.relative_to(source) for path in images]), images, strict=True))

@@ -101,7 +101,7 @@ def run(values: DictConfig) -> int:
     jobs = list(jobs_of(arguments))
     console.print(job_table(jobs, arguments))
     for job in jobs:
-        console.print(shlex.join(job.command), soft_wrap=True, markup=False, highlight=False)
+        console.print(shlex.join(job.command), soft_wrap=True)
     if arguments.dry_run:
         return 0
     waiting = [job for job in jobs if not job.has_ended]

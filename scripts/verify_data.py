@@ -141,18 +141,18 @@ def show(reports: Sequence[SplitReport], title: str, console: Console) -> None:
         absent = [name for name, pixels in zip(report.classes, report.inspection.pixels, strict=True) if not pixels]
         if absent:
             text = f"{report.split}: without a pixel: {', '.join(absent)}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            console.print(text, soft_wrap=True)
         console.print()
     layout_is_known = any(report.classes for report in reports)  # or has been shown
     for report in reports:
         for kind, messages in report.by_kind().items():
-            console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red", highlight=False)
+            console.print(f"{report.split}: {kind}, {len(messages)}:", style="bold red")
             for message in first_lines(messages):
                 problem, found_layout, explanation = message.partition("\nExpected layout")
                 fix = "".join(explanation.rpartition("\nFix: ")[1:]) if found_layout else ""
                 text = problem + fix if layout_is_known else message
                 layout_is_known |= bool(found_layout)
-                console.print(indent(text, "  "), markup=False, highlight=False, soft_wrap=True)
+                console.print(indent(text, "  "), soft_wrap=True)
             console.print()
     summary = table_of(["split", "images", "official", "problems"], title=title)
     for report in reports:

@@ -69,7 +69,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
     waiting = []
     for job in jobs:
         if job.has_ended():
-            console.print(f"has ended: {job.title}", highlight=False, soft_wrap=True)
+            console.print(f"has ended: {job.title}", soft_wrap=True)
         else:
             waiting.append(job)
     start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]
@@ -81,7 +81,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
             f"compare   python -m scripts.compare_runs {keys}",
             f"curves    tensorboard --logdir {shlex.quote(str(folder))}",
         ):
-            console.print(line, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
     if failed:
         sys.exit(1)
 

@@ -47,7 +47,7 @@ Config = TypeVar("Config", bound=TrainingRun)
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _VISTAS_CLASSES = 65
 _SMALLEST_CROP = 64
-# Of any length: it takes no memory.
+# Any length will do: a schedule takes no memory.
 _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
 
 

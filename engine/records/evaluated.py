@@ -59,7 +59,7 @@ def write_results(path: Path | None, evaluated: Evaluated, dataset: Dataset, che
 
 def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
     """Print the title, then the table of scores or, without one, the summary."""
-    console.print(title, soft_wrap=True, highlight=False)
+    console.print(title, soft_wrap=True)
     console.print(evaluated.summary if evaluated.table is None else evaluated.table())
 
 

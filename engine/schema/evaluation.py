@@ -104,7 +104,7 @@ class Evaluation(TrainedNetwork):
             raise ValueError(f"overlay_images={self.overlay_images} needs overlays=DIR, the folder to write them to")
 
     def apply_to(self, config: TrainingRun) -> None:
-        """Also checks the data folder, in which synthetic data would otherwise be drawn: ValueError if it is empty."""
+        """Also checks that the data folder has files: ValueError if not."""
         data, folder = config.data, resolved(self.data.root or config.data.root)
         data.root = self.data.root or data.root
         archive_or_files = folder is None or folder.is_file() or (folder.is_dir() and any(folder.iterdir()))

@@ -20,8 +20,8 @@ def bytes_of(name: str, text: str) -> int:
 class Memory:
     """The memory of a device, and the part of it that a step's tensors cannot use: the keys from `context` on.
 
-    Their defaults are calibrated, not measured: they take as much as leaves every row of the paper's Table 3 enough on
-    its four devices of 12 GB. docs/results/memory_plan.md compares their choices with it.
+    Their defaults are calibrated, not measured: the largest deductions with which every row of the paper's Table 3
+    still fits its four devices of 12 GB. docs/results/memory_plan.md compares the planner's choices with the table.
     """
 
     budget: str | None = key(None, free_on_resume=True)  # memory of each device, e.g. 12GiB

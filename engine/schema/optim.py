@@ -55,7 +55,7 @@ class LRSchedule:
     warmup_factor: float = key(0.01, above=0, most=1)  # the first rate as a share of lr
 
     def check(self) -> None:
-        _check_one_of("lr_schedule", "warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
+        _check_one_of("warmup_epochs", self.warmup_epochs, "warmup_steps", self.warmup_steps)
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Step(LRSchedule):
 
     def check(self) -> None:
         super().check()
-        _check_one_of("lr_schedule", "every_epochs", self.every_epochs, "every_steps", self.every_steps, needed=True)
+        _check_one_of("every_epochs", self.every_epochs, "every_steps", self.every_steps, needed=True)
 
 
 @dataclass
@@ -97,18 +97,18 @@ class MultiStep(LRSchedule):
 
     def check(self) -> None:
         super().check()
-        _check_one_of("lr_schedule", "epochs", self.epochs, "steps", self.steps, needed=True)
+        _check_one_of("epochs", self.epochs, "steps", self.steps, needed=True)
         for name, values in (("epochs", self.epochs), ("steps", self.steps)):
             if values is not None and sorted(set(values)) != values:
                 raise ValueError(f"lr_schedule.{name}={values}: expected rising numbers")
 
 
-def _check_one_of(group: str, name: str, value: object, other: str, other_value: object, needed: bool = False) -> None:
+def _check_one_of(name: str, value: object, other: str, other_value: object, needed: bool = False) -> None:
     """Raise ValueError if both are given, or neither where one is `needed`."""
     if value is not None and other_value is not None:
-        raise ValueError(f"{group}.{name}={value} and {group}.{other}={other_value}: give one of them")
+        raise ValueError(f"lr_schedule.{name}={value} and lr_schedule.{other}={other_value}: give one of them")
     if needed and value is None and other_value is None:
-        raise ValueError(f"{group}.{name} and {group}.{other} are both null: give one of them")
+        raise ValueError(f"lr_schedule.{name} and lr_schedule.{other} are both null: give one of them")
 
 
 OPTIMS: dict[str, type[Optim]] = by_name(SGD, AdamW)

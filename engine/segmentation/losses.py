@@ -26,7 +26,7 @@ class CrossEntropy(nn.Module):
         return (losses.sum(dim=1) / labelled).mean()
 
 
-class BootstrappedCrossEntropy(nn.Module):
+class BootstrappedCrossEntropy(CrossEntropy):
     """Online bootstrapping (paper, section 4.2, with p = 1 and m = 25%): only the hardest pixels of a crop count.
 
     A crop's loss is the mean of its k = ceil(fraction * H * W) largest pixel losses. Ignored pixels have zero loss and
@@ -35,13 +35,10 @@ class BootstrappedCrossEntropy(nn.Module):
     """
 
     def __init__(self, fraction: float = 0.25, ignore_index: int = 255, weights: Tensor | None = None):
-        super().__init__()
+        super().__init__(ignore_index, weights)
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction={fraction}: expected a share of the pixels, above 0 and at most 1")
         self.fraction = fraction
-        self.ignore_index = ignore_index
-        self.weights: Tensor | None
-        self.register_buffer("weights", weights)
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (N, K, H, W) of any floating dtype, labels (N, H, W) of any integer dtype -> float32 scalar."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from models.checkpoints import torch_files
 from models.checkpoints.loading import Loaded, load_by_name
-from models.checkpoints.published import Published, published
+from models.checkpoints.published import published
 from models.checkpoints.recognition import body_of, differences, recognised
 from models.layers import from_released
 from models.layers.norms.report import listed
@@ -28,7 +28,6 @@ class ReleasedFile(NamedTuple):
     tensors: dict[str, Tensor]  # values as in the file; of a segmentation network with the prefixes of its parts
     scale: str  # "released": a norm's weight w stands for the scale |w| + eps; "raw": for w
     remarks: tuple[str, ...]  # what the file is and why it has this scale
-    published: Published | None
 
     @property
     def package_eps(self) -> float | None:
@@ -118,7 +117,7 @@ def released_file(
     why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for files that are not published"
     remark = f"norms scale by {meaning} ({taken}): {why}"
     remarks = (remark,) if entry else (remark, *torch_files.unchecked(path, name))
-    return ReleasedFile(tensors, taken, remarks, entry)
+    return ReleasedFile(tensors, taken, remarks)
 
 
 def _tensors(content: object, name: str) -> dict[str, Tensor]:

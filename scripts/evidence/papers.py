@@ -8,9 +8,9 @@ from typing import NamedTuple
 from engine.configuration import config as configuration
 from engine.configuration.choices import CONFIGS, choices
 from engine.configuration.command_line import composed
+from engine.configuration.help import as_text
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
-from scripts.evidence.runs import as_given
 
 REPOSITORY = CONFIGS.parent
 SCHEMAS = {task.entry: task.schema for task in TASKS.values()}
@@ -146,7 +146,7 @@ def speed_keys(config: TrainingRun, experiment: str) -> list[str]:
 def _differing(config: TrainingRun, experiment: str) -> dict[str, str]:
     theirs = _training(experiment)
     ours = training_of(config).items()
-    return {name: as_given(value) for name, value in ours if name not in theirs or theirs[name] != value}
+    return {name: as_text(value) for name, value in ours if name not in theirs or theirs[name] != value}
 
 
 def _crops_per_norm(config: TrainingRun, processes: int) -> int:

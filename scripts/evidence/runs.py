@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar, cast
 from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.checkpoint.run_directory import named_after
 from engine.configuration import config as configuration
+from engine.configuration.help import as_text
 from engine.output_files import write_file
 from engine.tasks import TASKS
 
@@ -267,12 +268,5 @@ def differing(configs: Sequence[dict[str, object]]) -> list[str]:
         if any(len(found) > 1 for found in values.values()):
             for name, config in zip(names, configs, strict=True):
                 if key in config:
-                    name.append(f"{key.removesuffix('.name')}={as_given(config[key])}")
+                    name.append(f"{key.removesuffix('.name')}={as_text(config[key])}")
     return [", ".join(name) for name in names]
-
-
-def as_given(value: object) -> str:
-    """A value as on the command line."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value).replace(" ", "")

@@ -37,8 +37,8 @@ def recompute_activations(
     saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
 
     Tensors that the backward pass reads may not be modified in place before it: this raises PyTorch's error about an
-    in-place operation, also under other hooks. (Parameters that PyTorch alone would not keep may change if they are
-    small.) Changes through `.data` cannot be seen, here as elsewhere in autograd.
+    in-place operation, also under other hooks. (Small parameters that PyTorch alone would not keep are copied, so they
+    may change.) Changes through `.data` cannot be seen, here as elsewhere in autograd.
 
     Args:
         network: any but a compiled one, returned with two hooks around its forward pass, which `undo` removes. The

@@ -85,7 +85,7 @@ class PlannedRecording(Recording):
         return value
 
     def note_kept(self, value: Value, tensor: Tensor) -> None:
-        """Nobody needs it yet: see `_note_need`."""
+        """Logged once something needs the value, see `_note_need`."""
 
     def _note_need(self, value: Value, tensor: Tensor) -> None:
         if isinstance(value.source, Kept):

@@ -145,7 +145,7 @@ class Recording(TorchFunctionMode):
     def is_abandoned(self) -> bool:
         """Whether the forward pass has ended without leaving this context: modules call no hooks after Ctrl-C."""
         if self.frame is not None and not is_running(self.frame):
-            self.abandoned, self.frame = True, None  # first: this mode sees what `_forget` asks of tensors
+            self.abandoned, self.frame = True, None  # first: this mode sees what `forget` asks of tensors
             self.forget()
         if self.abandoned and self._is_innermost():
             self._end_hooks()

@@ -270,7 +270,7 @@ def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _register(make: Callable[[Function], Rule], *functions: Function, like: Function | None = None) -> None:
-    """Give functions the rule that `make` makes for each of them, or for the one that they all are `like`."""
+    """Give each function the rule `make(function)`; with `like`, give all of them the rule `make(like)`."""
     for function in functions:
         FOLLOWED[function] = make(like or function)
 
