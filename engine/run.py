@@ -51,26 +51,46 @@ class Run(Generic[Config, Split]):
     metrics: MetricsLogger = field(init=False)
 
     def start(self, learner: Learner) -> None:
-        """Give `learner` its initial or resumed weights. ValueError: see `initialise`."""
+        """Give `learner` its initial or resumed weights, and open the records. ValueError: see `initialise`."""
         skipped, recorded = 0, None
         if self.resumed is not None:
-            try:
-                for part, own in self._about_data().items():
-                    given = self.resumed.get(part, own)  # old checkpoints have no palette
-                    if not (torch.equal(given, own) if isinstance(own, torch.Tensor) else given == own):
-                        raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
-                learner.load_state_dict(self.resumed)
-                restore_random_states(self.resumed.get("random"), self.world)
-            except ValueError as error:
-                raise ValueError(
-                    f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
-                    f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
-                ) from error
+            self._resume(learner, self.resumed)
             skipped, recorded = self.resumed.get("skipped_images", 0), self.resumed.get("recorded")
         elif self.config.init.weights is not None:
             logger.info(str(initialise(self.config, learner.network, self.train_set.classes)))
         self.resumed = None  # frees as much memory as the network and its momentum
-        parameters = sum(p.numel() for p in learner.network.parameters())
+        self._announce(sum(parameter.numel() for parameter in learner.network.parameters()))
+        self.learner = learner
+        self.metrics = MetricsLogger(
+            self.directory.path if self.world.first else None,
+            self.console,
+            score=self.config.score,
+            total_steps=self.schedule.total_steps,
+            start_step=self.start_step,
+            skipped=skipped,
+            recorded=recorded,
+            config_text=self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
+        )
+        self.metrics.scores = self.world.gather(self.metrics.scores)[0]
+        self.metrics.mfu_at_one_image_per_second = self._mfu_at_one_image_per_second()
+
+    def _resume(self, learner: Learner, state: dict) -> None:
+        """ValueError: the checkpoint has other data or does not fit the learner."""
+        try:
+            for part, own in self._about_data().items():
+                given = state.get(part, own)  # old checkpoints have no palette
+                if not (torch.equal(given, own) if isinstance(own, torch.Tensor) else given == own):
+                    raise ValueError(f"its part {part} is not the data's: {reprlib.repr(given)}")
+            learner.load_state_dict(state)
+            restore_random_states(state.get("random"), self.world)
+        except ValueError as error:
+            raise ValueError(
+                f"run_dir={self.directory.path} cannot be continued from its checkpoint of step {self.start_step}: "
+                f"{error}. Restore the checkpoint, or give another run_dir to start a new run"
+            ) from error
+
+    def _announce(self, parameters: int) -> None:
+        """Log what is trained, for how long, and what its user may not expect."""
         if self.start_step == 0 and (doubt := self.config.doubts(parameters, len(self.train_set.classes))):
             logger.warning(doubt)
         logger.info(
@@ -82,19 +102,6 @@ class Run(Generic[Config, Split]):
             logger.info(shorter)
         if self.config.compiles(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
-        self.learner = learner
-        self.metrics = MetricsLogger(
-            self.directory.path if self.world.first else None,
-            self.console,
-            self.config.score,
-            self.schedule.total_steps,
-            self.start_step,
-            skipped,
-            recorded,
-            self.directory.config.read_text() if self.world.first and self.start_step == 0 else "",
-        )
-        self.metrics.scores = self.world.gather(self.metrics.scores)[0]
-        self.metrics.mfu_at_one_image_per_second = self._mfu_at_one_image_per_second()
 
     def _mfu_at_one_image_per_second(self) -> float | None:
         """None if the peak of the device is unknown."""
