@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleDimensions
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
@@ -95,7 +96,9 @@ def log_to(console: Console, file: Path | None, rank: int = 0) -> None:
         logger.addHandler(warnings_only)
         return
     if console.is_terminal:
-        on_console: logging.Handler = RichHandler(console=console, show_path=False, show_level=False, highlighter=None)
+        on_console: logging.Handler = RichHandler(
+            console=console, show_path=False, show_level=False, highlighter=NullHighlighter(), keywords=[]
+        )
     else:  # a RichHandler would wrap lines
         on_console = logging.StreamHandler(console.file)
         on_console.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S"))

@@ -40,11 +40,11 @@ def _hardware() -> str:
 def _commit() -> str | None:
     """The commit of the code, with "-dirty" if tracked files have changed; None outside a git checkout.
 
-    Changes in docs do not count: one measurement writes its record there before the next one runs.
+    Changes in docs and Markdown files do not count: records and pages are written between measurements.
     """
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!*.md")
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{commit}-dirty" if changed else commit

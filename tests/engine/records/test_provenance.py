@@ -12,7 +12,7 @@ from engine.records.provenance import provenance
 def checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_REPOSITORY", tmp_path)
     (tmp_path / "docs").mkdir()
-    for name in ("code.py", "docs/record.json"):
+    for name in ("code.py", "README.md", "docs/record.json"):
         (tmp_path / name).write_text("1")
     author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
     for command in (("init", "-q"), ("add", "."), (*author, "commit", "-q", "-m", "first")):
@@ -21,10 +21,11 @@ def checkout(tmp_path, monkeypatch):
 
 
 def test_a_record_names_its_commit_and_whether_the_code_has_changed(checkout):
-    """Not whether other records have, which a measurement before this one has written."""
+    """Not whether records and pages have, which are written between measurements."""
     commit = provenance()["commit"]
     assert len(commit) == 12
-    (checkout / "docs" / "record.json").write_text("2")
+    for name in ("README.md", "docs/record.json"):
+        (checkout / name).write_text("2")
     (checkout / "untracked.txt").write_text("1")
     assert provenance()["commit"] == commit
     (checkout / "code.py").write_text("2")
