@@ -2,8 +2,9 @@
 
 import importlib.util
 import sys
-from types import ModuleType
+from importlib.machinery import ModuleSpec
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,16 +41,12 @@ def stand_in_for_inplace_abn() -> None:
         f"{_NAME}.functions": {"inplace_abn": inplace_abn, "inplace_abn_sync": inplace_abn_sync},
         f"{_NAME}.group": {"active_group": active_group, "set_active_group": set_active_group},
     }
-    package = None
     for name, content in contents.items():
-        module = ModuleType(name, f"keepless in the place of {name}")
+        module = importlib.util.module_from_spec(ModuleSpec(name, None, is_package=name == _NAME))
         vars(module).update(content)
         sys.modules[name] = module
-        if package is None:
-            package = module
-            package.__path__ = []  # it has modules
-        else:
-            setattr(package, name.removeprefix(f"{_NAME}."), module)
+        if name != _NAME:
+            setattr(sys.modules[_NAME], name.removeprefix(f"{_NAME}."), module)
 
 
 class ABN(abn.ABN):
@@ -83,22 +80,24 @@ class InPlaceABNSync(in_place.InPlaceABNSync, InPlaceABN):
         self.group = group
 
 
-_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def active_group(active: bool, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """The group of the processes of `process_group` that are `active`. Every process must call it.
 
-    ValueError: none is.
+    ValueError: no process is active.
     """
     members: list[int | None] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(members, dist.get_rank() if active else None, process_group)
     ranks = tuple(rank for rank in members if rank is not None)
     if not ranks:
         raise ValueError("active_group: no process is active")
-    if ranks not in _GROUPS:
-        _GROUPS[ranks] = dist.new_group(list(ranks))
-    return _GROUPS[ranks]
+    assert dist.group.WORLD is not None
+    groups = _GROUPS.setdefault(dist.group.WORLD, {})
+    if ranks not in groups:
+        groups[ranks] = dist.new_group(list(ranks))
+    return groups[ranks]
 
 
 def set_active_group(network: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -42,14 +42,19 @@ def layer_health(
     """
     check_module(network, "layer_health")
     norms = {name: layer for name, layer in network.named_modules() if hasattr(layer, "running_mean")}
-    gammas = [(name, training_gamma(layer).abs().min()) for name, layer in norms.items() if layer.weight is not None]
+    gammas = [
+        (name, training_gamma(layer).abs().min())
+        for name, layer in norms.items()
+        if getattr(layer, "weight", None) is not None
+    ]
     errors: list[tuple[str, Tensor]] = []
     drifts: list[tuple[str, Tensor]] = []
     inplace = {name: layer for name, layer in norms.items() if isinstance(layer, InPlaceABN)}
     chains = {name: chain for name, chain in network.named_modules() if getattr(chain, "reversible_blocks", [])}
     if inplace or chains:
-        hooks = [layer.register_forward_pre_hook(partial(_measure, errors, name)) for name, layer in inplace.items()]
-        hooks += [chain.register_forward_pre_hook(partial(_follow, drifts, name)) for name, chain in chains.items()]
+        looks = [(layer, partial(_measure, errors, name)) for name, layer in inplace.items()]
+        looks += [(chain, partial(_follow, drifts, name)) for name, chain in chains.items()]
+        hooks = [module.register_forward_pre_hook(look, with_kwargs=True) for module, look in looks]
         modes = [(module, module.training) for module in network.modules()]
         try:
             network.eval()
@@ -99,12 +104,16 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
     return (recovered - (x.to(wide) - mean) * invstd).abs().max()
 
 
-def _measure(errors: list[tuple[str, Tensor]], name: str, layer: InPlaceABN, args: tuple[Tensor]) -> None:
-    errors.append((name, reconstruction_error(layer, args[0])))
+def _measure(
+    errors: list[tuple[str, Tensor]], name: str, layer: InPlaceABN, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+) -> None:
+    errors.append((name, reconstruction_error(layer, *args, **kwargs)))
 
 
-def _follow(drifts: list[tuple[str, Tensor]], name: str, chain: Any, args: tuple[Tensor]) -> None:
-    drifts.append((name, drift(chain.reversible_blocks, args[0])))
+def _follow(
+    drifts: list[tuple[str, Tensor]], name: str, chain: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
+) -> None:
+    drifts.append((name, drift(chain.reversible_blocks, next(iter((*args, *kwargs.values()))))))
 
 
 def _extreme(choose: Callable, values: list[tuple[str, Tensor]], nan: float) -> Extreme | None:

@@ -109,10 +109,6 @@ class ABN(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @property
-    def uses_batch_statistics(self) -> bool:
-        return self.training or not self.track_running_stats
-
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and activate x.
 
@@ -121,12 +117,12 @@ class ABN(nn.Module):
                 statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
                 the first time that this rank has so many values (never inside `torch.compile` or a CUDA graph).
         """
-        use_batch = self.uses_batch_statistics
+        use_batch = self.training or not self.track_running_stats
         group = synchronised_group(self.group) if self.sync and use_batch else None
         # Reading an attribute of a module takes as long as a small operator: each once.
         own = Own(self.weight, self.bias, self.running_mean, self.running_var)
         try:
-            self._check_input(x, own, alone=group is None)
+            self._check_input(x, own, alone=use_batch and group is None)
             if group is not None:
                 backend_for(self.backend, x)  # raises before other ranks wait
         except ValueError:
@@ -135,7 +131,7 @@ class ABN(nn.Module):
             raise
         if not use_batch:
             return self._bn_act(x, own, False, 0.0, None)
-        if not self.track_running_stats or not self.training:
+        if not self.track_running_stats or (group is None and not x.numel()):  # an empty minibatch has no statistics
             return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
         running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
         assert running_mean is not None and running_var is not None and minibatches is not None
@@ -158,7 +154,7 @@ class ABN(nn.Module):
         strategy = self.strategy()
         activation = Activation(self.activation, self.activation_param)
         weight, bias, running_mean, running_var = own
-        if group is None and (strategy is None or (not use_batch and _is_inference(strategy, x))):
+        if group is None and (strategy is None or not x.numel() or (not use_batch and _is_inference(strategy, x))):
             x = x.contiguous() if is_misread(x) else x
             y = F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, momentum, self.eps)
             return activate_(activation, y)
@@ -171,7 +167,7 @@ class ABN(nn.Module):
         return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
 
     def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
-        """Raise the ValueErrors of `forward`. Unless `alone`, all ranks check the number of values together later."""
+        """Raise the ValueErrors of `forward`. `alone`: with minibatch statistics of this process alone."""
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)"
@@ -190,7 +186,7 @@ class ABN(nn.Module):
                     f".double() or .float(), and use torch.autocast for training in half precision (with FSDP2, shard "
                     f"norms by themselves, without param_dtype)"
                 )
-        if alone and self.uses_batch_statistics and x.numel() <= self.num_features:
+        if alone and 0 < x.numel() <= self.num_features:
             raise ValueError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}: one value per channel has no variance "
                 f"(a head's pooled branch gets this with one crop per device); train with at least two crops per "

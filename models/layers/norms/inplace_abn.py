@@ -109,9 +109,8 @@ class InPlaceABNSync(InPlaceABN):
         of_inplace_abn = (variant, learn_scale, gamma_floor, overwrite_input)
         super().__init__(*of_abn, *of_inplace_abn, sync=True, group=group, backend=backend)
 
-    @classmethod
+    @staticmethod
     def convert(
-        cls,
         module: nn.Module,
         group: dist.ProcessGroup | None = None,
         *,
@@ -133,7 +132,7 @@ class InPlaceABNSync(InPlaceABN):
             if isinstance(layer, ABN):
                 before = f"{type(layer).__name__}({layer.activation})"
                 if type(layer) is InPlaceABN:  # a subclass keeps its own methods
-                    layer.__class__ = cls
+                    layer.__class__ = InPlaceABNSync
                 layer.sync, layer.group = True, group
                 result.replaced[name] = f"{before} -> {type(layer).__name__}({layer.activation}, sync=True)"
             elif isinstance(layer, nn.SyncBatchNorm):

@@ -32,19 +32,25 @@ def renew_statistics(
     norms: list[Any] = [module for module in network.modules() if has_running_statistics(module)]
     momenta = [norm.momentum for norm in norms]
     network.eval()
-    for number, minibatch in enumerate(minibatches, start=1):
-        for norm in norms:
-            norm.train()
-            norm.momentum = 1 / number
-        (forward or network)(minibatch)
-    group = synchronised_group(None)
-    for norm, momentum in zip(norms, momenta, strict=True):
-        norm.momentum = momentum
+    try:
+        for number, minibatch in enumerate(minibatches, start=1):
+            for norm in norms:
+                norm.train()
+                norm.momentum = 1 / number
+                if number == 1:  # NaN would survive a momentum of 1
+                    norm.running_mean.zero_()
+                    norm.running_var.zero_()
+            (forward or network)(minibatch)
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        network.eval()
+    if (group := synchronised_group(None)) is None:
+        return
+    for norm in norms:
         for statistics in (norm.running_mean, norm.running_var):
-            if group is not None:
-                dist.all_reduce(statistics, group=group)
-                statistics.div_(dist.get_world_size(group))
-    network.eval()
+            dist.all_reduce(statistics, group=group)
+            statistics.div_(dist.get_world_size(group))
 
 
 def has_running_statistics(module: object) -> bool:

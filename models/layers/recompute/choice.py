@@ -1,14 +1,15 @@
 """Choose what a step keeps: the least time for every number of bytes."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .plan import Plan
 from .simulation import Outcome, simulate
-from .step import Kind, Node, Step
+from .step import Kind, Step
 
 _FINER = 0.97  # each target is this much lower than the peak before it
+_SECONDS = 20.0
 _FEW = 16  # values of which pairs are tried
 _TRIED = 12  # single moves of a kind that are simulated before one is made
 
@@ -21,33 +22,23 @@ class Choice(NamedTuple):
     kept: tuple[bool, ...]  # by node
 
 
-def frontier(step: Step, seconds: float = 20.0) -> list[Choice]:
+def frontier(step: Step) -> list[Choice]:
     """Choices with ever lower peaks, none of which another beats in both peak and time.
 
     The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
     a third time, by bytes alone, since times are noisy.
     It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
     the step is above the target. It keeps values again, which cuts chains of recipes, where what is computed is too
-    much at once. What it finds is then changed in single values, as long as this helps.
-
-    `seconds`: of this thread's time, after which it stops with what it has.
+    much at once. What it finds is then changed in single values, as long as this helps. After 20 seconds of this
+    thread's time it stops with the choices that it has.
     """
-    search = _Search(step, time.thread_time() + seconds)
-    starts: list[tuple[Callable[[Node], bool], bool]] = [(_all, True), (_slow, True), (_slow, False)]
-    for is_kept, search.counts_time in starts:
-        search.start([node.kind == Kind.KEPT or (node.kind == Kind.FREE and is_kept(node)) for node in step.nodes])
+    search = _Search(step, time.thread_time() + _SECONDS)
+    for only_slow, search.counts_time in ((False, True), (True, True), (True, False)):
+        search.start(only_slow)
         while search.lower(int(search.outcome.peak * _FINER)):
             pass
     search.polish()
     return pareto(search.found)
-
-
-def _all(node: Node) -> bool:
-    return True
-
-
-def _slow(node: Node) -> bool:
-    return node.operations > 0
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
@@ -74,8 +65,13 @@ class _Search:
         self.found: list[Choice] = []
         self.counts_time = True
 
-    def start(self, kept: list[bool]) -> None:
-        self.kept, self.outcome = kept, self.simulated(kept)
+    def start(self, only_slow: bool) -> None:
+        """Keep all that can be kept, or with `only_slow` the results of convolutions, matrix products and attention."""
+        self.kept = [
+            node.kind == Kind.KEPT or (node.kind == Kind.FREE and not (only_slow and node.operations == 0))
+            for node in self.step.nodes
+        ]
+        self.outcome = self.simulated(self.kept)
 
     def simulated(self, kept: Sequence[bool]) -> Outcome:
         outcome = simulate(self.step, kept)
@@ -109,15 +105,14 @@ class _Search:
             if _excess(found, target) < before * 0.7:
                 return several, found, True
             count //= 3
-        pins = self.pins(kept, outcome)
+        pins = [[i] for i in self.live(kept, outcome, False)]  # to keep again
+        held = [self.group(kept, outcome, i)[0] for i in self.live(kept, outcome, True)]  # to drop
         singles = [*(group for _, group in ranked[:_TRIED]), *pins[:_TRIED]]
-        pairs = [pin + drop for pin in pins[-_TRIED:] for drop in self.held(kept, outcome)[-_TRIED:]]
+        pairs = [pin + drop for pin in pins[-_TRIED:] for drop in held[-_TRIED:]]
         for moves in (singles, pairs):
             best: tuple[float, list[bool], Outcome] | None = None
             for move in moves:
-                trial = list(kept)
-                for i in move:
-                    trial[i] = not trial[i]
+                trial = _flipped(kept, move)
                 found = self.simulated(trial)
                 gain = before - _excess(found, target)
                 if gain > 0:
@@ -147,10 +142,7 @@ class _Search:
                 if len(free) <= _FEW:
                     moves += [[i, j] for i in free for j in free if i < j]
                 for move in moves:
-                    trial = list(choice.kept)
-                    for i in move:
-                        trial[i] = not trial[i]
-                    self.simulated(trial)
+                    self.simulated(_flipped(choice.kept, move))
 
     def drops(self, kept: list[bool], outcome: Outcome, target: int) -> list[tuple[int, list[int]]]:
         """Values to drop while the step is above the target, those first that cost the least time for their bytes.
@@ -199,16 +191,8 @@ class _Search:
                         pending.append(i)
         return group, seconds
 
-    def pins(self, kept: list[bool], outcome: Outcome) -> list[list[int]]:
-        """Values to keep again, which are computed at the peak; the largest last."""
-        return [[i] for i in self.live(kept, outcome, False)]
-
-    def held(self, kept: list[bool], outcome: Outcome) -> list[list[int]]:
-        """Values to drop, with their groups, which are kept at the peak; the largest last."""
-        return [self.group(kept, outcome, i)[0] for i in self.live(kept, outcome, True)]
-
     def live(self, kept: list[bool], outcome: Outcome, are_kept: bool) -> list[int]:
-        """The free values in memory at the peak that are kept, or else computed."""
+        """The free values in memory at the peak that are kept, or else computed; the largest last."""
         peak = outcome.levels.index(outcome.peak)
         start = outcome.born if are_kept else outcome.first
         found = [
@@ -220,12 +204,11 @@ class _Search:
 
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
         """Keep again what the target leaves room for, the dearest values first."""
-        levels = outcome.levels
         dropped = [i for i in range(len(kept)) if self.is_free[i] and not kept[i] and outcome.readers[i]]
         dropped.sort(key=lambda i: -self.step.nodes[i].seconds)
-        trial, levels, any_kept = list(kept), list(levels), False
+        trial, levels, any_kept = list(kept), list(outcome.levels), False
         for i in dropped:
-            size = self.step.memories[self.step.nodes[i].memory]
+            size = self.bytes(i)
             begin, end = outcome.born[i], outcome.first[i]
             if max(levels[begin:end], default=0) + size <= target:
                 trial[i] = any_kept = True
@@ -235,6 +218,14 @@ class _Search:
             if found.peak <= target and found.seconds <= outcome.seconds:
                 return trial, found
         return kept, outcome
+
+
+def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
+    """A choice that keeps what the other drops of these values, and drops what it keeps."""
+    trial = list(kept)
+    for i in move:
+        trial[i] = not trial[i]
+    return trial
 
 
 def _excess(outcome: Outcome, target: int) -> int:

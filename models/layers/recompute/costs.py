@@ -1,5 +1,6 @@
 """What operators cost: seconds, and the bytes that they take while they run."""
 
+import math
 import os
 import threading
 import time
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from ..inputs import tensors_in
 
 _BYTES_PER_SECOND = 1e10
 _OPERATIONS_PER_SECOND = 1e11
@@ -148,13 +151,29 @@ def operations_of(function: Callable[..., Any], arguments: Sequence[Any], result
     """Multiplications and additions of a matrix product, a convolution or attention; 0 for other calls."""
     tensors = [one for one in arguments if isinstance(one, Tensor)]
     name, length = getattr(function, "__name__", ""), 0  # of the products that a value of the result sums up
+    if "conv_transpose" in name:  # each value of the input is in as many products
+        return 2 * tensors[0].numel() * tensors[1].numel() // tensors[1].shape[0]
     if name == "scaled_dot_product_attention":
         length = tensors[1].shape[-2] * (1 + tensors[0].shape[-1] // result.shape[-1])
     elif "conv" in name or name == "linear":
         length = tensors[1].numel() // tensors[1].shape[0]
     elif name in _PRODUCTS:
         length = tensors[-2].shape[-1]
+    elif name == "einsum":
+        length = _summed(arguments[0], tensors_in(arguments))
     return 2 * length * result.numel()
+
+
+def _summed(equation: str, tensors: Sequence[Tensor]) -> int:
+    """How many products einsum adds for each value of its result."""
+    sizes: dict[str, int] = {}
+    terms, _, output = equation.replace(" ", "").partition("->")
+    for term, tensor in zip(terms.split(","), tensors, strict=True):
+        head, _, tail = term.partition("...")
+        sizes |= zip(head, tensor.shape, strict=False)
+        sizes |= zip(reversed(tail), reversed(tensor.shape), strict=False)
+    kept = output or [letter for letter in sizes if terms.count(letter) == 1]
+    return math.prod(size for letter, size in sizes.items() if letter not in kept)
 
 
 def estimated_seconds(function: Callable[..., Any], arguments: Sequence[Any], result: Tensor) -> float:

@@ -199,7 +199,7 @@ class _Hooks:
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(
-            "torch.jit.script cannot read the hooks of recompute_activations: call models.layers.undo(network) before, "
+            "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) before, "
             "or use torch.jit.trace"
         )
 

@@ -111,8 +111,12 @@ def _unless(function: Function, position: int, name: str) -> Rule:
 
 
 def _fixed(argument: object) -> object:
-    """An argument as it is now: the caller may change a list later."""
-    return tuple(argument) if isinstance(argument, list) else argument
+    """An argument as it is now: the caller may change a list later. NotFollowed: it holds tensors."""
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    if any(isinstance(one, Tensor) for one in argument):
+        raise NotFollowed
+    return tuple(argument)
 
 
 class _ByName(NamedTuple):

@@ -90,7 +90,7 @@ class StepTrace:
         memory = self.memory(tensor)
         sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
-        flags = (False, False) if again is None else (again.fresh, again.can_overwrite)
+        flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(numbers))
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
         self.nodes.append(Node(kind, memory, size, numbers, alias, call, *costs, *flags))
         return len(self.nodes) - 1

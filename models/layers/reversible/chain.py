@@ -19,8 +19,9 @@ The rules, which this file keeps together with replay.py and environment.py:
    the step that follows. A step knows the state before it by a weak reference (but holds it if it has no inverse), so
    the chain is freed with the graph, and a state that no earlier step needs any more is not restored.
 7. What a repetition finds. `Environment` restores autocast, modes, buffers and (with `preserve_rng_state`) random
-   numbers, and refuses parameters that were modified or replaced. Running statistics do not move again. The repetition
-   must save tensors of the same number, shapes, dtypes and devices as the first run, or it raises an error.
+   numbers. It refuses parameters that were modified or replaced since, and buffers that the forward pass left alone.
+   Running statistics do not move again. The repetition must save tensors of the same number, shapes, dtypes and
+   devices as the first run, or it raises an error.
 8. What may never happen: a gradient of other values than the forward pass had, except for rounding. A function that
    writes over its input is refused. A kept tensor that was modified raises PyTorch's error about an in-place operation.
    Whatever is asked for when the graph is freed, or still inside the forward pass, raises an error that says so. That

@@ -23,6 +23,11 @@ class _Buffer(NamedTuple):
     version: int
     start: Tensor | None
 
+    def is_constant(self) -> bool:
+        """Whether the forward pass, which has ended, left it alone. Other passes move running statistics."""
+        same = self.owner._buffers[self.name] is self.values and self.values._version == self.version
+        return same and not has_running_statistics(self.owner)
+
 
 class Environment:
     """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
@@ -41,7 +46,7 @@ class Environment:
         self.random = self._random() if preserve_rng_state else None
         parts = [part for module in modules for part in module.modules()]
         self.modes = [(part, part.training) for part in parts]
-        self.parameters = [
+        self.constants: list[tuple[nn.Module, str, Tensor, int]] = [  # which may not change before the repetition
             (part, name, parameter, parameter._version)
             for part in parts
             for name, parameter in part._parameters.items()
@@ -50,24 +55,19 @@ class Environment:
         self.buffers = [buffer for part in parts for buffer in _buffers(part)]
 
     def forward_pass_ended(self) -> None:
-        """Keep only what is needed: no random numbers (5 KB) if none were drawn, no buffers that did not change."""
+        """Keep only what is needed: no random numbers (5 KB) if none were drawn, no copies of unchanged buffers."""
         if self.random is not None and all(map(_equal, self.random, self._random())):
             self.random = None
-        self.buffers = [
-            buffer
-            for buffer in self.buffers
-            if has_running_statistics(buffer.owner)
-            or buffer.owner._buffers[buffer.name] is not buffer.values
-            or buffer.values._version != buffer.version
-        ]
+        self.constants += [buffer[:4] for buffer in self.buffers if buffer.is_constant()]
+        self.buffers = [buffer for buffer in self.buffers if not buffer.is_constant()]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Context of a repetition: the state of the forward pass, and at the end the present one again.
 
-        RuntimeError if a parameter was modified or replaced since.
+        RuntimeError if a parameter, or a buffer that the forward pass left alone, was modified or replaced since.
         """
-        self._check_parameters()
+        self._check_constants()
         with ExitStack() as stack:
             for kind, dtype, enabled in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
@@ -82,14 +82,14 @@ class Environment:
             stack.enter_context(_swapped(self.buffers))
             yield
 
-    def _check_parameters(self) -> None:
-        for part, name, parameter, version in self.parameters:
-            present = part._parameters.get(name)
-            if present is parameter:
-                check_version(parameter, version, f"{type(part).__name__}.{name}")
-            elif type(present) is type(parameter):  # FSDP replaces shards by whole parameters
+    def _check_constants(self) -> None:
+        for part, name, tensor, version in self.constants:
+            present = part._parameters.get(name, part._buffers.get(name))
+            if present is tensor:
+                check_version(tensor, version, f"{type(part).__name__}.{name}")
+            elif type(present) is type(tensor):  # FSDP replaces shards by whole parameters
                 raise RuntimeError(
-                    f"{type(part).__name__}.{name} of a reversible module is another parameter than in the forward "
+                    f"{type(part).__name__}.{name} of a reversible module is another tensor than in the forward "
                     f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
                 )
 

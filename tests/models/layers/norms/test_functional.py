@@ -73,7 +73,8 @@ from models.layers import stand_in_for_inplace_abn
 stand_in_for_inplace_abn(), stand_in_for_inplace_abn()
 from inplace_abn import ABN, InPlaceABN, InPlaceABNSync, active_group, set_active_group
 from inplace_abn.functions import inplace_abn, inplace_abn_sync
-import inplace_abn.group
+import importlib.util, inplace_abn.group
+assert importlib.util.find_spec("inplace_abn.group") and importlib.util.find_spec("inplace_abn")
 class Own(ABN):
     def forward(self, x): return super().forward(x) + 1
 network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), InPlaceABN(4), Own(4, activation="identity"), InPlaceABNSync(4))

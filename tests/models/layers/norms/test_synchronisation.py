@@ -17,7 +17,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, layer_health, recompute_activations
+from models.layers import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, drop_in, layer_health, recompute_activations
 from models.layers.saved import kept_bytes
 from tests.cuda import FSDP2_ON_CPUS
 from tests.host_reads import host_reads
@@ -223,6 +223,7 @@ def test_conversion_keeps_the_layers_and_reports_every_norm(caplog):
         InPlaceABNSync.convert(nn.Sequential(ABN(3)))
         InPlaceABNSync.convert(nn.BatchNorm2d(3))
     assert type(InPlaceABNSync.convert(InPlaceABN(3))) is InPlaceABNSync
+    assert type(drop_in.InPlaceABNSync.convert(InPlaceABN(3))) is InPlaceABNSync  # whose scale stays the weight
     assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
     assert "(the module itself)" in caplog.records[1].getMessage()
 

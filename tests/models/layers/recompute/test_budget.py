@@ -13,13 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from models.layers import CheckpointedABN, plan, recompute_activations, report
 from models.layers.recompute.budget import Plans, traced_step
 from models.layers.recompute.choice import Choice, frontier, pareto
-from models.layers.recompute.costs import peak_bytes
+from models.layers.recompute.costs import operations_of, peak_bytes
 from models.layers.recompute.plan import Plan, Planned
+from models.layers.recompute.rules import EXPENSIVE
 from models.layers.recompute.simulation import plain_peak, simulate
 from models.layers.recompute.step import Event, Kind, Node, SavedTensor, Step
 from models.layers.recompute.trace import StepTrace
@@ -117,7 +120,22 @@ class WithLoss(nn.Module):
         return self.layers(x).square().mean()
 
 
+class OfParameters(nn.Module):
+    """An activation of a parameter, and products of a list, one of which is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.weight = nn.Parameter(torch.randn(4, 1, 1)), nn.Parameter(torch.randn(4, 4), False)
+        self.first, self.last = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x)) * F.silu(self.gate)
+        shift = torch.einsum("ij,jk->ik", [self.weight, self.gate[:, 0]]).unsqueeze(2)
+        return F.gelu(self.last(x + F.relu(shift))).mean((2, 3))
+
+
 CASES = {
+    "of parameters": (OfParameters, (4, 4, 32, 32)),
     "loss": (WithLoss, (4, 3, 32, 32)),
     "mixed": (Mixed, (4, 3, 16, 16)),
     "chain": (Chain, (2, 4, 24, 24)),
@@ -371,6 +389,57 @@ def test_a_report_says_why_something_is_kept():
     reasons = {line.why for line in report(network).lines}
     assert reasons == {"planned", "cannot be computed again"}
     assert "why" in str(report(network))
+
+
+class Product(nn.Module):
+    """Einsum takes a list of tensors. Without einsum's result, `a` would be needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.last = nn.Parameter(torch.randn(64, 64)), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a = x * self.weight
+        return a, self.last(F.gelu(torch.einsum("ij,jk->ik", [a, x]))).sin()
+
+
+def test_a_call_with_a_list_of_tensors_is_not_repeated():
+    torch.manual_seed(0)
+    network, x = recompute_activations(Product(), budget=1), torch.randn(64, 64)
+    gradients: list[Tensor] = []
+    for change in (False, False, False, True):  # the last two are planned, as tightly as possible
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            a, y = network(x)
+        if change:
+            a.mul_(-1)
+        gradients += torch.autograd.grad(y.sum(), network.weight)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "module, shape",
+    [
+        (nn.Conv2d(4, 8, 3, padding=1), (2, 4, 6, 6)),
+        (nn.ConvTranspose2d(4, 8, 2, stride=2), (2, 4, 6, 6)),
+        (lambda x: torch.einsum("nij,njk->nik", x, x), (2, 5, 5)),
+        (lambda x: torch.einsum("...ij,...kj->...ik", [x, x.clone()]), (2, 3, 4, 5)),
+        (lambda x: torch.einsum("ij,jk", x, x), (5, 5)),
+    ],
+)
+def test_operations_are_those_that_pytorch_counts(module, shape):
+    x, counted = torch.randn(shape), []
+
+    class Counting(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function in EXPENSIVE:
+                counted.append(operations_of(function, [*args, *(kwargs or {}).values()], result))
+            return result
+
+    with FlopCounterMode(display=False) as reference, Counting():
+        module(x)
+    assert counted == [reference.get_total_flops()]
 
 
 def test_wrong_budgets_name_the_value_and_what_can_be_met():

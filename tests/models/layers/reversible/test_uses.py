@@ -116,8 +116,30 @@ def test_other_parameters_in_the_backward_pass_are_refused():
     network = ReversibleSequence(made(additive()))
     others = {name: nn.Parameter(parameter + 1) for name, parameter in network.named_parameters()}
     y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
-    with pytest.raises(RuntimeError, match="is another parameter than in the forward pass"):
+    with pytest.raises(RuntimeError, match="is another tensor than in the forward pass"):
         y.sum().backward()
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return (x * self.scale).sin()
+
+
+def test_buffers_that_change_before_the_backward_pass_are_refused():
+    """PyTorch refuses those that an operation saved; here any of them changes what is restored."""
+    for change, message in (
+        (lambda part: part.scale.mul_(3), "WithBuffer.scale of shape .* was modified by an inplace operation"),
+        (lambda part: setattr(part, "scale", torch.zeros(())), "WithBuffer.scale .* is another tensor"),
+    ):
+        scaled = WithBuffer()
+        y = ReversibleSequence(made(AdditiveCoupling(scaled)))(IMAGES.clone().requires_grad_())
+        change(scaled)
+        with pytest.raises(RuntimeError, match=message):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("norm", ["std", "inplace", "checkpoint", "batchnorm"])
