@@ -53,11 +53,11 @@ def train(values: DictConfig, command: str = "train_seg.train") -> dict:
             run.metrics.figure("val_pictures/legend", class_legend(run.val_set), step=0)
 
         with counted(run.console, "indexing the classes") as progress:
-            minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, progress)
-            counts = assemble.class_counts(config, train_set, progress)
+            index = assemble.class_index(config, train_set, world, progress)
+        minibatches = assemble.training_loader(config, train_set, total_steps, world, run.start_step, index)
         steps = trainer.ema_statistics_minibatches
-        run.learner.statistics_minibatches = assemble.training_loader(config, train_set, steps, world)
-        loss = assemble.loss(config.loss, train_set.ignore_index, counts).to(world.device)
+        run.learner.statistics_minibatches = assemble.training_loader(config, train_set, steps, world, index=index)
+        loss = assemble.loss(config.loss, train_set.ignore_index, index).to(world.device)
         images = assemble.evaluation_loader(WholeImages(run.val_set), config.data, world, trainer.evaluate_images)
         return run.conclude(loop.train(run, minibatches, loss, evaluation_of(run, images)))
 

@@ -17,7 +17,7 @@ from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop,
 from datasets.imagenet import image_folder, imagenet
 from datasets.inspection import Inspection, inspect, inspect_images
 from datasets.loading import Draw, TrainingCrops, WholeImages
-from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
+from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic

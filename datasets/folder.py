@@ -48,6 +48,8 @@ def folder_classes(file: Path) -> ClassTable:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content["classes"]):
             raise ValueError('every class needs an object, such as {"name": "wood"}')
+        if not isinstance(content.get("ignored", []), list):
+            raise ValueError(f'"ignored" is {content["ignored"]}, expected a list of ids, such as [{_IGNORED}]')
         entries, ignored = content["classes"], sorted(bytes(content.get("ignored", [_IGNORED])))
         keys = {*content} - {"classes", "ignored"} | {key for entry in entries for key in entry}
         if unknown := sorted(keys - {"name", "colour"}):

@@ -22,15 +22,6 @@ def minibatches_per_epoch(images: int, crops_per_minibatch: int, key: str = "cro
     return images // crops_per_minibatch
 
 
-def evaluation_shard(images: int, rank: int = 0, world_size: int = 1) -> range:
-    """Indices of the images that `rank` evaluates; together the ranks evaluate each image once.
-
-    Shards are not padded: their sizes differ by at most one, and some are empty if there are fewer images than ranks.
-    """
-    assert 0 <= rank < world_size, f"there is no rank {rank} among {world_size}"
-    return range(rank, images, world_size)
-
-
 @dataclass(eq=False)
 class _Minibatches(Sampler):
     """Split every epoch's list of `images` keys into minibatches, and each minibatch among the ranks.

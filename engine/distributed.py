@@ -101,6 +101,8 @@ def joined(device: str, timeout_seconds: float, keys: str = "") -> Iterator[Worl
         ConnectionError: another process ended, or was not there within the timeout.
     """
     own = device_of(device, int(os.environ.get("LOCAL_RANK", 0)) if launched() else 0, f"{keys}device")
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     started = launched() and not dist.is_initialized()
     try:
         if started:
@@ -156,6 +158,4 @@ def device_of(name: str, local_rank: int = 0, key: str = "device") -> torch.devi
             f"torchrun started more processes on this machine than it has CUDA devices ({devices}): give "
             f"--nproc-per-node {devices}, or {key}=cpu"
         )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", local_rank)

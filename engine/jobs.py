@@ -62,7 +62,7 @@ def run_jobs(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    lines = [f"{len(jobs) - len(failed)} ran, {ended_before} had already finished, {len(failed)} failed"]
+    lines = [f"{len(jobs) - len(failed)} succeeded, {ended_before} had already finished, {len(failed)} failed"]
     lines += [f"failed: {title}: {error}" for title, error in failed.items()]
     console.print("\n".join(lines), soft_wrap=True)
     return len(failed)

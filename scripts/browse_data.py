@@ -84,7 +84,8 @@ def training_crops(config: BrowseData, dataset: SegmentationDataset, console: Co
     start_step = config.epoch * steps_per_epoch
     steps = start_step + -(-config.count // config.data.crops_per_minibatch)
     with counted(console, "indexing the classes") as progress:
-        loader = assemble.training_loader(config, dataset, steps, World(), start_step, progress)
+        index = assemble.class_index(config, dataset, World(), progress)
+    loader = assemble.training_loader(config, dataset, steps, World(), start_step, index)
     assert isinstance(loader.dataset, TrainingCrops) and loader.batch_sampler is not None
     for keys, minibatch in zip(loader.batch_sampler, loader, strict=True):
         images, labels = minibatch["image"].permute(0, 2, 3, 1).numpy(), minibatch["label"].numpy()

@@ -232,7 +232,7 @@ def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, c
         given = f"data.root={options.data.root}"
         with reading_errors(config.data.timeout_seconds):
             if isinstance(config, SegmentationRun):
-                dataset = assemble.dataset(config.data, config.data.val_split)
+                dataset = assemble.dataset(config.data, config.data.val_split, key="data.val_split")
                 names, colours = list(dataset.classes), list(dataset.palette)
             else:
                 names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)

@@ -150,7 +150,7 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
     Small networks get no reversible body: RevNet-104 would need more than they do.
     """
     changes = [("std", "none", config.body, "standard norms"), ("inplace", "none", config.body, "in-place norms")]
-    if not config.body.forgets_activations():
+    if not config.body.is_reversible():
         changes += [
             ("std", "sqrt", config.body, "standard norms, trainer.recompute=sqrt"),
             ("inplace", "sqrt", config.body, "in-place norms, trainer.recompute=sqrt"),

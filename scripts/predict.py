@@ -145,7 +145,7 @@ def result_names(images: Sequence[Path]) -> list[str]:
 def palette_of_data(config: SegmentationRun, path: Path) -> tuple[tuple[int, int, int], ...]:
     """The palette of the training's data, for old checkpoints without one. Raises ValueError if the data is gone."""
     try:
-        return assemble.dataset(config.data, config.data.val_split).palette
+        return assemble.dataset(config.data, config.data.val_split, key="data.val_split").palette
     except ValueError as error:
         raise ValueError(f"checkpoint {path} has no colours, and its data cannot be read: {error}") from error
 

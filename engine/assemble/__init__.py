@@ -11,7 +11,7 @@ from engine.assemble.classification import (
     evaluated_split,
 )
 from engine.assemble.data import (
-    class_counts,
+    class_index,
     dataset,
     evaluation_loader,
     labelled_dataset,

@@ -5,12 +5,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from datasets import (
     ClassIndex,
+    ClassUniformMinibatches,
+    ColourJitter,
     SegmentationDataset,
+    ShuffledMinibatches,
+    TrainingCrops,
+    TrainingTransform,
     camvid,
     cityscapes,
     coco_stuff,
@@ -22,13 +26,9 @@ from datasets import (
 from datasets.camvid import IMAGES as CAMVID_IMAGES
 from datasets.cityscapes import IMAGES as CITYSCAPES_IMAGES
 from datasets.coco_stuff import IMAGES as COCO_STUFF_IMAGES
-from datasets.colour_jitter import ColourJitter
 from datasets.folder import folder_splits
-from datasets.loading import TrainingCrops
-from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard
 from datasets.segmentation import joined
 from datasets.synthetic import IMAGES as SYNTHETIC_IMAGES
-from datasets.transforms import TrainingTransform
 from datasets.vistas import IMAGES as VISTAS_IMAGES
 from datasets.workers import Loader
 from engine.console import logger
@@ -43,12 +43,12 @@ def dataset(
     config: SegmentationData,
     split: str | list[str],
     strict: bool = True,
-    key: str | None = None,
+    key: str = "data.split",
     draw: bool = False,
 ) -> SegmentationDataset:
     """One split of the dataset, or several as one; its files are paired and counted but not yet read.
 
-    `key`: the config key of `split`, for messages; None if it is a choice for this command alone, `data.split`.
+    `key`: the config key of `split`, for messages.
     Unless `strict`, images without labels and labels without images are included, with None for the missing file.
     Synthetic images that do not exist yet are drawn only if `draw`: a checkpoint's folder is not to be written to.
 
@@ -59,10 +59,8 @@ def dataset(
     for name in as_list(split):
         if images and name not in images:
             known = ", ".join(images)
-            raise ValueError(
-                f"{key or 'data.split'}={name}: split {name!r} is unknown to {config.name}; expected one of {known}"
-            )
-        with root_named(config, f"{key}={name}: " if key else ""):
+            raise ValueError(f"{key}={name}: split {name!r} is unknown to {config.name}; expected one of {known}")
+        with root_named(config, f"{key}={name}: "):
             parts.append(make(config.root, name, strict=strict))
     return joined(parts)
 
@@ -124,42 +122,35 @@ def training_loader(
     total_steps: int,
     world: World,
     start_step: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    index: ClassIndex | None = None,
 ) -> Loader:
     """This rank's share of a minibatch of crops for each step from `start_step` to `total_steps`.
 
-    Class-uniform sampling needs a class index, which is built here if missing; `progress(done, total)` counts images.
+    `index`: from `class_index`.
 
-    ValueError: the minibatch size does not fit the images or the world size, or the class index cannot be built.
+    ValueError: the minibatch size does not fit the images or the world size.
     """
     data, sampler, order = config.data, config.sampler, order_of(config, total_steps, world, start_step)
     if isinstance(sampler, ClassUniformSampler):
-        index = _index(config, dataset, progress)
-        absent = index.absent()
-        if absent and world.first:
-            logger.warning(
-                f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
-                f"split and are not drawn: {', '.join(absent)}"
-            )
+        assert index is not None
         minibatches: Sampler[list] = ClassUniformMinibatches(index, fraction=sampler.fraction, **order)
     else:
         minibatches = ShuffledMinibatches(len(dataset), **order)
     return loader(training_crops(data, dataset, config.seed), data, world, batch_sampler=minibatches)
 
 
-def class_counts(
-    config: SegmentationRun, dataset: SegmentationDataset, progress: Callable[[int, int], None] | None = None
-) -> np.ndarray | None:
-    """Pixels of each class in the training split, int64 (classes,), if the loss needs them. ValueError: `_index`."""
-    return _index(config, dataset, progress).counts.sum(axis=0) if config.loss.class_weights == "frequency" else None
+def class_index(
+    config: SegmentationRun, dataset: SegmentationDataset, world: World, progress: Callable[[int, int], None]
+) -> ClassIndex | None:
+    """The class index of the training split, built if it is missing; None if neither sampler nor loss needs it.
 
-
-def _index(
-    config: SegmentationRun, dataset: SegmentationDataset, progress: Callable[[int, int], None] | None
-) -> ClassIndex:
-    """The class index of the training split, from where the sampler keeps it. ValueError: see `index_classes`."""
+    `progress(done, total)` counts images. ValueError: see `index_classes`.
+    """
+    is_drawn = isinstance(config.sampler, ClassUniformSampler)
+    if not is_drawn and config.loss.class_weights != "frequency":
+        return None
     sampler = config.sampler if isinstance(config.sampler, ClassUniformSampler) else ClassUniformSampler()
-    return index_classes(
+    index = index_classes(
         dataset,
         sampler.folder,
         sampler.positions,
@@ -167,6 +158,13 @@ def _index(
         skip_unreadable=config.data.on_error == "skip",
         folder_key="sampler.folder",
     )
+    absent = index.absent()
+    if is_drawn and absent and world.first:
+        logger.warning(
+            f"class-uniform sampling: {len(absent)} of {len(index.classes)} classes have no pixel in the training "
+            f"split and are not drawn: {', '.join(absent)}"
+        )
+    return index
 
 
 def order_of(config: TrainingRun, total_steps: int, world: World, start_step: int = 0) -> dict:
@@ -208,7 +206,7 @@ def evaluation_loader(
     """
     assert isinstance(source, Sized), source
     count = len(source) if images is None else min(images, len(source))
-    shard = evaluation_shard(count, world.rank, world.size)
+    shard = range(world.rank, count, world.size)  # unpadded: no image counts twice
     return loader(source, config, world, sampler=shard, batch_size=batch_size, **batching)
 
 

@@ -120,13 +120,15 @@ def _of_state_dict(path: Path, name: str, format: str, network: nn.Module) -> We
     content = torch_files.read(path, name, "a state dict {name: tensor}", "it may have to be copied again")
     _check_foreign(content, name)
     tensors = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+    if not isinstance(tensors, dict) or not all(
+        isinstance(n, str) and isinstance(t, Tensor) for n, t in tensors.items()
+    ):
         raise ValueError(
             f"{name} with init.format={format}: expected a state dict {{name: tensor}}, possibly below the key "
             f"state_dict"
         )
-    if all(tensor.startswith("module.") for tensor in tensors):  # of DataParallel
-        tensors = {tensor.removeprefix("module."): value for tensor, value in tensors.items()}
+    if all(parameter.startswith("module.") for parameter in tensors):  # of DataParallel
+        tensors = {parameter.removeprefix("module."): tensor for parameter, tensor in tensors.items()}
     remarks = torch_files.unchecked(path, name)
     if format == "standard_bn":
         return Weights(tensors, f"{path} (standard_bn)", remarks=remarks)

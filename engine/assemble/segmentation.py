@@ -1,10 +1,10 @@
 """Configuration keys -> segmentation network, loss and views."""
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from datasets.class_index import ClassIndex
 from engine.assemble.network import body, norm_act, options_of
 from engine.schema.data import SegmentationData
 from engine.schema.evaluation import TrainedNetwork
@@ -28,12 +28,14 @@ def segmentation_network(
     return network
 
 
-def loss(config: Loss, ignore_index: int, counts: np.ndarray | None = None) -> nn.Module:
+def loss(config: Loss, ignore_index: int, index: ClassIndex | None = None) -> nn.Module:
     """Build the loss: logits (N, K, H, W), labels (N, H, W) -> scalar.
 
-    `counts`: pixels of each class in the training split, for class weights; None: equal weights.
+    `index`: of the training split, for class weights; None: equal weights.
     """
-    weights = None if counts is None else inverse_frequencies(torch.from_numpy(counts))
+    weights = None
+    if index is not None and config.class_weights == "frequency":
+        weights = inverse_frequencies(torch.from_numpy(index.counts.sum(axis=0)))
     if isinstance(config, BootstrappedLoss):
         return BootstrappedCrossEntropy(config.fraction, ignore_index, weights)
     return CrossEntropy(ignore_index, weights)

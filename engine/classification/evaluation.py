@@ -143,7 +143,8 @@ def evaluation_of(run: Run[ClassificationRun, ClassificationDataset], loader: Da
         if not run.world.first:
             return evaluated
         network = run.learner.network
-        images = torch.stack([loader.dataset[number]["image"] for number in range(min(2, len(run.val_set)))])
+        second = min(1, evaluated.images - 1)
+        images = torch.stack([loader.dataset[number]["image"] for number in (0, second)])
         return replace(evaluated, layers=layer_health(network, images, forward=run.learner.forward.through(network)))
 
     return evaluate

@@ -69,7 +69,7 @@ def run(arguments: list[str], check: Callable[[list[str]], Keys], has_run_dir: b
     waiting = []
     for job in jobs:
         if job.has_ended():
-            console.print(f"has ended: {job.title}", soft_wrap=True)
+            console.print(f"already finished: {job.title}", soft_wrap=True)
         else:
             waiting.append(job)
     start = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]]

@@ -31,6 +31,7 @@ from engine.distributed import World, device_of
 from engine.learner import Learner
 from engine.loop import Loss
 from engine.memory import peak_memory_mib
+from engine.output_files import write_file
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
 from engine.schema.classification import ClassificationData
@@ -77,16 +78,19 @@ def training_images(data: Data) -> int:
     if isinstance(data, SegmentationData):
         published = official_images(data)
         return sum(published.get(split) or 0 for split in as_list(data.train_split))
-    return classified_counts(cast(ClassificationData, data), classes_of(data))["train"] or 0
+    data = cast(ClassificationData, data)
+    return classified_counts(data, classes_of(data)).get(data.train_split) or 0
 
 
 def _own(data: Data) -> Dataset | None:
     """The training split of people's own images, of which nothing is published; None for other datasets."""
-    if isinstance(data, FolderData):
+    return _train_split(data) if isinstance(data, FolderData) or data.name == "image_folder" else None
+
+
+def _train_split(data: Data) -> Dataset:
+    if isinstance(data, SegmentationData):
         return dataset(data, data.train_split, key="data.train_split")
-    if data.name == "image_folder":
-        return classified_split(cast(ClassificationData, data), data.train_split, "data.train_split")
-    return None
+    return classified_split(cast(ClassificationData, data), data.train_split, "data.train_split")
 
 
 def fake_step(config: TrainingRun, crops: int, crop_size: int) -> tuple[Learner, Loss, dict]:
@@ -132,10 +136,10 @@ def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool
         return Trace(**json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):  # missing or damaged
         trace = traced(lambda: fake_step(config, crops, crop_size), offloaded)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(trace)))
-    partial.replace(file)
+    with suppress(OSError):  # a read-only cache folder only costs the time of tracing again
+        partial = file.with_suffix(f".{os.getpid()}")
+        write_file(partial, json.dumps(asdict(trace)))
+        partial.replace(file)
     return trace
 
 
@@ -240,7 +244,9 @@ def fitted(config: Config) -> Iterator[Config]:
         )
     rank = int(os.environ.get("RANK", "0"))
     log_to(make_console(rank), None, rank)
-    chosen = _begun(config) or (fitting(config, processes, _images(config)) if memory.fit else deepcopy(config))
+    chosen = deepcopy(config)
+    if memory.fit:
+        chosen = _begun(config) or fitting(config, processes, _images(config))
     data, share = chosen.data, share_of(chosen, processes)
     needed = step_memory(chosen, share, data.crop_size, processes).peak
     step = f"{share} crops of {crop_text(data)} pixels on each device need {size_text(needed)}"
@@ -253,7 +259,7 @@ def fitted(config: Config) -> Iterator[Config]:
     logger.info(
         f"memory.budget={memory.budget}: data.crops_per_minibatch={data.crops_per_minibatch} and "
         f"data.crop_size={data.crop_size}, as {step} of {size_text(budget)}"
-        + ("; on a CPU nothing holds the process to it" if on_cpu else "")
+        + ("; on a CPU the budget is not enforced" if on_cpu else "")
     )
     chosen.memory = Memory()
     try:
@@ -270,18 +276,20 @@ def fitted(config: Config) -> Iterator[Config]:
 def _images(config: TrainingRun) -> int | None:
     """The number of training images in `data.root`; None if they cannot be found, which the run will say."""
     with suppress(ValueError, OSError):
-        return len(TASKS[config.task].dataset(config.data, config.data.train_split, {}))
+        return len(_train_split(config.data))
     return None
 
 
 def _begun(config: Config) -> Config | None:
-    """A copy with the minibatch and crop of the run to resume; None if there is no such run."""
+    """A copy with what `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
     before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")
     chosen = deepcopy(config)
-    chosen.data.crops_per_minibatch = before["data.crops_per_minibatch"]
-    chosen.data.crop_size = before["data.crop_size"]
+    if config.memory.fit == "batch":
+        chosen.data.crops_per_minibatch = before["data.crops_per_minibatch"]
+    else:
+        chosen.data.crop_size = before["data.crop_size"]
     return chosen
 
 

@@ -1,5 +1,7 @@
 """Model FLOPs utilisation (MFU): the arithmetic of a training step per second, as a share of the device's peak."""
 
+import re
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +23,9 @@ def peak_flops(device_name: str, precision: str, tf32: bool) -> float | None:
     `device_name` is as from `torch.cuda.get_device_name`, `precision` "float32", "bfloat16" or "float16".
     """
     column = 0 if precision != "float32" else 1 if tf32 else 2
-    return next((1e12 * peaks[column] for name, peaks in _PEAKS.items() if name in device_name), None)
+    return next(
+        (1e12 * peaks[column] for name, peaks in _PEAKS.items() if re.search(rf"\b{name}\b", device_name)), None
+    )
 
 
 def training_flops(forward: Forward, crop: tuple[int, int]) -> int:

@@ -74,7 +74,7 @@ class ClassificationRun(TrainingRun):
 
     def doubts(self, parameters: int, classes: int) -> str | None:
         if self.data.name != "imagenet" or classes == IMAGENET_CLASSES:
-            return None
+            return super().doubts(parameters, classes)
         return f"data.root={self.data.root} holds {classes} classes, one per folder; ImageNet has {IMAGENET_CLASSES}"
 
     def apply_options(self, options: TrainedNetwork) -> None:

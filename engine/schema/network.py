@@ -76,8 +76,8 @@ class Body:
     name: str = MISSING
     output_stride: int = key(8, one_of=(8, 16, 32))  # pixels per feature cell
 
-    def forgets_activations(self) -> bool:
-        """Whether the body is reversible, so that it restores its activations in the backward pass."""
+    def is_reversible(self) -> bool:
+        """Whether the body can restore its activations in the backward pass."""
         return False
 
 
@@ -133,7 +133,7 @@ class RevNetBody(StemmedBody):
     reversible: bool = True  # false: a pre-activation ResNet
     keep_activations: bool = False  # of a reversible body: compute the same from stored activations
 
-    def forgets_activations(self) -> bool:
+    def is_reversible(self) -> bool:
         return self.reversible
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from omegaconf import MISSING
 
 from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, SegmentationData
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork, changed
-from engine.schema.keys import as_list, by_name, group, key
+from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
 from engine.schema.training import Trainer, TrainingRun, fewer_at_once
 
@@ -63,10 +63,9 @@ class SegmentationRun(TrainingRun):
     sampler: Sampler = group(SAMPLERS)
 
     def doubts(self, parameters: int, classes: int) -> str | None:
-        if self.data.val_split in as_list(self.data.train_split):
-            return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"
-        if self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
-            return None
+        doubts = super().doubts(parameters, classes)
+        if doubts or self.init.weights is not None or parameters < _FEWEST_OF_A_FULL_NETWORK:
+            return doubts
         return (
             "this network starts from random weights, but the papers' runs with this learning rate start from a body "
             "trained on ImageNet: give init.weights=FILE, a checkpoint of train_imagenet.py or a released one"

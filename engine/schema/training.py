@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from engine.schema.data import Data
-from engine.schema.keys import group, key, override
+from engine.schema.keys import as_list, group, key, override
 from engine.schema.memory import Memory
 from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, PackageNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
@@ -125,10 +125,10 @@ class TrainingRun:
                 "trainer.recompute=activations with trainer.compile=true: the compiler decides which activations to "
                 "keep; leave one of them out"
             )
-        if trainer.recompute not in ("none", "activations") and self.body.forgets_activations():
+        if trainer.recompute not in ("none", "activations") and self.body.is_reversible():
             raise ValueError(
-                f"trainer.recompute={trainer.recompute} with body={self.body.name}: its reversible units already "
-                f"forget their activations; give trainer.recompute=none or activations"
+                f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks and sqrt are for bodies "
+                f"that are not reversible; give trainer.recompute=none or activations"
             )
         run_dir = str(self.run_dir)
         if (shown := run_dir.encode(errors="backslashreplace").decode()) != run_dir:
@@ -183,7 +183,9 @@ class TrainingRun:
         return []
 
     def doubts(self, parameters: int, classes: int) -> str | None:
-        """A line for a new run whose network or data are unlikely to be meant; None for most."""
+        """A warning for a new run that is probably not as it was meant; None for most."""
+        if self.data.val_split in as_list(self.data.train_split):
+            return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"
         return None
 
     def check_precision(self) -> None:
@@ -221,7 +223,7 @@ class TrainingRun:
         ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
         if not isinstance(self.norm, InPlaceNorm):
             ways.append("norm=inplace")
-        if self.trainer.recompute == "none" and not self.body.forgets_activations():
+        if self.trainer.recompute == "none" and not self.body.is_reversible():
             ways.append("trainer.recompute=blocks")
         if self.trainer.precision == "float32" and not isinstance(self.norm, PackageNorm):
             ways.append("trainer.precision=bfloat16")

@@ -114,6 +114,7 @@ WRONG_CLASSES = {
     '{"classes": [{"name": "a"}], "ignored": [0]}': "classes that are not ignored is 0",
     '{"classes": [{"name": "a"}, {"name": "b"}], "ignored": [1]}': "classes that are not ignored is 1, expected 2",
     '{"classes": [{"name": "a"}], "ignored": [256]}': "256",
+    '{"classes": [{"name": "a"}, {"name": "b"}, {"name": "c"}], "ignored": 255}': '"ignored" is 255, expected a list',
     '{"classes": [{"name": "a"}], "ignore": [0]}': "the key 'ignore' is unknown",
     '{"classes": [{"name": "a", "color": [0, 0, 0]}]}': "the key 'color' is unknown",
     '{"classes": [{"name": "a", "colour": [0, 0]}]}': "not enough values",

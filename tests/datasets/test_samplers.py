@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datasets import ClassIndex, ClassUniformMinibatches, ShuffledMinibatches, evaluation_shard, minibatches_per_epoch
+from datasets import ClassIndex, ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 
 
 def index_of(counts: np.ndarray, positions: int = 3) -> ClassIndex:
@@ -85,13 +85,6 @@ def test_the_ranks_share_each_minibatch_of_one_process(world_size):
         assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
         sizes = {len(share) for part in shares for share in part}
         assert min(sizes) == 8 // world_size and max(sizes) - min(sizes) <= 1
-
-
-def test_evaluation_shards_hold_every_image_once():
-    for images, world_size in ((500, 8), (7, 2), (3, 4), (1, 1)):
-        shards = [evaluation_shard(images, rank, world_size) for rank in range(world_size)]
-        assert sorted(index for shard in shards for index in shard) == list(range(images))
-        assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 def counted(values, classes: int) -> list[int]:

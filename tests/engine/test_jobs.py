@@ -26,7 +26,7 @@ def test_all_jobs_run_and_each_failure_is_a_line(capfd):
     }
     assert run_jobs(jobs, make_console(), ended_before=5) == 4
     printed = capfd.readouterr()
-    *_, summary = printed.out.partition("2 ran, 5 had already finished, 4 failed\n")
+    *_, summary = printed.out.partition("2 succeeded, 5 had already finished, 4 failed\n")
     assert summary.splitlines() == [
         "failed: wrong: error: what is wrong",
         "failed: broken: ZeroDivisionError: division by zero",

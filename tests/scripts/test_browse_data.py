@@ -26,7 +26,8 @@ def test_shows_the_crops_of_a_training(tmp_path, sampler, options):
     run = run_config(*overrides)
     dataset = assemble.dataset(run.data, "train")
     steps_per_epoch = minibatches_per_epoch(len(dataset), 4)
-    seen = assemble.training_loader(run, dataset, total_steps=9, world=World())
+    index = assemble.class_index(run, dataset, World(), lambda done, total: None)
+    seen = assemble.training_loader(run, dataset, total_steps=9, world=World(), index=index)
     seen = list(seen)[2 * steps_per_epoch :]
     browsed = composed("browse_data", *overrides, f"out={tmp_path}", "epoch=2", "count=7")
     shown = list(training_crops(configuration.typed(browsed, BrowseData), dataset, make_console()))

@@ -283,7 +283,9 @@ def test_a_checkpoint_without_colours_takes_those_of_its_data(trained, tmp_path)
     state = checkpoint.load(trained[0])
     del state["palette"], state["format"]
     checkpoint.save(tmp_path / "old.pt", state)
-    with pytest.raises(ValueError, match="old.pt has no colours, and its data cannot be read: data.root=.* is not"):
+    with pytest.raises(
+        ValueError, match="old.pt has no colours, and its data cannot be read: data.val_split=val: data.root=.* is not"
+    ):
         run((tmp_path / "old.pt",), tmp_path / "a.png", tmp_path / "out")
     trees.vistas(Path(state["config"]["data"]["root"]))
     run((tmp_path / "old.pt",), tmp_path / "a.png", tmp_path / "old")

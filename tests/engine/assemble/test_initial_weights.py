@@ -152,7 +152,7 @@ def test_a_state_dict_of_standard_batch_normalisation(tmp_path, trained, wrapped
 def test_the_format_is_never_guessed(file, tmp_path):
     with pytest.raises(ValueError, match="last.pt is a checkpoint of this project: leave init.format out"):
         tuned_from(file, format="standard_bn")
-    for content in ([torch.zeros(2)], {"body": {"conv": torch.zeros(2)}}, {"state_dict": [1]}):
+    for content in ([torch.zeros(2)], {"body": {"conv": torch.zeros(2)}}, {"state_dict": [1]}, {0: torch.zeros(2)}):
         torch.save(content, tmp_path / "other.pt")
         with pytest.raises(ValueError, match="other.pt with init.format=standard_bn: expected a state dict"):
             tuned_from(tmp_path / "other.pt", format="standard_bn")

@@ -327,16 +327,17 @@ def test_sampler_keys_reach_the_loader(tmp_path):
     config = run_config(*sampling, "data.crops_per_minibatch=6", "seed=3", "data.workers=0")
     dataset = assemble.dataset(config.data, "train", draw=True)
     seen = []
-    loader = assemble.training_loader(config, dataset, 9, World(), 2, progress=lambda *counts: seen.append(counts))
+    index = assemble.class_index(config, dataset, World(), lambda *counts: seen.append(counts))
+    loader = assemble.training_loader(config, dataset, 9, World(), 2, index)
     assert seen[-1] == (len(dataset), len(dataset)) and list(tmp_path.rglob("index.npz"))
     sampler = loader.batch_sampler
     assert (len(loader), sampler.seed, sampler.crops_per_minibatch) == (7, 3, 6)
     assert (sampler.fraction, sampler.index.positions) == (0.75, 5)
-    rank = assemble.training_loader(config, dataset, 9, World(rank=1, size=2), 2).batch_sampler
+    rank = assemble.training_loader(config, dataset, 9, World(rank=1, size=2), 2, index).batch_sampler
     assert list(rank) == [minibatch[3:] for minibatch in sampler]
     worlds = [World(rank=rank, size=3) for rank in range(3)]
     shares = [assemble.evaluation_loader(WholeImages(dataset), config.data, world, 7) for world in worlds]
-    assert [len(share) for share in shares] == [3, 2, 2]
+    assert [list(share.sampler) for share in shares] == [[0, 3, 6], [1, 4], [2, 5]]  # each image once
 
 
 @pytest.mark.parametrize(
@@ -396,7 +397,10 @@ def test_unknown_keys_and_wrong_types_name_the_key(overrides, error, message):
         ("trainer.precision=fp64", "trainer.precision=fp64: expected one of float32, bfloat16"),
         ("trainer.recompute=all", "trainer.recompute=all: expected one of none, activations, blocks, sqrt"),
         ("trainer.recompute=activations trainer.compile=true", "activations with trainer.compile=true: the compiler "),
-        ("body=revnet_tiny trainer.recompute=sqrt", "trainer.recompute=sqrt with body=revnet: .* already forget"),
+        (
+            "body=revnet_tiny trainer.recompute=sqrt",
+            "trainer.recompute=sqrt with body=revnet: .* for bodies that are not reversible",
+        ),
         ("trainer.device=tpu", "trainer.device=tpu: expected one of auto, cpu, cuda"),
         ("resume=auto", "resume=auto needs run_dir"),
         ("seed=-1", "seed=-1: expected 0 or more"),

@@ -64,7 +64,7 @@ def test_what_has_ended_is_skipped_and_what_was_asked_for_otherwise_is_not(swept
     finish(jobs["seed=1"], monkeypatch)
     capsys.readouterr()
     assert list(swept(*arguments)) == ["seed=0", "seed=2"]
-    assert "has ended: seed=1\n{'ended_before': 1}\n" in (said := capsys.readouterr().out)
+    assert "already finished: seed=1\n{'ended_before': 1}\n" in (said := capsys.readouterr().out)
     importlib.import_module("scripts.compare_runs")  # declares the command
     compare = shlex.split(next(line for line in said.splitlines() if line.startswith("compare")))[1:]
     assert composed("compare_runs", *compare[3:]).runs == "a b"
@@ -151,7 +151,7 @@ def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
     """One rate diverges: the others run. Each run directory holds its own command, and what is left runs alone."""
     options = (*SHORT_SHAPES, "optim.lr=0.01,0.02,1e30", "seed=0,1", "trainer.steps=3", f"run_dir={tmp_path}/sweep")
     done = run("train_imagenet", "-m", *options)
-    assert done.returncode == 1 and "\n4 ran, 0 had already finished, 2 failed\n" in done.stdout
+    assert done.returncode == 1 and "\n4 succeeded, 0 had already finished, 2 failed\n" in done.stdout
     assert len(re.findall("(?m)^failed: optim.lr=1e[+]30 seed=[01]: error: step [123]: .*optim.lr$", done.stdout)) == 2
     for lr, seed in ((0.01, 0), (0.02, 1)):
         folder = tmp_path / "sweep" / f"optim.lr={lr},seed={seed}"
@@ -161,7 +161,7 @@ def test_a_sweep_of_three_rates_and_two_seeds_is_compared(tmp_path):
         assert (values.optim.lr, values.seed, values.run_dir) == (lr, seed, str(folder))
     shutil.rmtree(tmp_path / "sweep" / "optim.lr=0.02,seed=1")
     done = run("train_imagenet", "-m", *options)
-    assert "\n1 ran, 3 had already finished, 2 failed\n" in done.stdout
+    assert "\n1 succeeded, 3 had already finished, 2 failed\n" in done.stdout
     compare = next(line for line in done.stdout.splitlines() if line.startswith("compare   ")).split(maxsplit=1)[1]
     subprocess.run([sys.executable, *shlex.split(compare)[1:]], cwd=REPOSITORY, check=True, timeout=300)
     page = (tmp_path / "sweep" / "comparison.md").read_text()

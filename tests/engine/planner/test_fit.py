@@ -11,6 +11,7 @@ from engine.schema.memory import Memory, bytes_of
 from engine.schema.segmentation import SegmentationRun
 from scripts import plan_memory
 from tests import runs, trees
+from tests.datasets import classification_trees
 
 
 @pytest.mark.parametrize("budget, expected", [(99, None), (119, 2), (139, 3), (140, 4), (1000, 47)])
@@ -61,7 +62,25 @@ def test_a_minibatch_is_not_larger_than_the_split_of_this_data(tmp_path, capsys)
     with planner.fitted(config) as chosen:
         assert chosen.data.crops_per_minibatch == len(cityscapes(root, "train"))
     output = capsys.readouterr().out
-    assert "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU nothing holds" in output
+    assert (
+        "memory.budget=24GiB: data.crops_per_minibatch=" in output and "on a CPU the budget is not enforced" in output
+    )
+
+
+def test_a_minibatch_is_not_larger_than_a_part_of_cifar(tmp_path):
+    """Whose images the mean image is subtracted from."""
+    root = classification_trees.cifar_folders(tmp_path)
+    run = (
+        "data=cifar10",
+        f"data.root={root}",
+        "data.mean_image=true",
+        "data.mean=[0,0,0]",
+        "body=resnet32_cifar",
+        "memory.budget=24GiB",
+    )
+    config = runs.classification_config("run_dir=unused", *run, "memory.fit=batch")
+    with planner.fitted(config) as chosen:
+        assert chosen.data.crops_per_minibatch == 20
 
 
 def test_a_plan_over_the_budget_says_so_first_and_fails(capsys):
@@ -107,6 +126,17 @@ def test_a_training_writes_the_numbers_that_it_has_chosen(tmp_path):
     more = ("memory.budget=60MiB", "memory.fit=batch", "resume=auto", f"run_dir={tmp_path / 'run'}")
     with planner.fitted(planned(*run, *more)) as config:
         assert config.data.crops_per_minibatch == crops
+    # Without memory.fit nothing is taken from the run.
+    plain = ("memory.budget=60MiB", "data.crops_per_minibatch=2", "resume=auto", f"run_dir={tmp_path / 'run'}")
+    with planner.fitted(planned(*run, *plain)) as config:
+        assert config.data.crops_per_minibatch == 2
+
+
+def test_a_plan_needs_no_writable_cache(monkeypatch):
+    config = planned(*SMALL, FLAT, "memory.budget=1GiB")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    with planner.fitted(config) as config:
+        assert config.data.crops_per_minibatch > 0
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_the_operations_of_a_step_are_those_of_its_convolutions():
         ("NVIDIA A100-SXM4-80GB", "float32", False, 19.5e12),
         ("NVIDIA H100 PCIe", "float16", True, 756e12),
         ("NVIDIA H100 80GB HBM3", "float16", True, 989e12),
+        ("NVIDIA RTX A1000 Laptop GPU", "bfloat16", False, None),
         ("cpu", "float32", False, None),
     ],
 )
