@@ -158,6 +158,7 @@ def combinations(config: TrainingRun) -> dict[str, TrainingRun]:
         data = config.data
         if planner.step_memory(config, data.crops_per_minibatch, data.crop_size).parameters > SMALL_NETWORK:
             reversible = papers.configured_as(None, "body=revnet104").body
+            reversible = replace(reversible, output_stride=config.body.output_stride)
             changes.append(("inplace", "none", reversible, "in-place norms, body=revnet104"))
     found = {}
     for norm, recompute, body, about in changes:

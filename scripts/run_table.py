@@ -68,6 +68,9 @@ class RunTable:
                 raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
         if (self.table == RELEASED) != (self.files is not None):
             raise ValueError(f"table={self.table} with files={self.files}: give table=released files=DIR, or neither")
+        others = ("dry_run", "weights", "devices", "overrides")
+        if self.table == RELEASED and (given := [name for name in others if getattr(self, name)]):
+            raise ValueError(f"{', '.join(given)}: table=released evaluates files and trains nothing; leave this out")
 
 
 class Job(NamedTuple):
@@ -152,14 +155,20 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     steps = assemble.schedule_of(config, planner.training_images(config.data)).total_steps
     flops = steps * config.data.crops_per_minibatch * crop_flops(config)
     command = [sys.executable, *start, f"{entry}.py", *options, *arguments.overrides]
-    return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config), devices, steps, flops)
+    return Job(experiment, seed, command, run_dir, missing, _has_ended(run_dir, config, devices), devices, steps, flops)
 
 
-def _has_ended(run_dir: Path, config: TrainingRun) -> bool:
+def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
     """Whether a run directory has results. ValueError: they are of another configuration, or cannot be read."""
     if not (run_dir / "results.json").is_file():
         return False
-    ours, wanted = papers.training_of(Finished(run_dir).typed), papers.training_of(config)
+    try:
+        run = Finished(run_dir)
+    except ValueError as error:
+        raise ValueError(f"{run_dir}: {error}; give another folder as runs=") from error
+    ours, wanted = papers.training_of(run.typed), papers.training_of(config)
+    ours["crops"] = papers.crops_per_norm(run.typed, run.processes or devices)
+    wanted["crops"] = papers.crops_per_norm(config, devices)
     if any(ours.get(name) != wanted.get(name) for name in {*ours, *wanted} - {*papers.SPEED}):
         raise ValueError(f"{run_dir} holds a run with other keys than these: give another folder as runs=")
     return True

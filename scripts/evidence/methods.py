@@ -4,7 +4,7 @@ import copy
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -97,13 +97,13 @@ def chosen(only: Iterable[str]) -> list[str]:
     return [name for name in NETWORKS if name in names or not names]
 
 
-def tried(record: dict) -> list[str]:
-    """The `only` with which one call would measure all networks of a record."""
+def tried(record: dict, names: Sequence[str]) -> list[str]:
+    """The `only` with which one call would measure all networks of a record; `names`: without it."""
     only = record["arguments"]["only"]
-    names = {entry["network"] for entry in [*record["rows"], *record["left_out"]]}
-    if names == set(only):
+    found = {entry["network"] for entry in [*record["rows"], *record["left_out"]]}
+    if found == set(only):
         return only
-    return [] if len(names) == len(NETWORKS) else [name for name in NETWORKS if name in names]
+    return [] if found == set(names) else [name for name in names if name in found]
 
 
 def package_of(name: str) -> str:
@@ -178,8 +178,8 @@ class NetworksArguments(frame.DeviceArguments):
     """Arguments of benchmarks that measure one network after the other."""
 
     threads: int = key(1, above=0)  # of PyTorch
-    rounds: int = key(3, above=0)  # each measures every network and method once
-    images: int = key(4, least=2)  # per step; some norms have one value per image
+    rounds: int = key(5, above=0)  # each measures every network and method once
+    images: int = key(8, least=2)  # per step; some norms have one value per image
     image_size: int = key(224, above=0)  # pixels
     compiler: str | None = "inductor"  # of torch.compile; null compiles nothing
     only: list[str] = field(default_factory=list)  # networks; empty: all
@@ -189,10 +189,13 @@ class NetworksArguments(frame.DeviceArguments):
         chosen(self.only)
 
 
-def page_text(template: str, benchmark: str, made: type[NetworksArguments], result: dict, **parts: object) -> str:
-    """The page of a record of networks. Its command measures all of them at once, also if several calls did."""
+def page_text(template: str, benchmark: str, result: dict, names: Sequence[str], **parts: object) -> str:
+    """The page of a record of networks. Its command measures all of them at once, also if several calls did.
+
+    `names`: all that the benchmark can measure.
+    """
     left_out = [f"- {entry['network']}, {entry['method']}: {entry['reason']}" for entry in result["left_out"]]
-    arguments = made(**{**result["arguments"], "only": tried(result)})
+    arguments = NetworksArguments(**{**result["arguments"], "only": tried(result, names)})
     return frame.page_text(
         template,
         {**result, "command": frame.command_line(benchmark, arguments)},
@@ -213,12 +216,13 @@ def each(
 
     Networks in the record of an earlier call are not measured again, unless even the plain network failed.
     """
-    environment = frame.provenance(PACKAGES.values())
-    before = frame.begun(arguments, environment)
+    own = frame.provenance(PACKAGES.values())
+    before = frame.begun(arguments, own)
     rows = before.get("rows", [])
     done = {row["network"] for row in rows}
     left_out = [entry for entry in before.get("left_out", []) if entry["network"] in done]
-    environment |= {"threads": arguments.threads, "commit": frame.commits(before, environment)}
+    commit = before.get("environment", own)["commit"]  # another one counts once it has measured something
+    environment = own | {"threads": arguments.threads, "commit": commit}
 
     def record() -> dict:
         seconds = round(before.get("seconds", 0) + clock.seconds, 1)
@@ -237,6 +241,7 @@ def each(
             found = [], [{"network": name, "method": ALL, "reason": frame.reason(error)}]
         rows += found[0]
         left_out += found[1]
+        environment["commit"] = frame.commits(before, own)
         clock.report(name)
         yield record()
     yield record()
@@ -271,29 +276,42 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     """
     plain = random_network(name, size)
     pixels = torch.randn(images, 3, size, size, device=device)
-    rows: dict[str, dict] = {}
-    left_out: dict[str, str] = {}
     steps: dict[str, Callable[[], object]] = {}
-    for method in methods_of(name, plain, device, compiler):
-        try:
-            network = copy.deepcopy(plain).to(device)
-            forward = forward_of(network, method, compiler)
-            step = partial(training_step, network, partial(loss_of, forward, pixels))
-            step()  # gradients exist; compiles
-            kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
-            exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
-            rows[method] = {"kept_bytes": kept, "peak_bytes": peak_bytes(step, device, network), **exact}
-            steps[method] = step
-        except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
-            if method == PLAIN:  # nothing to compare with
-                raise
-            left_out[method] = frame.reason(error)
+
+    def start(method: str) -> dict:
+        network = copy.deepcopy(plain).to(device)
+        forward = forward_of(network, method, compiler)
+        step = partial(training_step, network, partial(loss_of, forward, pixels))
+        step()  # gradients exist; compiles
+        kept = None if method == ON_CPU else kept_bytes(network, partial(forward, pixels), [pixels])
+        exact = exactness(name, method, device) if method in (RECOMPUTED, BLOCKS) else {}
+        peak = peak_bytes(step, device, network)
+        steps[method] = step
+        return {"kept_bytes": kept, "peak_bytes": peak, **exact}
+
+    rows, left_out = each_method(name, methods_of(name, plain, device, compiler), start)
     times_ms = timed(steps, rounds, device)
     torch._dynamo.reset()  # frees compiled code
     return (
         [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],
-        [{"network": name, "method": method, "reason": why} for method, why in left_out.items()],
+        left_out,
     )
+
+
+def each_method(
+    name: str, names: Iterable[str], start: Callable[[str], dict]
+) -> tuple[dict[str, dict], list[dict[str, str]]]:
+    """Rows that `start` returns by method, and the methods that fail. Raises if the plain network fails."""
+    rows: dict[str, dict] = {}
+    left_out = []
+    for method in names:
+        try:
+            rows[method] = start(method)
+        except Exception as error:  # e.g. out of memory, or of the compiler: the others can still be measured
+            if method == PLAIN:  # nothing to compare with
+                raise
+            left_out.append({"network": name, "method": method, "reason": frame.reason(error)})
+    return rows, left_out
 
 
 def random_network(name: str, size: int) -> nn.Module:

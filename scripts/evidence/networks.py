@@ -11,15 +11,22 @@ adds networks to it. FILE.png shows bytes against time.
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from matplotlib.figure import Figure
 
-from engine.schema.keys import key
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
-from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, EXACT_IMAGES, ON_CPU, PLAIN, RECOMPUTED
+from scripts.evidence.methods import (
+    BLOCKS,
+    BUDGET,
+    COMPILED,
+    EXACT_IMAGES,
+    ON_CPU,
+    PLAIN,
+    RECOMPUTED,
+    NetworksArguments,
+)
 
 Rows = dict[str, dict]  # of one network, by method
 
@@ -53,8 +60,8 @@ def page(result: dict, name: str) -> str:
     return methods.page_text(
         "networks",
         "bench_networks",
-        NetworksArguments,
         result,
+        methods.NETWORKS,
         picture=f"![memory against time of every network and method]({name}.png)",
         networks=len(networks),
         targets=frame.target_table(targets(result)),
@@ -156,12 +163,6 @@ def pictures(result: dict) -> dict[str, Figure]:
     panels[0].set(ylabel="time of a step, relative to plain")
     charts.legend(figure, columns=6)
     return {"": figure}
-
-
-@dataclass
-class NetworksArguments(methods.NetworksArguments):
-    rounds: int = key(5, above=0)  # each measures every network and method once
-    images: int = key(8, least=2)  # per step
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:

@@ -48,6 +48,7 @@ TIME_LIMITS = {  # time of a step to plain, and the peak to reach in it
     "densenet121": (1.12, 0.17),
     "mobilenet_v2": (1.15, 0.28),
 }
+NETWORKS = [name for name in methods.NETWORKS if not name.startswith("frozen/")]
 TOLERANCE = 0.03  # of a measured peak from the planned one
 
 
@@ -56,8 +57,8 @@ def page(result: dict, name: str) -> str:
     return methods.page_text(
         "networks_budget",
         "bench_budget",
-        NetworksArguments,
         result,
+        NETWORKS,
         picture=f"![peak against time of every network]({name}.png)",
         networks=len(networks),
         targets=frame.target_table(targets(result)),
@@ -137,6 +138,8 @@ STYLES = {RECOMPUTED: (charts.SKY, "o"), BLOCKS: (charts.VERMILION, "s"), BUDGET
 def pictures(result: dict) -> dict[str, Figure]:
     rows = sorted(result["rows"], key=lambda row: methods.NETWORKS.index(row["network"]))
     networks = frame.grouped(rows, ["network"], "method")
+    if not networks:
+        return {}
     count = math.ceil(len(networks) / 4)
     figure, panels = charts.panels(count, 4, (14, 2.6 * count), sharex=True, sharey=True)
     for axes, (name, found) in zip(panels, networks.items(), strict=False):
@@ -161,12 +164,14 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    names = [name for name in methods.chosen(arguments.only) if not name.startswith("frozen/")]
+    names = [name for name in methods.chosen(arguments.only) if name in NETWORKS]
+    if not names:
+        raise ValueError(f"only={arguments.only}: frozen networks are not measured within budgets; give others")
     yield from methods.each(arguments, clock, names, measured)
 
 
 class Trained(nn.Module):
-    """A network with its loss, which a plan then counts: of a segmentation it may take more than anything else."""
+    """A network and its loss in one module, so that a plan counts the loss, which may dominate in segmentation."""
 
     def __init__(self, network: nn.Module):
         super().__init__()
@@ -185,14 +190,18 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     plain = methods.random_network(name, size).to(device)
     pixels = torch.randn(images, 3, size, size, device=device)
     steps: dict[str, Callable[[], object]] = {}
-    rows: dict[str, dict] = {}
-    for method in methods.methods_of(name, plain, device, compiler):
-        if method in (PLAIN, *STYLES):
-            network = copy.deepcopy(plain)
-            forward = methods.forward_of(network, method, compiler)
-            steps[method] = partial(training_step, network, partial(methods.loss_of, forward), pixels)
-            steps[method]()  # compiles
-            rows[method] = {"peak_bytes": peak_bytes(steps[method], device)}
+
+    def start(method: str) -> dict:
+        network = copy.deepcopy(plain)
+        forward = methods.forward_of(network, method, compiler)
+        step = partial(training_step, network, partial(methods.loss_of, forward), pixels)
+        step()  # compiles
+        peak = peak_bytes(step, device)
+        steps[method] = step
+        return {"peak_bytes": peak}
+
+    compared = [method for method in methods.methods_of(name, plain, device, compiler) if method in (PLAIN, *STYLES)]
+    rows, left_out = methods.each_method(name, compared, start)
     torch.manual_seed(0)
     reference = gradients_of(plain, methods.loss_of(plain, pixels))
     network = Trained(copy.deepcopy(plain))
@@ -210,14 +219,14 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     times_ms = timed(steps, rounds, device)
     return (
         [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],
-        [],
+        left_out,
     )
 
 
 def _asked(
     name: str, choices: list[Choice], plain: int, rows: Rows, seconds: dict[str, float]
 ) -> Iterator[tuple[str, int | None, Choice]]:
-    """What is asked for: a name, the bytes if these are given, and the plan."""
+    """Yields (label, budget in bytes or None for a time limit, plan)."""
 
     def within(budget: int) -> Choice:
         return next((choice for choice in choices if choice.peak <= budget), choices[-1])
@@ -234,7 +243,7 @@ def _asked(
         if method in rows:
             budget = rows[method]["peak_bytes"]
             yield label, budget if budget >= choices[-1].peak else None, within(budget)
-    host = max(0.0, 0.04 * seconds[PLAIN])  # of recording, and of recipes' calls
+    host = 0.04 * seconds[PLAIN]  # estimate of Python's own overhead of a plan
     if BLOCKS in rows:
         yield IN_TIME_OF_BLOCKS, None, in_time(max(0.0, seconds[BLOCKS] - seconds[PLAIN] - host))
     if name in TIME_LIMITS:

@@ -133,7 +133,7 @@ def changed_keys(config: TrainingRun, experiment: str, processes: int | None = N
     if processes is None:
         if parts != own.trainer.accumulation_steps:
             changed.append(f"trainer.accumulation_steps={parts}")
-    elif not changed and _crops_per_norm(config, processes) != _crops_per_norm(own, devices_of(experiment)):
+    elif not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
         changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
     return changed
 
@@ -149,7 +149,7 @@ def _differing(config: TrainingRun, experiment: str) -> dict[str, str]:
     return {name: as_text(value) for name, value in ours if name not in theirs or theirs[name] != value}
 
 
-def _crops_per_norm(config: TrainingRun, processes: int) -> int:
+def crops_per_norm(config: TrainingRun, processes: int) -> int:
     """The most crops that a norm sees at a time."""
     among = config.trainer.accumulation_steps * (1 if getattr(config.norm, "sync", False) else processes)
     return -(-config.data.crops_per_minibatch // among)

@@ -108,6 +108,8 @@ def angles_of(network: RevNet, images: Tensor, labels: Tensor, precision: str) -
 
 def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArguments) -> Iterator[tuple[Tensor, Tensor]]:
     crops = ClassificationCrops(dataset, PaddedCrop(padding=2, fill=MEAN), seed=0)
+    if arguments.images > len(dataset):
+        raise ValueError(f"images={arguments.images}: expected at most {len(dataset)}, the images of the data")
     per_epoch = len(dataset) // arguments.images
     for step in range(arguments.steps):
         epoch, place = divmod(step, per_epoch)

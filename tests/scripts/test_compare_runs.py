@@ -64,6 +64,15 @@ def finished(tmp_path_factory) -> Path:
 def test_report_is_made_from_the_runs_and_can_be_made_again(finished, tmp_path):
     root = finished.parents[1]
     other = shutil.copytree(finished, tmp_path / "inplace" / "seed0", ignore=shutil.ignore_patterns("checkpoints"))
+    results = json.loads((other / "results.json").read_text())
+    results["config"]["init"]["weights"] = str(root / "net.pt")  # as of a row that starts from a trained body
+    results["miou"] += 1e-6  # as of an evaluation on another device
+    (other / "results.json").write_text(json.dumps(results))
+    config = (other / "config.yaml").read_text()
+    config = config.replace("  weights: null", f"  weights: {root}/net.pt").replace(
+        " norm=", f" init.weights={root}/net.pt norm=", 1
+    )
+    (other / "config.yaml").write_text(config)
     page = report(tmp_path / "report", finished, other)
     kept = [tmp_path / "report" / name for name in ("std", "inplace")]
     assert report(tmp_path / "report", *kept) == page

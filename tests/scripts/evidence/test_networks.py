@@ -162,9 +162,11 @@ def test_a_record_of_another_call_is_not_overwritten(monkeypatch, tmp_path):
             networks.run(composed("bench_networks", out, "only=[alexnet]"))
     assert (tmp_path / "record.json").read_text() == before
     monkeypatch.setattr(frame, "provenance", lambda *_: now | {"commit": "another"})
-    networks.run(composed("bench_networks", out, "only=[alexnet]"))
-    commits = json.loads((tmp_path / "record.json").read_text())["environment"]["commit"]
-    assert commits.split(", ") == [json.loads(before)["environment"]["commit"], "another"]
+    for only in ("alexnet", "alexnet,resnet18"):  # another commit counts if it measures something
+        networks.run(composed("bench_networks", out, f"only=[{only}]"))
+        commits = json.loads((tmp_path / "record.json").read_text())["environment"]["commit"]
+        expected = [json.loads(before)["environment"]["commit"], *["another"] * ("resnet18" in only)]
+        assert commits.split(", ") == expected
 
 
 def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):

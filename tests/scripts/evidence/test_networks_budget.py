@@ -1,13 +1,12 @@
 """The benchmark of byte budgets: what it measures, how it resumes and judges. No test asserts a time."""
 
 import json
-from functools import partial
 
 import pytest
 from torch import nn
 
 from engine.configuration.command_line import composed
-from models.layers.recompute.choice import frontier
+from models.layers.recompute import choice
 from scripts.evidence import methods, networks_budget
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
@@ -24,7 +23,7 @@ def here(monkeypatch):
     build = methods.build
     monkeypatch.setattr(methods, "build", lambda name, size: nn.Identity() if name == FAILS else build(name, size))
     monkeypatch.setattr(methods, "alone", records.here)
-    monkeypatch.setattr(networks_budget, "frontier", partial(frontier, seconds=1.0))
+    monkeypatch.setattr(choice, "_SECONDS", 1.0)
 
 
 def test_plans_are_measured_beside_the_rivals(here, tmp_path):
@@ -46,6 +45,27 @@ def test_plans_are_measured_beside_the_rivals(here, tmp_path):
     before = (tmp_path / "record.json").read_bytes()
     networks_budget.run(composed("bench_budget", f"out={tmp_path / 'record.json'}", *options))
     assert json.loads(before)["rows"] == json.loads((tmp_path / "record.json").read_bytes())["rows"]
+
+
+def test_networks_without_plans_are_refused_and_no_picture_is_drawn_of_nothing(tmp_path):
+    with pytest.raises(ValueError, match=r"only=\['frozen/resnet50'\]: frozen networks are not measured"):
+        networks_budget.run(composed("bench_budget", f"out={tmp_path / 'a.json'}", "only=[frozen/resnet50]"))
+    assert pictures({"rows": []}) == {}
+
+
+def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
+    forward_of = methods.forward_of
+
+    def failing(network, method, compiler=None):
+        if method == BLOCKS:
+            raise RuntimeError("out of memory")
+        return forward_of(network, method, compiler)
+
+    monkeypatch.setattr(methods, "forward_of", failing)
+    options = ["rounds=1", "images=2", "image_size=64", "compiler=null", f"only=[{SMALL}]"]
+    result, _ = measured("bench_budget", networks_budget.run, tmp_path, *options)
+    assert [entry["method"] for entry in result["left_out"]] == [BLOCKS]
+    assert {PLAIN, RECOMPUTED, "the least"} <= {row["method"] for row in result["rows"]}
 
 
 def test_targets_are_missed_by_one_plan_above_its_budget():

@@ -169,6 +169,12 @@ def test_a_table_runs_what_is_missing_and_goes_on_after_a_failure(tmp_path, monk
     assert calls == [(3, 0), (1, 2), (0, 3)]  # as the row counts runs that differ in speed alone
     with pytest.raises(ValueError, match="holds a run with other keys than these: give another folder as runs="):
         run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.steps=1"])))
+    with pytest.raises(ValueError, match="holds a run with other keys"):  # whose norms would see fewer images
+        run_table.run(OmegaConf.structured(RunTable(**arguments, overrides=["trainer.accumulation_steps=4"])))
+    records = tmp_path / "cifar10/resnet14/seed0/metrics.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(ValueError, match="/cifar10/resnet14/seed0: its last record is not the evaluation"):
+        run_table.run(OmegaConf.structured(RunTable(**arguments)))
 
 
 def test_rows_that_are_one_training_run_once_on_the_devices_of_the_header(tmp_path, monkeypatch):
@@ -198,6 +204,8 @@ def test_the_command_takes_folders_by_name_and_names_those_missing(tmp_path, mon
     ):
         with pytest.raises(ValueError, match=message):
             run_table.run(composed("run_table", "table=cifar10", option))
+    with pytest.raises(ValueError, match="^dry_run, devices: table=released evaluates files and trains nothing"):
+        run_table.run(composed("run_table", "table=released", "files=DIR", "dry_run=true", "devices=2"))
     for table, message in (
         ("cifar10", r"cifar10 needs roots=\{cifar10: DIR\}"),
         ("table9", "table9: expected one of cifar10"),
