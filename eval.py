@@ -78,10 +78,10 @@ def score(state: dict, path: Path, config: TrainingRun, options: Evaluation, res
         file = results_file if world.first else None
         results = write_results(file, evaluated, dataset, checkpoint=path, config=configuration.plain(config))
         print_results(console, evaluated, f"{dataset.name} {split}, {path}, step {state['step']}")
+        console.print(f"results: {results_file}", soft_wrap=True)
     else:
         console.print(f"{dataset.name} has no labels in split {split!r}: nothing to score")
-    written = (results and results_file, options.predictions, options.overlays)
-    for what, where in zip(("results", "predictions", "overlays"), written, strict=True):
+    for what, where in (("predictions", options.predictions), ("overlays", options.overlays)):
         if where:
             console.print(f"{what}: {where}", soft_wrap=True)
     return results

@@ -110,11 +110,10 @@ class ClassUniformMinibatches(_Minibatches):
         self.fraction = fraction
         self.images_with = {class_id: index.images_with(class_id) for class_id in range(len(index.classes))}
         self.present = np.array([class_id for class_id, images in self.images_with.items() if len(images)], np.intp)
-        absent = index.absent()
         if not len(self.present):
             raise ValueError(
-                f"class-uniform sampling: none of the {len(absent)} classes has a labelled pixel in the training "
-                "split; check the labels, or choose uniform sampling"
+                f"class-uniform sampling: none of the {len(index.classes)} classes has a labelled pixel in the "
+                "training split; check the labels, or choose uniform sampling"
             )
 
     def keys(self, epoch: int) -> list[Draw]:

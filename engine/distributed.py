@@ -56,7 +56,9 @@ class World:
         if self.size == 1:
             yield True
             return
-        patient = dist.new_group(backend="gloo", timeout=timedelta(days=7))  # connected: all notice if rank 0 dies
+        patient = dist.new_group(
+            backend="gloo", timeout=timedelta(days=7)
+        )  # connects all: they fail at once if rank 0 dies
         yield self.first
         dist.barrier(patient)
         dist.destroy_process_group(patient)

@@ -17,7 +17,7 @@ from engine.stopping import Preempted
 from engine.transfers import prefetched
 from models.layers import checking_repetitions
 
-CHECKED_STEPS = 2  # in which reversible branches must compute the same again
+CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch
 
 
@@ -26,7 +26,7 @@ def train(
 ) -> Evaluated:
     """Train `run.learner`, one optimiser step per minibatch; evaluate when scheduled and at the end.
 
-    In the first steps, what the branches of a reversible network compute again is compared with the first time.
+    In the first steps, recomputed outputs of reversible branches are compared with the originals.
 
     `minibatches` holds this rank's share of each: "image" (N, 3, H, W) in levels of 0 to 255, "label", and lists of N
     "name" and "skipped" (lines about unreadable images). If any rank is asked to stop, all stop after the same step.
@@ -35,7 +35,7 @@ def train(
         FloatingPointError: the loss or gradient of a step, or a weight to be saved, is not finite.
         MemoryError: the device does not have enough memory; the message says what would need less.
         Preempted: the run was asked to stop; the current step has been saved.
-        RuntimeError: a reversible branch computed something else again (see `checking_repetitions`).
+        RuntimeError: a reversible branch's recomputation differs (see `checking_repetitions`).
         ValueError: too many images could not be read.
     """
     learner, schedule, metrics, world = run.learner, run.schedule, run.metrics, run.world

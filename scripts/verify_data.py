@@ -31,7 +31,7 @@ from engine.configuration.command_line import configured
 from engine.console import counted, make_console, table_of
 from engine.output_files import write_file
 from engine.records.provenance import provenance
-from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
+from engine.schema.classification import CLASSIFICATION_DATASETS, IMAGENET_CLASSES, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from scripts.build_class_index import class_table
@@ -101,7 +101,7 @@ def splits_of(config: Data) -> dict[str, int | None]:
     if isinstance(config, SegmentationData):
         return assemble.official_images(config)
     assert isinstance(config, ClassificationData), config
-    return assemble.classified_counts(config, assemble.IMAGENET_CLASSES)
+    return assemble.classified_counts(config, IMAGENET_CLASSES)
 
 
 def check_split(

@@ -13,12 +13,12 @@ from models.layers.saved import saved_for_backward
 from models.segmentation import SegmentationNetwork
 
 small_resnet = partial(resnet50, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), stem_channels=4)
-small_resnet_basic = partial(resnet34, structure=(1, 2, 1, 1), base_channels=(4, 4), stem_channels=4)
+small_resnet_basic = partial(resnet34, structure=(1, 2, 1, 1), base_channels=(8, 8), stem_channels=8)
 small_resnext = partial(resnext101, structure=(1, 2, 2, 1), groups=2, base_channels=(4, 4, 8), stem_channels=4)
 small_revnet = partial(RevNet, structure=(2, 2, 1), channels=((8, 8), (12, 12), (16, 16)), stem_channels=8)
 _BOTTLENECKS = [(c, c, 4 * c) for c in (4, 8, 12, 16)]
 small_densenet = partial(densenet264, structure=(2, 1, 3, 2), growth=4, stem_channels=8)
-_WIDTHS = ((4, 4), (6, 6), (8, 8), (8, 10), (6, 8, 12), (6, 8, 16))
+_WIDTHS = ((4, 4), (8, 8), (12, 12), (8, 10), (6, 8, 12), (6, 8, 16))
 _WIDER = dict(structure=(1, 1, 2, 1, 1, 1), channels=_WIDTHS, stem_channels=4)
 small_wider = partial(wider_resnet38, **_WIDER)
 small_wider_a2 = partial(wider_resnet38_a2, **_WIDER)

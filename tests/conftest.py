@@ -5,17 +5,24 @@ import gc
 import os
 import signal
 
-# Two test processes on two cores: a second OpenMP thread each would only wait for the other process.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The machine's environment does not decide a test. Threads: two test processes share two cores, where second OpenMP
+# threads would only wait for each other.
+os.environ |= {"OMP_NUM_THREADS": "1", "TERM": "xterm"}
+for name in ("FORCE_COLOR", "NO_COLOR", "HYDRA_FULL_ERROR", "GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):
+    os.environ.pop(name, None)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from engine.memory import keep_freed_memory  # noqa: E402
 from tests.runs import hasten  # noqa: E402
 
 # Without xdist, pytest has imported torch before this file, for a filter of warnings in pyproject.toml.
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+torch.set_num_threads(1)
+
+settings.register_profile("same", derandomize=True, database=None, deadline=None)  # examples in every run
+settings.load_profile("same")
 
 # A shell starts background processes with SIGINT ignored, and whatever they start ignores it too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -153,7 +153,9 @@ class Released:
         return F.conv2d(x, weight, self._tensor("bias", [classes], -1, 1))
 
 
-WIDER = dict(structure=(1, 1, 2, 1, 1, 1), widths=((4, 4), (6, 6), (8, 8), (8, 10), (6, 8, 12), (6, 8, 16)), channels=4)
+WIDER = dict(
+    structure=(1, 1, 2, 1, 1, 1), widths=((4, 4), (8, 8), (12, 12), (8, 10), (6, 8, 12), (6, 8, 16)), channels=4
+)
 IMAGES = torch.randn(2, 3, 64, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
 

@@ -110,9 +110,17 @@ def test_a_block_is_made_again_whatever_its_numbers_were():
 
 def test_links_in_the_documentation_lead_somewhere():
     for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        for target, heading in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
             if not target.startswith("http"):
-                assert (page.parent / target).exists(), f"{page.name}: {target}"
+                there = page.parent / target if target else page
+                assert there.exists(), f"{page.name}: {target}"
+                assert not heading or heading in headings(there), f"{page.name}: {target}#{heading}"
+
+
+def headings(page: Path) -> list[str]:
+    """As links name them."""
+    titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
 
 
 @pytest.mark.parametrize(

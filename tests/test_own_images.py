@@ -125,11 +125,13 @@ def test_rare_classes_weigh_more_and_doubtful_data_is_named(tmp_path):
 
 def test_own_images_are_planned_from_their_files(tmp_path):
     root = trees.folder(tmp_path / "boards")
-    for keys, fix in (("folder", "with data.folds=5 to draw train and val"), ("synthetic", "own, give data=folder.")):
+    for keys, split, fix in (
+        ("folder", "elsewhere", "with data.folds=5 to draw train and val"),
+        ("synthetic", "train", "own, give data=folder."),
+    ):
         config = run_config("run_dir=unused", f"data={keys}", f"data.root={root}").data
         with pytest.raises(ValueError, match=re.escape(fix)):
-            assemble.dataset(config, "train", draw=True)
-            assemble.dataset(config, "elsewhere")
+            assemble.dataset(config, split, draw=True)
     data = run_config("run_dir=unused", "data=folder", f"data.root={root}", "data.train_split=[train,val]").data
     assert (planner.classes_of(data), planner.training_images(data)) == (3, 8)
     assert (

@@ -90,7 +90,7 @@ def installed(wheel, tmp_path_factory) -> dict[str, str]:
 def run(program: str, folder: Path, environment: dict[str, str]) -> str:
     (folder / "program.py").write_text(program)
     command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

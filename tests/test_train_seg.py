@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from datasets import cityscapes
 from datasets.synthetic import write_streets
@@ -57,7 +56,6 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
     assert state["step"] == 4 and state["config"] == results["config"]
     kernel = state["network"]["body.mod2.block1.convs.conv2.weight"]
     assert kernel.is_contiguous(memory_format=torch.channels_last) and not kernel.is_contiguous()
-    assert checkpoint.load(tmp_path / "checkpoints" / "best.pt")["step"] in (2, 4)
 
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(record["kind"], record["step"]) for record in records] == [
@@ -68,9 +66,8 @@ def test_a_run_leaves_what_the_contract_says(tmp_path):
         *("data_wait_s", "images_per_second", "peak_memory_mib"),
     }
     assert records[-1]["miou"] == results["miou"]
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert {"train/loss", "train/lr", "val/miou", "val_iou/road"} <= set(events.Tags()["scalars"])
-    assert len(events.Tags()["images"]) == 3  # one of the images, the legend, the confusion matrix
+    best = max((record for record in records if record["kind"] == "val"), key=lambda record: record["miou"])
+    assert checkpoint.load(tmp_path / "checkpoints" / "best.pt")["step"] == best["step"]
 
 
 def interrupted(run_dir, step: int, *options: str) -> None:

@@ -1,7 +1,6 @@
-"""Build objects from configuration keys. Besides the entries, `run`, `tasks` and the planner, no code knows both."""
+"""Build objects from configuration keys. Only the entries, `run`, `tasks` and the planner use both."""
 
 from engine.assemble.classification import (
-    IMAGENET_CLASSES,
     classification_network,
     classified_counts,
     classified_crops,

@@ -20,7 +20,7 @@ from datasets.camvid import camvid_classes
 from datasets.cityscapes import cityscapes_classes
 from datasets.coco_stuff import coco_stuff_classes
 from datasets.shapes import CLASSES as SHAPES
-from engine.assemble.classification import IMAGENET_CLASSES, classified_counts, classified_split
+from engine.assemble.classification import classified_counts, classified_split
 from engine.assemble.data import dataset, official_images
 from engine.assemble.network import forward
 from engine.assemble.training import learner_of
@@ -34,7 +34,7 @@ from engine.memory import peak_memory_mib
 from engine.output_files import write_file
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
-from engine.schema.classification import ClassificationData
+from engine.schema.classification import IMAGENET_CLASSES, ClassificationData
 from engine.schema.data import CocoStuffData, Data, FolderData, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.memory import Memory

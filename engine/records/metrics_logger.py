@@ -210,10 +210,10 @@ class MetricsLogger:
         if self.run_dir is not None:
             self.tensorboard.add_figure(name, figure, step)
 
-    def summary(self, directory: RunDirectory, score_text: Callable[[float], str], evaluate: str | None) -> str:
+    def summary(self, directory: RunDirectory, score_text: Callable[[float], str], evaluate: str) -> str:
         """The run's cost, its files, and the next commands, one per line.
 
-        `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint, if any.
+        `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint.
         """
         speed = ""
         if self.all.seconds:
@@ -234,7 +234,7 @@ class MetricsLogger:
             "evaluate": evaluate,
             "curves": shlex.join(["tensorboard", "--logdir", str(directory.path / "tensorboard")]),
         }
-        return "\n".join(f"{name:<9} {line}" for name, line in lines.items() if line)
+        return "\n".join(f"{name:<9} {line}" for name, line in lines.items())
 
     def _record(self, record: dict) -> None:
         with open(self.metrics_file, "a") as file:

@@ -18,11 +18,11 @@ class Data:
     crop_size: int = key(MISSING, above=0)  # pixels, square unless there is data.crop_aspect
     # The paper's number: global, over all processes and accumulation steps.
     crops_per_minibatch: int = key(MISSING, above=0)
-    # Of each colour, from 0 to 1: images are normalised by mean and std.
+    # Mean of each colour channel, from 0 to 1: images are normalised by mean and std.
     mean: list[float] = key([0.485, 0.456, 0.406], least=0, most=1, entries=("red", "green", "blue"))
-    # Standard deviation of each colour.
+    # Standard deviation of each colour channel.
     std: list[float] = key([0.229, 0.224, 0.225], above=0, most=1, entries=("red", "green", "blue"))
-    workers: int = key(2, least=0, per_machine=True)  # processes that read and augment
+    workers: int = key(2, least=0, per_machine=True)  # processes that read and augment images
     # Check every file before the first step, unless unchanged since the last check.
     verify: bool = key(True, per_machine=True)
     # An unreadable image stops the run, or the next image replaces it, at most max_skipped times in a run.
@@ -121,7 +121,7 @@ class UniformSampler(Sampler):
 class ClassUniformSampler(Sampler):
     name: str = "class_uniform"
     fraction: float = key(1.0, above=0, most=1)  # share of an epoch's crops drawn by class; the rest by image
-    folder: str | None = key(None, per_machine=True)  # of the class index; null: the cache folder
+    folder: str | None = key(None, per_machine=True)  # folder of the class index; null: the cache folder
     positions: int = key(32, above=0)  # pixels that the index keeps per image and class
 
 

@@ -111,7 +111,7 @@ class ResNeXtBody(StemmedBody):
     name: str = "resnext"
     structure: list[int] = key([3, 4, 23, 3], above=0)
     base_channels: list[int] = key([128, 128, 256], above=0)  # of the first stage's bottlenecks
-    groups: int = key(64, above=0)  # of each bottleneck's 3x3 convolution
+    groups: int = key(64, above=0)  # groups of each bottleneck's 3x3 convolution
     stem: str = key("3x3", one_of=tuple(STEM_STRIDES))
 
 

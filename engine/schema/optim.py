@@ -92,8 +92,8 @@ class Step(LRSchedule):
 class MultiStep(LRSchedule):
     name: str = "multistep"
     factor: float = key(0.1, above=0, most=1)  # multiplies the rate after each of these epochs or steps
-    epochs: list[int] | None = key(None, above=0)  # after which the rate changes; or give steps
-    steps: list[int] | None = key(None, above=0)  # after which the rate changes
+    epochs: list[int] | None = key(None, above=0)  # epochs after which the rate changes; or give steps
+    steps: list[int] | None = key(None, above=0)  # steps after which the rate changes
 
     def check(self) -> None:
         super().check()

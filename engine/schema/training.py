@@ -164,8 +164,8 @@ class TrainingRun:
         """The score for the console."""
         return f"{self.score_label} {100 * score:.2f} %"
 
-    def evaluation_command(self, checkpoint: Path) -> str | None:
-        """The command that evaluates a checkpoint; None from a task that eval.py does not know."""
+    def evaluation_command(self, checkpoint: Path) -> str:
+        """The command that evaluates a checkpoint."""
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
 
     def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:

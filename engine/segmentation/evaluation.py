@@ -62,9 +62,7 @@ def evaluate_split(
                 counts.add(predictions, minibatch)
             predicted += len(predictions)
             on_prediction(minibatch, predictions)
-    for tensor in counts.tensors():
-        world.sum_(tensor)
-    counts.to_cpu()
+    counts.add_up(world)
     trained, scores = len(dataset.classes), all_scores(counts, dataset.table, dataset.has_instances)
     confusion = counts.confusion[:trained, :trained]
     title = f"{dataset.name} {dataset.split}: % of each label's pixels"
@@ -152,7 +150,7 @@ def evaluation_of(run: Run[SegmentationRun, SegmentationDataset], loader: DataLo
             views=Views(data.base_size, data.antialias, base_side=data.base_side),
             world=run.world,
             progress=run.metrics.progress,
-            memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
+            memory_advice=run.config.evaluation_memory_advice(trainer.evaluate_batch_size),
             on_prediction=collector,
         )
         shown = {

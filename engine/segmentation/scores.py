@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from datasets import INSTANCES_PER_CLASS, ClassTable
+from engine.distributed import World
 
 CPU = torch.device("cpu")
 LANES = 16  # counters per cell of a confusion matrix; 128 bytes of int64, which a GPU adds to at once
@@ -33,9 +34,6 @@ class Counts:
     def confusion(self) -> Tensor:
         return self.cells[:-1].sum(dim=1).view(self.classes, self.classes)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.cells, self.instances
-
     def add(self, predictions: Tensor, minibatch: dict) -> None:
         """Add predictions, uint8 (N, H, W), for a minibatch of `datasets.WholeImages`, all on the counts' device.
 
@@ -46,9 +44,9 @@ class Counts:
             for predicted, instances in zip(predictions, minibatch["instances"], strict=True):
                 self.instances += instance_shares(predicted, instances, self.categories)
 
-    def to_cpu(self) -> None:
-        """Move the counts to the CPU, where `all_scores` reads them. This waits for all images."""
-        self.cells, self.instances = self.cells.cpu(), self.instances.cpu()
+    def add_up(self, world: World) -> None:
+        """Sum over all ranks and move to the CPU, where `all_scores` reads the counts. This waits for all images."""
+        self.cells, self.instances = world.sum_(self.cells).cpu(), world.sum_(self.instances).cpu()
 
 
 def count_pixels(cells: Tensor, predictions: Tensor, labels: Tensor, classes: int, ignore_index: int) -> None:

@@ -72,7 +72,7 @@ def has_checksums(path: Path) -> bool:
 
 
 def unchecked(path: Path, name: str) -> tuple[str, ...]:
-    """A sentence for the report on a file that nothing can be checked against; none if something was.
+    """A warning for the report if the file has no checksum to verify; otherwise ().
 
     torch.hub ends names with a hash of the content, as in resnet50-0676ba61.pth: ValueError if it is another's.
     """

@@ -22,7 +22,7 @@ def is_ordinary(tensor: Tensor) -> bool:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy, which is expanded where the tensor is."""
+    """A copy that keeps expanded (stride 0) dimensions."""
     tensor = tensor.detach()
     size = tensor.untyped_storage().nbytes()
     if size >= tensor.nbytes:

@@ -29,7 +29,7 @@ def equal(a: ClassIndex, b: ClassIndex) -> bool:
     return np.array_equal(a.counts, b.counts) and np.array_equal(a.places, b.places)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100)
 @given(
     size=st.tuples(st.integers(1, 60), st.integers(1, 60)),
     classes=st.integers(1, 12),

@@ -33,7 +33,7 @@ def assert_as_defined(image, label, scaled_size, offset, crop_size):
     assert np.array_equal(got_label, expected_label)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     size=st.tuples(st.integers(2, 90), st.integers(2, 90)),
     scale=st.floats(0.7, 2.0),
@@ -76,7 +76,7 @@ def interpolated(image: np.ndarray, axis: int, positions: np.ndarray) -> np.ndar
     return np.moveaxis(np.tensordot(image, weights, (axis, 0)), -1, axis)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200)
 @given(
     size=st.tuples(st.integers(20, 90), st.integers(20, 90)),
     step=st.floats(1.0, 6.0),
@@ -187,7 +187,7 @@ def test_base_size_is_the_longest_or_the_shortest_side_at_scale_one(size, expect
     assert np.array_equal(shortest(image, label, rng)[0], smooth)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400)
 @given(
     size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
     scale=st.floats(0.2, 3.0),

@@ -204,7 +204,7 @@ for limits in ((32, 200), (32, 32)):
 
 def test_the_limit_of_open_files_is_raised_or_named():
     """With too few, PyTorch loses items in its workers and waits for them for ever."""
-    run = subprocess.run([sys.executable, "-c", FEW_FILES], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", FEW_FILES], capture_output=True, text=True, timeout=300)
     assert run.stdout == "50 200 200\n", run.stderr
     assert re.search(r"ValueError: ulimit -n permits 32 open files: expected \d+ or more for 2 processes", run.stderr)
 

@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from engine import assemble
+from engine.assemble import training
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory
 from engine.distributed import World, node_group
 from engine.loop import train_step
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.waits import DataWait
+from engine.schedule import Schedule
 from engine.stopping import Preempted
 from eval import evaluate
 from models.layers import ABN, renew_statistics
@@ -316,6 +318,21 @@ def members_of_my_node(rank: int, ranks_per_node: int) -> list[int]:
 @pytest.mark.parametrize("ranks_per_node, members", [(2, [[0, 1], [0, 1], [2]]), (3, [[], [], []])])
 def test_norms_can_be_synchronised_within_a_machine(ranks, ranks_per_node, members):
     assert ranks.run(members_of_my_node, ranks_per_node) == members
+
+
+@pytest.mark.parametrize("sync_group, group", [("node", "of this machine"), ("world", None)])
+def test_synchronised_norms_get_the_group_that_was_asked_for(sync_group, group, monkeypatch):
+    class Made(Exception):
+        pass
+
+    def make(group: object) -> None:
+        raise Made(group)
+
+    monkeypatch.setattr(training, "node_group", lambda world, timeout_seconds: "of this machine")
+    config = run_config("run_dir=unused", "norm.sync=true", f"norm.sync_group={sync_group}")
+    with pytest.raises(Made) as made:
+        assemble.learner(config, make, Schedule(1, 1, None, None, 1), World())
+    assert made.value.args == (group,)
 
 
 def test_a_single_process_is_its_own_world():

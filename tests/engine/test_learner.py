@@ -187,7 +187,7 @@ def test_every_state_continues(kind):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_damaged_state_is_refused_or_continues_to_the_bit(data):
     kind = data.draw(st.sampled_from(["plain", "full", "adamw"]))
     good, learner = saved(kind), trained(kind)

@@ -146,6 +146,16 @@ def _stands_still_after(step: int, logger: MetricsLogger, *_) -> None:
         sleeps_for_ever()
 
 
+def _waits_after(step: int, logger: MetricsLogger, *_) -> None:
+    while step in steps_of(logger.run_dir) and not (logger.run_dir / "go").exists():
+        time.sleep(0.01)
+
+
+def waiting_after(step: int) -> Callable:
+    """To inject: a run that waits after a step until its directory holds a file "go"."""
+    return partial(before_call, MetricsLogger, "step", None, partial(_waits_after, step))
+
+
 def killed_after(step: int, run_dir: Path, *overrides: str, **options) -> Run:
     """A run that is killed as soon as it has recorded a step."""
     inject = partial(before_call, MetricsLogger, "step", None, partial(_stands_still_after, step))
@@ -182,8 +192,12 @@ def says(output: str, *words: str) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
-    return [int(child) for child in found.split()]
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            found += [int(stat.parent.name)] * (int(parent) == pid)
+    return sorted(found)
 
 
 def stopped(run_dir: Path, output: str) -> None:

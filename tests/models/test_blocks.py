@@ -5,7 +5,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -125,7 +125,6 @@ def test_norms_whose_activation_cannot_be_left_out_are_refused():
 
 
 @given(st.permutations([1, 1, 2, 2, 2]), st.sampled_from([8, 16, 32]))
-@settings(deadline=None)
 def test_stride_times_dilation_is_what_the_strides_ask_for(strides, output_stride):
     plan = dilate_strides(strides, stem_stride=4, output_stride=output_stride)
     wanted, reached = 4, 4

@@ -81,6 +81,15 @@ def test_parameter_counts_of_other_published_networks(build, classes, expected):
         assert parameters(build(classes=classes)) == expected
 
 
+@every_body
+def test_small_bodies_keep_to_what_every_processor_computes_rightly(name):
+    """See CONTRIBUTING.md: strided 1x1 convolutions of fewer channels write outside of their buffers with AVX2."""
+    with torch.device("meta"):
+        convolutions = [module for module in SMALL_BODIES[name]().modules() if isinstance(module, nn.Conv2d)]
+    strided = [conv for conv in convolutions if conv.kernel_size == (1, 1) and conv.stride != (1, 1)]
+    assert all(conv.in_channels >= 8 for conv in strided), strided
+
+
 # Stages, output stride asked for and reached, dilations.
 CIFAR = [(3, 32, 4, [1, 1, 1]), (3, 2, 2, [1, 1, 2]), (4, 32, 8, [1, 1, 1, 1]), (4, 4, 4, [1, 1, 1, 2])]
 

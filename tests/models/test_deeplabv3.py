@@ -30,7 +30,7 @@ def window_means(x: torch.Tensor, size: int | tuple[int, int] | None) -> torch.T
 
 
 @given(rows=st.integers(1, 8), columns=st.integers(1, 8), size=st.none() | SIDES | st.tuples(SIDES, SIDES))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_sliding_pooling_is_the_mean_in_a_window_around_each_cell(rows, columns, size):
     """Without a window, or with one that covers the map, it is global."""
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from tests.runs import REPOSITORY, composed
 def run(*overrides: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "scripts.verify_data", *overrides]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env=strict)
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", env=strict, timeout=300)
 
 
 def test_complete_data_is_a_success_with_exact_counts(tmp_path):

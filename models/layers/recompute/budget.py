@@ -175,8 +175,8 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
         budgets: as `recompute_activations` takes them. Those that no plan meets have no row.
 
     Raises:
-        ValueError: a budget is none; no plan meets any of them (the message names the least peak); the step could not
-            be traced, e.g. because outputs need no gradient.
+        ValueError: a budget is not valid; no plan meets any of them (the message names the least peak); the step could
+            not be traced, e.g. because outputs need no gradient.
     """
     check_module(network, "plan")
     args, kwargs = arguments_of(example)

@@ -53,7 +53,7 @@ def recompute_activations(
             tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
 
     Raises:
-        ValueError: the budget is none, or is given with `checkpointed_only`; an example is given without a budget.
+        ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget.
     """
     check_module(network, "recompute_activations")
     if budget is not None:

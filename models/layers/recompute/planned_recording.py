@@ -1,4 +1,4 @@
-"""A forward pass of which a plan says what is computed again; and which is traced, for a plan to come."""
+"""A `Recording` that follows a plan, and traces the step while there is none."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

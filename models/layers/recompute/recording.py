@@ -12,9 +12,9 @@ The rules, which this folder keeps together:
    rules.py), and all that the rule needs is at hand, the value becomes a recipe and the tensor is dropped (`follow`).
    Until then it is not given to the hooks around this recording, e.g. `save_on_cpu`, which might copy it for nothing.
    Of an input whose values no gradient needs, because the weights of a convolution or an eval-mode norm are frozen, the
-   shape and strides are kept (`Form`). Of what ReLU and LeakyReLU save, if nobody else reads it, one bit per value
-   (`Signs`) from when its tensor and those of recipes that read it are gone, or the recording ends; until then it is
-   not given to outer hooks either.
+   shape and strides are kept (`Form`). A value that only ReLU and LeakyReLU read shrinks to one bit per entry (`Signs`)
+   once its tensor, and those of recipes that read it, are freed, or the recording ends. Until then outer hooks do not
+   get it.
 4. Who lends. A recipe reads values that are kept anyway. It may also keep arguments that nobody else keeps: leaves with
    a gradient, such as parameters; arguments much smaller than the result (`_MUCH`); and any others where the rule says
    `lend=True`. Leaves aside, all that is kept for recipes alone is together no larger than the result, which would be

@@ -132,7 +132,7 @@ class _ByName(NamedTuple):
 
 
 def _activation(function: Function) -> Rule:
-    """Call an activation function of `torch.nn.functional` once more; over its argument only where that is spare."""
+    """Repeat an activation function of `torch.nn.functional`; in place if nobody else reads its argument."""
     position = INPLACE[function]
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:

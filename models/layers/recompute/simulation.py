@@ -1,4 +1,4 @@
-"""The memory of a traced step, if other values were kept."""
+"""Simulate the memory and time of a traced step for a choice of kept values."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

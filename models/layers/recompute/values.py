@@ -75,9 +75,9 @@ class Value:
                 value.remove_reader()
 
     def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
-        """Keep signs if nobody reads more and nobody else will. Otherwise give the tensor to the outer hooks.
+        """Keep only signs if all readers ask for signs alone; otherwise give the tensor to the outer hooks.
 
-        False if a recipe may yet read it. At the end of the forward pass none will.
+        False while a recipe may still read it, which ends with the forward pass.
         """
         kept = self.source
         if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():

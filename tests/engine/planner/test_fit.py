@@ -1,5 +1,7 @@
 """The search for what fits, and trainings that spend a budget."""
 
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
@@ -180,6 +182,13 @@ def test_the_plan_of_an_experiment(capsys):
         and "body.mod1" in printed
         and "memory.budget=100MiB: less memory.context=0MiB" in printed
     )
+
+
+def test_a_reversible_body_takes_the_place_of_another_at_its_stride(monkeypatch):
+    monkeypatch.setattr(planner, "step_memory", lambda *_: SimpleNamespace(parameters=2**40))
+    config = runs.classification_config("run_dir=unused", "body=resnext101")
+    found = plan_memory.combinations(config)["in-place norms, body=revnet104, float32"].body
+    assert (found.name, found.output_stride) == ("revnet", config.body.output_stride) == ("revnet", 32)
 
 
 def test_the_experiment_decides_whose_keys_are_taken():

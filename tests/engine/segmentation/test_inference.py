@@ -183,7 +183,6 @@ def test_windows_of_all_views_are_counted(views, total):
 
 
 @given(cells=st.integers(1, 200), window=st.integers(1, 64), overlap=st.floats(0, 0.99))
-@settings(deadline=None)
 def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, overlap):
     (first, before), (second, after) = windows_along(cells=13, window=8, overlap=0.375)  # a linear cross-fade
     assert (first, second) == (0, 5) and torch.equal(after, before.flip(0))
@@ -208,7 +207,7 @@ def test_windows_cover_every_cell_with_weights_that_sum_to_one(cells, window, ov
     base_size=st.none() | st.integers(10, 70),
     scales=st.sampled_from([(1.0,), (0.7, 1.2)]),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_pixel_of_any_size_is_predicted(height, width, window, overlap, base_size, scales):
     """By a network whose cells do not see each other: only the blending could change what the whole image gives."""
     body = nn.AvgPool2d(1)
@@ -254,7 +253,6 @@ def test_views_are_averaged_after_the_softmax(flip, antialias, base_size, window
 
 
 @given(data=st.data())
-@settings(deadline=None)
 def test_a_region_of_a_resized_image_is_that_of_the_whole(data):
     side = st.integers(2, 40)  # PyTorch misreads the strides of images that are one pixel wide if it antialiases
     own, size = (data.draw(side), data.draw(side)), (data.draw(side), data.draw(side))

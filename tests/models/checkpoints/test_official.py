@@ -64,7 +64,11 @@ NETWORKS = {
     "resnext": (small_resnext, Released.resnext, {}),
     "resnext 7x7": (partial(small_resnext, stem="7x7"), Released.resnext, dict(stem="7x7")),
     "resnet": (small_resnet, Released.resnet, {}),
-    "resnet basic": (SMALL_BODIES["resnet-basic"], Released.resnet, dict(structure=(1, 2, 1, 1), base=(4, 4))),
+    "resnet basic": (
+        SMALL_BODIES["resnet-basic"],
+        Released.resnet,
+        dict(structure=(1, 2, 1, 1), base=(8, 8), channels=8),
+    ),
     "densenet": (SMALL_BODIES["densenet"], Released.densenet, {}),
     "wider": (small_wider, Released.wider, files.WIDER),
     "wider a2": (small_wider_a2, Released.wider, files.WIDER | {"a2": 32}),

@@ -1,7 +1,6 @@
 """Comparing two checkouts: every differing bit is named, and what may differ is not. No training runs here."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch.utils.tensorboard import SummaryWriter
 from scripts.evidence.compare_checkouts.__main__ import CheckoutComparison, compare
 from scripts.evidence.compare_checkouts.scenarios import SCENARIOS
 from scripts.evidence.compare_checkouts.values import compare_folders
+from tests.git import committed
 from tests.runs import composed
 
 RESULTS = {"miou": 0.25, "confusion_matrix": [[1, 2], [3, 4]], "environment": {"commit": "old"}}
@@ -169,16 +169,12 @@ with open(Path(__file__).with_name("times_run"), "a") as file:
 
 
 @pytest.fixture
-def checkouts(tmp_path, monkeypatch) -> CheckoutComparison:
+def checkouts(tmp_path) -> CheckoutComparison:
     """Two clean git checkouts whose training writes a loss and nothing else, and a comparison of them."""
-    for variable in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):  # set if git itself runs the tests
-        monkeypatch.delenv(variable, raising=False)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_seg.py").write_text(FAKE_TRAINING.replace("LOSS", "0.5"))
-        git = ["git", "-C", str(tmp_path / name), "-c", "user.name=test", "-c", "user.email=test"]
-        for words in (["init", "-q"], ["add", "train_seg.py"], ["commit", "-q", "-m", name]):
-            subprocess.run([*git, *words], check=True)
+        committed(tmp_path / name)
     return CheckoutComparison(
         old=str(tmp_path / "old"),
         new=str(tmp_path / "new"),

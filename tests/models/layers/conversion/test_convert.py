@@ -402,7 +402,7 @@ def sequential(pieces) -> nn.Module:
     return nn.Sequential(*map(sequential, pieces)) if isinstance(pieces, list) else PIECES[pieces]()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(pieces=SEQUENCES)
 def test_any_sequential(pieces):
     """A network that trains before conversion trains after it, with the same gradients; every norm is reported."""

@@ -570,7 +570,7 @@ class Program(nn.Module):
         return self.conv(values[-1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(STEPS)), st.sampled_from([0, 0, 0, 1, 2]), st.integers(0, 5)), max_size=9)
 )

@@ -61,6 +61,8 @@ def agrees(plain: tuple[Tensor, Gradients] | Exception, recorded: tuple[Tensor, 
     if isinstance(plain, Exception) or isinstance(recorded, Exception):
         assert isinstance(recorded, Exception), f"only the plain one raised {plain}"
         assert isinstance(plain, Exception), f"only the recorded one raised {recorded}"
+        changed = "modified by an inplace operation"
+        assert (changed in str(plain) and changed in str(recorded)) or str(plain) == str(recorded), (plain, recorded)
         return False
     assert torch.equal(plain[0], recorded[0])
     for expected, found in zip(plain[1], recorded[1], strict=True):
@@ -167,9 +169,10 @@ def block(norm, activation, change=None, frozen=(), training=True):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_in_place_is_never_computed_wrongly(change):
-    """Also where autograd does not see it."""
+    """Also where autograd does not see it. ReLU and tanh keep their results, so PyTorch refuses changes of these."""
     for activation in CHANGED:
-        agree(block("batch", activation, change))
+        refused = activation in ("relu_", "tanh_") and "activation" in change
+        assert agree(block("batch", activation, change)) is not refused, activation
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -390,7 +393,7 @@ def _run(moves, w: Tensor, norms: nn.ModuleList) -> Tensor:
 
 @pytest.mark.parametrize("examples", [250, pytest.param(1500, marks=pytest.mark.slow)])
 def test_random_graphs(examples):
-    @settings(max_examples=examples, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=examples)
     @given(st.lists(MOVES, min_size=2, max_size=12))
     def check(moves):
         def make():

@@ -533,20 +533,6 @@ def test_a_branch_that_saves_something_else_is_named(saved, message, monkeypatch
         coupling(IMAGES.clone().requires_grad_()).sum().backward()
 
 
-def test_memcnn_s_example_runs():
-    import models.layers as memcnn
-
-    def operation(channels: int) -> nn.Module:
-        conv = nn.Conv2d(in_channels=channels, out_channels=channels, kernel_size=(3, 3), padding=1)
-        return nn.Sequential(conv, nn.BatchNorm2d(num_features=channels), nn.ReLU(inplace=True))
-
-    x = torch.rand(2, 10, 8, 8)
-    module = memcnn.AdditiveCoupling(Fm=operation(channels=10 // 2), Gm=operation(channels=10 // 2)).eval()
-    wrapper = memcnn.InvertibleModuleWrapper(fn=module, keep_input=True, keep_input_inverse=True).eval()
-    assert all(memcnn.is_invertible_module(each, test_input_shape=x.shape) for each in (module, wrapper))
-    assert torch.allclose(x, wrapper.inverse(wrapper.forward(x)), atol=1e-06)
-
-
 def test_trying_whether_a_module_is_invertible_changes_nothing():
     class Wrong(Rotation):
         inverse = Rotation.forward
