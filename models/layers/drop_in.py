@@ -56,7 +56,12 @@ class ABN(abn.ABN):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         # The scales of the file and of this layer mean the same.
-        super()._load_from_state_dict(state_dict, prefix, {**local_metadata, CONVERTED: True}, *args)
+        metadata = {**local_metadata, CONVERTED: True, "version": 1}  # without num_batches_tracked
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination.pop(prefix + "num_batches_tracked", None)  # the release has none
 
 
 class InPlaceABN(in_place.InPlaceABN, ABN):

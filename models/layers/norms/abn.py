@@ -201,7 +201,8 @@ class ABN(nn.Module):
         # State dicts of the released package lack num_batches_tracked: keep our own count.
         key = prefix + "num_batches_tracked"
         if self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict:
-            state_dict = {**state_dict, key: self.num_batches_tracked}
+            own = self.num_batches_tracked
+            state_dict = {**state_dict, key: torch.tensor(0) if own is not None and own.is_meta else own}
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __deepcopy__(self, memo: dict) -> "ABN":

@@ -116,6 +116,7 @@ def _backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
     """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
     kept, ctx.kept = ctx.kept or kept_by(ctx), None
     backend = backend_for(ctx.strategy.backend, kept.values)
+    dz = dz.contiguous() if is_misread(dz) else dz
     if not dz.numel():  # PyTorch's kernels divide by the number of values
         dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
     elif not ctx.call.use_batch_statistics:

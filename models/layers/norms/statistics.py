@@ -17,11 +17,11 @@ Minibatch = TypeVar("Minibatch")
 def renew_statistics(
     network: nn.Module, minibatches: Iterable[Minibatch], forward: Callable[[Minibatch], object] | None = None
 ) -> None:
-    """Recompute the running statistics of all norms as the average over these minibatches.
+    """Recompute the running statistics of all norms as the average over their calls with these minibatches.
 
     Use it in place of PyTorch's `update_bn`, which silently skips our layers. Everything but the norms (e.g. dropout)
     is in eval mode meanwhile. In distributed training every process passes equally many minibatches and gets the
-    average over all of them. Leaves the network in eval mode.
+    average over all of them. Norms that are not called keep their statistics. Leaves the network in eval mode.
 
     Args:
         minibatches: the network's inputs, on its device; or anything that `forward` takes.
@@ -30,27 +30,44 @@ def renew_statistics(
     """
     check_module(network, "renew_statistics")
     norms: list[Any] = [module for module in network.modules() if has_running_statistics(module)]
-    momenta = [norm.momentum for norm in norms]
+    momenta, calls = [norm.momentum for norm in norms], dict.fromkeys(norms, 0)
+
+    def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x, *_ = (*args, *kwargs.values())
+        if x.numel():  # an empty minibatch has no statistics
+            calls[norm] += 1
+            norm.momentum = 1 / calls[norm]
+        if calls[norm] == 1:
+            for buffer in _statistics(norm):
+                buffer.nan_to_num_(0, 0, 0)  # a momentum of 1 would keep NaN
+            if getattr(norm, "num_batches_tracked", None) is not None:
+                norm.num_batches_tracked.zero_()
+
     network.eval()
+    hooks = [norm.register_forward_pre_hook(weigh, with_kwargs=True) for norm in norms]
     try:
         for number, minibatch in enumerate(minibatches, start=1):
             for norm in norms:
-                norm.train()
-                norm.momentum = 1 / number
-                if number == 1:  # NaN would survive a momentum of 1
-                    norm.running_mean.zero_()
-                    norm.running_var.zero_()
+                norm.training = True
+                norm.momentum = 1 / number  # of compiled norms, which call no new hooks
             (forward or network)(minibatch)
     finally:
+        for hook in hooks:
+            hook.remove()
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
         network.eval()
     if (group := synchronised_group(None)) is None:
         return
     for norm in norms:
-        for statistics in (norm.running_mean, norm.running_var):
+        for statistics in _statistics(norm):
             dist.all_reduce(statistics, group=group)
             statistics.div_(dist.get_world_size(group))
+
+
+def _statistics(norm: Any) -> list[torch.Tensor]:
+    found = (norm.running_mean, getattr(norm, "running_var", None))
+    return [buffer for buffer in found if buffer is not None]
 
 
 def has_running_statistics(module: object) -> bool:

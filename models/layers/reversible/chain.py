@@ -99,16 +99,35 @@ class State:
 
 
 class Inputs(NamedTuple):
-    """The dtypes of a step's inputs, and which of them required a gradient."""
+    """The dtypes and strides of a step's inputs, and which of them required a gradient."""
 
     dtypes: tuple[torch.dtype, ...]
+    strides: tuple[tuple[int, ...], ...]
     require_grad: tuple[bool, ...]
 
-    def __call__(self, values: Values) -> Values:
-        """New leaves that require gradients as the inputs did, so that a repetition saves the same tensors."""
-        return tuple(
-            tensor.detach().requires_grad_(needed) for tensor, needed in zip(values, self.require_grad, strict=True)
-        )
+    def __call__(self, values: Values, any_layout: int | None = None) -> Values:
+        """New leaves that require gradients as the inputs did, so that a repetition saves the same tensors.
+
+        Their strides are the inputs' too, by which operators may choose what they save (`F.linear`); except for those
+        of the number `any_layout`, which no branch reads.
+        """
+        leaves = []
+        for number, (tensor, strides, needed) in enumerate(zip(values, self.strides, self.require_grad, strict=True)):
+            if number != any_layout and tensor.stride() != strides:
+                tensor = _laid_out(tensor, strides)
+            leaves.append(tensor.detach().requires_grad_(needed))
+        return tuple(leaves)
+
+
+def _laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A copy with these strides; values are equal along dimensions of stride 0."""
+    for dim, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1).expand_as(tensor)
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, strides, strict=True)]
+    copy = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(tensor.as_strided(sizes, tensor.stride()))
+    return copy.expand(tensor.shape)
 
 
 class Update(NamedTuple):
@@ -125,7 +144,7 @@ class Update(NamedTuple):
     def again(self, streams: Values, like: Inputs, checksum: Checksum) -> Undo:
         """Run the branch on the streams after the update."""
         half, target = self.half, self.half.target
-        streams = like(streams)
+        streams = like(streams, any_layout=target)
         output = half.output(streams)
         checksum.see(output)
 
@@ -135,7 +154,7 @@ class Update(NamedTuple):
             return half.replaced(streams, _as(values, like.dtypes[target]))
 
         if half.combine_saves:  # a product saves its factors
-            half.combine(like(undone())[target], output)
+            half.combine(like(undone(), any_layout=target)[target], output)
         return undone
 
 
@@ -177,7 +196,7 @@ class Step:
         preserve_rng_state: bool,
     ):
         self.move = move
-        self.inputs = Inputs(tuple(x.dtype for x in inputs), tuple(x.requires_grad for x in inputs))
+        self.inputs = Inputs(*zip(*((x.dtype, x.stride(), x.requires_grad) for x in inputs), strict=True))
         self.environment = Environment(modules, inputs, preserve_rng_state)
         self.section = Section()
         self.checksum = Checksum(modules)

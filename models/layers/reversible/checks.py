@@ -55,7 +55,7 @@ class Checksum:
             low = torch.is_autocast_enabled(tensor.device.type)
             tolerance = _LOW_PRECISION if low else _TOLERANCES.get(tensor.dtype, _LOW_PRECISION)
             largest = tolerance * first[1].clamp(min=1e-30)
-            if not torch.isnan(first).any() and bool((ours - first).abs().max() > largest):
+            if not torch.isnan(first).any() and not bool((ours - first).abs().max() <= largest):
                 names = ", ".join(type(module).__name__ for module in self.modules)
                 raise RuntimeError(
                     f"{names} computed something else when the backward pass repeated it, so gradients would be wrong: "

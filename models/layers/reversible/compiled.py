@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..norms.abn import ABN
 from ..norms.checkpointed_abn import CheckpointedABN
 from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
-from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached
+from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached, has_hooks
 from .environment import statistics_kept
 
 Values = tuple[Tensor, ...]
@@ -45,7 +45,7 @@ def moves_of(coupling: Coupling) -> list[HalfStep | Coupling]:
 def _is_repeatable(module: nn.Module) -> bool:
     """Exact types: subclasses may compute anything, and so may somebody's hooks."""
     known = type(module) in _REPEATABLE or "repeatable" in vars(type(module))
-    return known and "forward" not in vars(module)
+    return known and "forward" not in vars(module) and not has_hooks(module)
 
 
 def run_row(row: list[Coupling], x: Tensor) -> Tensor:

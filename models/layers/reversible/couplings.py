@@ -231,12 +231,20 @@ def in_halves(module: object) -> TypeGuard[Coupling]:
     Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass that
     overrides `couple` says that it agrees with `half_steps` by an attribute `couples_in_half_steps` of its own.
     """
-    if not isinstance(module, Coupling) or module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if not isinstance(module, Coupling):
+        return False
+    if has_hooks(module):
         return False
     kind = type(module)
     methods = ["forward", "inverse", "split", "join", "half_steps"]
     methods += [] if "couples_in_half_steps" in vars(kind) else ["couple"]
     return "forward" not in vars(module) and all(getattr(kind, name) is getattr(Coupling, name) for name in methods)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of the module does more than `forward`."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:

@@ -7,11 +7,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..norms.abn import ABN
+from ..norms.checkpointed_abn import CheckpointedABN
+from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
 from ..norms.statistics import has_running_statistics
 from ..private import without_dispatch_modes
 from ..saved import check_version
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_KNOWN_NORMS = frozenset(  # whose outputs in training do not depend on their buffers
+    {ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
+    | {nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}
+)
 
 
 class _Buffer(NamedTuple):
@@ -87,7 +93,7 @@ class Environment:
             present = part._parameters.get(name, part._buffers.get(name))
             if present is tensor:
                 check_version(tensor, version, f"{type(part).__name__}.{name}")
-            elif type(present) is type(tensor):  # FSDP replaces shards by whole parameters
+            elif not {type(present).__name__, type(tensor).__name__} & {"DTensor"}:  # FSDP's shards
                 raise RuntimeError(
                     f"{type(part).__name__}.{name} of a reversible module is another tensor than in the forward "
                     f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
@@ -117,10 +123,8 @@ def statistics_kept(*modules: nn.Module) -> Iterator[None]:
 def _buffers(module: nn.Module) -> list[_Buffer]:
     """The buffers that a forward pass may change, or that may change before it is repeated."""
     found = [(name, values) for name, values in module._buffers.items() if values is not None]
-    if has_running_statistics(module):
-        found = [(name, values) for name, values in found if name in _STATISTICS]
-        if module.training:  # the minibatch's statistics count
-            return [_Buffer(module, name, values, values._version, None) for name, values in found]
+    if type(module) in _KNOWN_NORMS and module.training:  # the minibatch's statistics count
+        return [_Buffer(module, name, values, values._version, None) for name, values in found]
     return [_Buffer(module, name, values, values._version, values.clone()) for name, values in found]
 
 
@@ -128,10 +132,13 @@ def _buffers(module: nn.Module) -> list[_Buffer]:
 def _swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
     """Context in which copies of their first values replace buffers."""
     present = [buffer.owner._buffers[buffer.name] for buffer in buffers]
+    copies: dict[int, Tensor] = {}  # one of a tensor that is a buffer of several modules
     try:
         for buffer, values in zip(buffers, present, strict=True):
             start = values if buffer.start is None else buffer.start
-            buffer.owner._buffers[buffer.name] = None if start is None else start.clone()
+            if start is not None:
+                start = copies.setdefault(id(buffer.values), start.clone())
+            buffer.owner._buffers[buffer.name] = start
         yield
     finally:
         for buffer, values in reversed(list(zip(buffers, present, strict=True))):

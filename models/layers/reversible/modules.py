@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..inputs import check_module
 from .chain import Pass, as_tuple
 from .compiled import is_compilable, run_row
-from .couplings import Coupling, in_halves
+from .couplings import Coupling, has_hooks, in_halves
 from .environment import statistics_kept
 
 Block = nn.Module | tuple[nn.Module, ...]
@@ -238,7 +238,7 @@ def is_invertible_module(
 
 def _flat(block: nn.Module) -> list[nn.Module]:
     """What a block runs: a sequence's blocks, and a wrapper's coupling, which the chain around them forgets as well."""
-    plain = not (block._forward_hooks or block._forward_pre_hooks or block._backward_hooks)
+    plain = not has_hooks(block)
     if type(block) is ReversibleSequence and plain and not block.disable:
         return block.reversible_blocks
     if type(block) is InvertibleModuleWrapper and plain and block.preserve_rng_state and in_halves(block._fn):

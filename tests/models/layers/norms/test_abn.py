@@ -208,6 +208,18 @@ def test_strides_that_pytorch_misreads(strategy):
         assert_close(*results)
 
 
+def test_gradients_that_pytorch_misreads():
+    """Strides (1, 1, 1, C) of a shape (1, C, 1, W) are those of both layouts."""
+    x, gradient = torch.randn(1, 3, 1, 10)[..., :5], torch.randn(5, 3, 1, 1).transpose(0, 3)
+    for layer in (InPlaceABN(3, activation="identity"), CheckpointedABN(3, activation="identity")):
+        found = []
+        for dz in (gradient, gradient.contiguous()):
+            leaf = x.detach().requires_grad_()
+            layer(leaf).backward(dz)
+            found.append(leaf.grad)
+        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
 def test_only_misread_inputs_are_copied():
     layer = ABN(CHANNELS)
     batch = torch.randn(2, CHANNELS, 3, 4).to(memory_format=torch.channels_last)

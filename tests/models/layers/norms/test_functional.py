@@ -83,6 +83,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("error")
     network.load_state_dict(older)
 network(torch.randn(2, 3, 8, 8)).sum().backward()
+saved = network.state_dict()
+assert not any("num_batches_tracked" in name for name in saved)  # as the release saves it
+network.load_state_dict(saved)
+from models.layers import from_released
+network[1].weight.data.fill_(-1.0)
+assert (from_released(network.state_dict())["1.weight"] > 0).all()
 assert all(parameter.grad is not None for parameter in network.parameters())
 """
 

@@ -36,6 +36,37 @@ def test_statistics_that_are_not_numbers_are_forgotten(norm):
     torch.testing.assert_close(layer.running_var, images.var((0, 2, 3)))
 
 
+class CalledAsItLikes(nn.Module):
+    """One norm twice, one in every second minibatch, one in training alone; and one whose first minibatch is empty."""
+
+    def __init__(self, norm) -> None:
+        super().__init__()
+        self.shared, self.odd, self.unused, self.late = (norm(4) for _ in range(4))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.shared(x) + self.shared(x + 10)
+        y = y + self.odd(x) if self.calls % 2 == 0 else y
+        self.late(x[: self.calls - 1])
+        return self.unused(y) if self.training else y
+
+
+@pytest.mark.parametrize("norm", [InPlaceABN, nn.BatchNorm2d])
+def test_statistics_are_averages_over_the_calls_of_each_norm(norm):
+    network, minibatches = CalledAsItLikes(norm), [torch.randn(4, 4, 8, 8) for _ in range(4)]
+    network.unused.running_var.fill_(3)
+    network.odd.num_batches_tracked.fill_(100)
+    renew_statistics(network, minibatches)
+    means = torch.stack([images.mean((0, 2, 3)) for images in minibatches])
+    variances = torch.stack([images.var((0, 2, 3)) for images in minibatches])
+    torch.testing.assert_close(network.shared.running_mean, means.mean(0) + 5)
+    torch.testing.assert_close(network.odd.running_var, variances[1::2].mean(0))
+    late = torch.stack([minibatches[number][:number].mean((0, 2, 3)) for number in (1, 2, 3)])
+    torch.testing.assert_close(network.late.running_mean, late.mean(0))
+    assert network.unused.running_var.eq(3).all() and network.odd.num_batches_tracked == 2
+
+
 def test_an_error_in_a_minibatch_leaves_the_momentum():
     layer = InPlaceABN(4)
     with pytest.raises(ValueError, match=r"expected \(N, 4"):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from models.layers import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
+from models.layers.reversible.compiled import is_compilable
 from models.layers.reversible.drift import drift
 from models.layers.saved import saved_for_backward
 from tests.models.layers.reversible.test_modules import (
@@ -118,6 +119,76 @@ def test_other_parameters_in_the_backward_pass_are_refused():
     y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
     with pytest.raises(RuntimeError, match="is another tensor than in the forward pass"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+def test_branches_whose_saved_tensors_depend_on_strides(tokens, layout):
+    """Halves of tokens are views with gaps, for which `F.linear` saves others; of the same shapes if there are four."""
+    blocks = made(*(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4), split_dim=2) for _ in range(2)))
+    x = torch.randn(2, tokens, 8, dtype=torch.float64)
+    x = {"transposed": x.transpose(0, 1), "expanded": x[:1].expand(2, -1, -1)}.get(layout, x)
+
+    def use(network, _):
+        leaf = x.detach().requires_grad_()
+        network(leaf).sin().sum().backward()
+        return [leaf.grad]
+
+    assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
+
+
+def test_other_tensors_in_place_of_parameters_are_refused():
+    """As MAML trains: the tensors are no parameters."""
+    network = ReversibleSequence(made(additive()))
+    others = {name: parameter.detach() * 2 for name, parameter in network.named_parameters()}
+    y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
+    with pytest.raises(RuntimeError, match="is another tensor than in the forward pass"):
+        y.sum().backward()
+
+
+class Renormalised(nn.BatchNorm2d):
+    """It reads its statistics in training, and moves another buffer."""
+
+    def __init__(self, channels: int):
+        super().__init__(channels)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        y = x - self.running_mean.clone().view(-1, 1, 1)
+        self.running_mean.lerp_(x.detach().mean((0, 2, 3)), 0.5)
+        return y.tanh()
+
+
+class Reads(nn.Module):
+    def __init__(self, buffer: torch.Tensor):
+        super().__init__()
+        self.register_buffer("mean", buffer)
+
+    def forward(self, x):
+        return (x * (1 + self.mean.view(-1, 1, 1))).sin()
+
+
+def test_norms_that_read_their_statistics_and_buffers_of_two_modules():
+    norm = Renormalised(4)
+    shared = nn.Sequential(norm, Reads(norm.running_mean), nn.Conv2d(4, 4, 1))
+    blocks = made(
+        AdditiveCoupling(nn.Sequential(nn.Conv2d(4, 4, 1), Renormalised(4)), nn.Conv2d(4, 4, 1)),
+        AdditiveCoupling(shared, nn.Conv2d(4, 4, 1)),
+    )
+    blocks[1].Fm[1].mean = blocks[1].Fm[0].running_mean
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    network = ReversibleSequence(blocks)
+    for _ in range(2):
+        assert_same(step(network, IMAGES), step(plain, IMAGES))
+
+
+def test_compiled_branches_with_hooks_keep_their_activations(traced_autograd):
+    """Which may draw random numbers, or move."""
+    convolution = nn.Conv2d(4, 4, 1)
+    convolution.register_forward_hook(lambda module, args, output: nn.functional.dropout(output, 0.5))
+    blocks = made(AdditiveCoupling(nn.Sequential(convolution, nn.Tanh()), nn.Conv2d(4, 4, 1)))
+    assert not is_compilable(blocks[0], [])
 
 
 class WithBuffer(nn.Module):
