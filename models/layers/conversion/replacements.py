@@ -82,9 +82,6 @@ def check_batch_norm(layer: BatchNormBase, with_activation: bool = False) -> Non
     if isinstance(layer, LazyNormBase):
         raise ValueError("its number of channels is not known before the first forward pass")
     check_plain(layer, BATCH_NORMS, with_activation)
-    statistics = [getattr(layer, name) is not None for name in STATE[2:]]
-    if statistics != [layer.track_running_stats] * len(statistics):
-        raise ValueError("its track_running_stats was changed after construction and does not match its buffers")
     dtypes = {values.dtype for name in STATE[:4] if (values := getattr(layer, name)) is not None}
     if not (dtypes <= {torch.float32} or dtypes <= {torch.float64}):
         listed = ", ".join(sorted(map(str, dtypes)))
@@ -147,6 +144,7 @@ def like(layer: nn.Module, cls: type[ABN], **options: Any) -> ABN:
         new = cls(**(given | options))
     for name in STATE:
         setattr(new, name, getattr(layer, name))
+    new._non_persistent_buffers_set |= layer._non_persistent_buffers_set
     if hands_over(layer):
         new.register_forward_hook(hand_over)
     return new.train(layer.training)

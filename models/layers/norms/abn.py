@@ -117,10 +117,11 @@ class ABN(nn.Module):
                 statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
                 the first time that this rank has so many values (never inside `torch.compile` or a CUDA graph).
         """
-        use_batch = self.training or not self.track_running_stats
-        group = synchronised_group(self.group) if self.sync and use_batch else None
         # Reading an attribute of a module takes as long as a small operator: each once.
         own = Own(self.weight, self.bias, self.running_mean, self.running_var)
+        running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
+        use_batch = self.training or running_mean is None or running_var is None
+        group = synchronised_group(self.group) if self.sync and use_batch else None
         try:
             self._check_input(x, own, alone=use_batch and group is None)
             if group is not None:
@@ -131,10 +132,9 @@ class ABN(nn.Module):
             raise
         if not use_batch:
             return self._bn_act(x, own, False, 0.0, None)
-        if not self.track_running_stats or (group is None and not x.numel()):  # an empty minibatch has no statistics
+        tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
+        if not tracked or running_mean is None or running_var is None or minibatches is None:
             return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
-        running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
-        assert running_mean is not None and running_var is not None and minibatches is not None
         if self.momentum is not None and not _is_recomputation():
             z = self._bn_act(x, own, True, self.momentum, group)
             minibatches.add_(1)

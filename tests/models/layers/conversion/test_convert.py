@@ -165,6 +165,12 @@ def changed(module: nn.Module, **attributes: object) -> nn.Module:
     return module
 
 
+def with_hidden_statistics(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    for name, buffer in norm.named_buffers():
+        norm.register_buffer(name, buffer, persistent=False)
+    return norm
+
+
 BATCH_NORMS = {
     "1d": (partial(nn.BatchNorm1d, C), nn.Conv1d, 1),
     "2d": (partial(nn.BatchNorm2d, C), nn.Conv2d, 2),
@@ -172,6 +178,8 @@ BATCH_NORMS = {
     "sync": (partial(nn.SyncBatchNorm, C), nn.Conv2d, 2),
     "not affine": (partial(nn.BatchNorm2d, C, affine=False), nn.Conv2d, 2),
     "without shift": (lambda: changed(nn.BatchNorm2d(C), bias=None), nn.Conv2d, 2),
+    "untracked since": (lambda: changed(nn.BatchNorm2d(C), track_running_stats=False), nn.Conv2d, 2),
+    "buffers outside the state dict": (lambda: with_hidden_statistics(nn.BatchNorm2d(C)), nn.Conv2d, 2),
     "batch statistics always": (partial(nn.BatchNorm2d, C, track_running_stats=False), nn.Conv2d, 2),
     "averages": (partial(nn.BatchNorm2d, C, momentum=None, eps=0.1), nn.Conv2d, 2),
 }
@@ -323,8 +331,6 @@ KEPT = {
     "hooks in between": (lambda: nn.Sequential(bn(), with_hook(nn.Identity()), act()), "the Identity that follows has"),
     "own forward": (lambda: nn.Sequential(with_own_forward(bn()), act()), "it has hooks"),
     "own buffer": (lambda: nn.Sequential(changed(bn(), mask=nn.Buffer(torch.ones(C))), act()), "buffers or modules of"),
-    # PyTorch's layer still uses its buffers in eval mode.
-    "flag": (lambda: nn.Sequential(changed(bn(), track_running_stats=False), act()), "track_running_stats was changed"),
     "overwritten": (lambda: nn.Sequential(bn(), act(), nn.Dropout(inplace=True)), "overwritten by the Dropout"),
     "overwritten view": (lambda: nn.Sequential(bn(), act(), nn.Flatten(), nn.ReLU(inplace=True)), "by the ReLU that"),
     "overwritten identity": (lambda: nn.Sequential(bn(), nn.Identity(), nn.Hardtanh(inplace=True)), "by the Hardtanh"),

@@ -102,6 +102,22 @@ def test_running_statistics_are_those_of_batchnorm2d(strategy):
         assert layer.to("meta")(torch.empty(2, CHANNELS, 8, 8, device="meta")).shape == (2, CHANNELS, 8, 8)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dropped", [[], ["running_mean", "running_var"]], ids=["kept", "dropped"])
+@pytest.mark.parametrize("flag", [True, False], ids=["tracked", "untracked"])
+def test_statistics_switched_off_later_act_as_in_batchnorm2d(strategy, dropped, flag):
+    layer, standard = STRATEGIES[strategy](CHANNELS, activation="identity"), nn.BatchNorm2d(CHANNELS)
+    for norm in (layer, standard):
+        norm.track_running_stats = flag
+        for name in dropped:
+            setattr(norm, name, None)
+    x = torch.randn(2, CHANNELS, 4, 4) * 3 + 1
+    for training in (True, False):
+        torch.testing.assert_close(layer.train(training)(x), standard.train(training)(x))
+    for name in {"running_mean", "running_var"} - {*dropped}:
+        torch.testing.assert_close(getattr(layer, name), getattr(standard, name))
+
+
 def saved_bytes(layer: nn.Module, x: torch.Tensor) -> tuple[int, int, list[int]]:
     """Bytes that a layer keeps for its backward pass: of its output, of its input, and of each other storage."""
     z, saved = saved_for_backward(lambda: layer(x))
