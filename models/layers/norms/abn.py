@@ -74,6 +74,8 @@ class ABN(nn.Module):
         super().__init__()
         if num_features < 1:
             raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
+        if not eps > 0:
+            raise ValueError(f"eps={eps}: expected a number above 0, which is added to the variance")
         check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
         check_backend(backend)
         self.num_features = num_features

@@ -76,7 +76,7 @@ def _normalised(
     if not call.use_batch_statistics and (running_mean is None or running_var is None):
         raise ValueError("inplace_abn with training=False needs running_mean and running_var")
     if call.use_batch_statistics and call.group is None and x.numel() <= x.shape[1]:
-        raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: one value per channel has no variance")
+        raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: expected several values per channel")
     scale = None if weight is None else released_scale(weight, call.eps)
     return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, call, _KEEP_OUTPUT)
 

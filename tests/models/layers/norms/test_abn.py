@@ -333,6 +333,7 @@ def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
         (InPlaceABN, {"activation_param": float("inf")}, "slope above 0"),
         (InPlaceABN, {"variant": "III"}, "'III': expected 'I' or 'II'"),
         (InPlaceABN, {"gamma_floor": 0.0}, "gamma_floor=0.0"),
+        (ABN, {"eps": 0.0}, "eps=0.0: expected a number above 0"),
         (ABN, {"activation_param": -0.1}, "not a valid slope.*0 or more"),
         (CheckpointedABN, {"activation_param": float("nan")}, "not a valid slope.*0 or more"),
     ],

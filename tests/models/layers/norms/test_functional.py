@@ -57,7 +57,7 @@ def test_only_the_output_and_vectors_are_kept():
     [
         ({"activation": "relu"}, "relu"),
         ({"x": torch.zeros(4, 5, 2, 2)}, r"shape \(4, 5, 2, 2\): expected \(N, 3, …\)"),
-        ({"x": torch.zeros(1, 3)}, r"shape \(1, 3\): one value per channel has no variance"),
+        ({"x": torch.zeros(1, 3)}, r"shape \(1, 3\): expected several values per channel"),
         ({"training": False, "running_mean": None}, "needs running_mean and running_var"),
     ],
 )
