@@ -77,7 +77,9 @@ class Layout:
         images_of: str | None = None,
         deep: bool = False,
     ) -> dict[str, Path]:
-        """`list_files` of a folder below `root`, or of every folder in it. ValueError if the folder is missing.
+        """`list_files` of a folder below `root`, or of every folder in it.
+
+        ValueError if the folder is missing, or two of the folders in it hold files of the same stem.
 
         `archives`, `missing`: see `error`. `images_of`: the split whose images they are, of which it must have some.
         `deep`: see `list_files`.
@@ -85,7 +87,15 @@ class Layout:
         if not folder.is_dir():
             raise self.error(f"{self.name}: the folder {folder} is missing", root, archives, missing or [folder])
         folders = sorted(filter(Path.is_dir, folder.iterdir())) if in_folders else [folder]
-        found = {stem: path for each in folders for stem, path in list_files(each, suffixes, deep).items()}
+        found: dict[str, Path] = {}
+        for each in folders:
+            here = list_files(each, suffixes, deep)
+            if twice := sorted(found.keys() & here.keys()):
+                raise ValueError(
+                    f"{found[twice[0]]} and {here[twice[0]]} have the same name: {self.name} pairs images and labels "
+                    f"by their names. Rename one, and its label."
+                )
+            found |= here
         if images_of is not None and not found:
             between = "**/" if deep else "*/" * in_folders
             looked_for = " and ".join(f"{folder}/{between}*{suffix}" for suffix in suffixes)

@@ -19,6 +19,8 @@ PHOTOGRAPHS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "T
 _ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _NOT_INTACT = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for damaged files
 
+_BITS, _INTERPRETATION = 258, 262  # tags of TIFF files; an interpretation of 0 means that 0 is white
+
 Window = tuple[slice, slice]  # rows and columns, each with start and stop
 EVERYTHING: Window = slice(None), slice(None)
 
@@ -125,8 +127,10 @@ def decode_photograph(path: Path) -> np.ndarray:
                 return decode_image(path, turned=True)
             with Image.open(file, formats=PHOTOGRAPHS) as stored:
                 image = ImageOps.exif_transpose(stored)
-        if image.mode.startswith("I;16"):
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                tags = getattr(stored, "tag_v2", {})  # of a TIFF
+        if image.mode.startswith("I;16") or (image.mode == "I" and stored.format == "PPM"):
+            levels = np.asarray(image) >> (tags.get(_BITS, (16,))[0] - 8)
+            image = Image.fromarray((255 - levels if tags.get(_INTERPRETATION) == 0 else levels).astype(np.uint8))
         if image.mode in ("I", "F"):  # 32 bits: their black and white are unknown
             raise Unreadable(f"{path}: has pixels of Pillow's mode {image.mode!r}; expected 8 or 16 bits per channel.")
         return np.array(image.convert("RGB"))

@@ -34,7 +34,10 @@ class SegmentationNetwork(nn.Module):
     def forward(self, images: Tensor, size: tuple[int, int] | None = None) -> Tensor:
         """Normalised images (N, 3, H, W) -> logits (N, classes, *size), before any softmax.
 
-        Interpolated bilinearly between the centres of the feature cells. `size`: (height, width); None: the images'.
+        Interpolated bilinearly between the centres of the feature cells; in eval mode at least in float32.
+        `size`: (height, width); None: the images'.
         """
         logits = self.cls(self.head(self.body(images)))  # (N, classes, H / output_stride, W / output_stride)
+        if not self.training and logits.dtype.itemsize < 4:
+            logits = logits.float()  # in 16 bits, interpolated logits of two classes are often equal
         return F.interpolate(logits, size=size or images.shape[2:], mode="bilinear", align_corners=False)

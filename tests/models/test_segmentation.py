@@ -44,6 +44,14 @@ def test_logits_are_interpolated_between_the_cells(size):
     torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)
 
 
+def test_logits_of_16_bits_are_interpolated_in_float32_outside_training():
+    network = small_segmentation()
+    images = torch.randn(2, 3, 33, 41)
+    for training, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert network.train(training)(images).dtype == dtype
+
+
 def test_a_body_that_classifies_and_no_classes_are_refused():
     with torch.device("meta"):
         body = resnext101(classes=1000)

@@ -29,6 +29,13 @@ def test_bootstrapping_averages_the_hardest_pixels_of_each_crop(fraction, ignore
     assert loss.item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_the_number_of_hardest_pixels_is_not_that_of_rounding():
+    logits, labels = crops(size=(10, 10), ignored=0.0)
+    losses = F.cross_entropy(logits, labels.long(), reduction="none").flatten(1)
+    expected = losses.sort(descending=True).values[:, :7].mean().item()  # 0.07 * 100 > 7
+    assert BootstrappedCrossEntropy(0.07)(logits, labels).item() == pytest.approx(expected, abs=1e-12)
+
+
 def test_bootstrapping_sends_gradients_to_the_hardest_pixels_only():
     logits, labels = crops()
     BootstrappedCrossEntropy(0.25)(logits, labels).backward()
