@@ -67,10 +67,10 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
     return load_by_name(network, file.converted(), source=source, name=str(path), advice=advice, remarks=file.remarks)
 
 
-def read(path: Path, name: str) -> object:
-    """Read a released file; `name` is its name in messages. ValueError: see `torch_files.read`."""
+def read(path: Path, name: str, advice: str | None = None) -> object:
+    """Read a released file; `name` is its name in messages. ValueError: see `torch_files.read`, with its `advice`."""
     expected = "a checkpoint of the in-place ABN release as downloaded (not unpacked, although it is called .pth.tar)"
-    return torch_files.read(path, name, expected, "download it again")
+    return torch_files.read(path, name, expected, advice or "download it again")
 
 
 def released_file(

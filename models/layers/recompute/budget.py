@@ -65,10 +65,16 @@ class Plans:
         args, kwargs = arguments_of(example)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         inputs = tensors_in((args, kwargs))
-        fakes = {id(one): mode.from_tensor(one) for one in [*network.parameters(), *network.buffers(), *inputs]}
-        with mode:
-            network_, args, kwargs = copy.deepcopy((network, args, kwargs), fakes)
-            step, _ = traced_step(network_, args, kwargs)
+        try:
+            fakes = {id(one): mode.from_tensor(one) for one in [*network.parameters(), *network.buffers(), *inputs]}
+            with mode:
+                network_, args, kwargs = copy.deepcopy((network, args, kwargs), fakes)
+                step, _ = traced_step(network_, args, kwargs)
+        except Exception as error:  # a network may raise anything
+            raise ValueError(
+                f"a step on fake tensors like the example raises {type(error).__name__}: {error}; leave the example "
+                f"out if the network asks for values, or does not know its sizes yet"
+            ) from error
         self._shape(network, inputs).plans.append(_planned(step, self.budget))
 
     def _shape(self, module: nn.Module, inputs: Sequence[Tensor]) -> "_Shape":
@@ -166,8 +172,9 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
     """What a training step of a network takes under different budgets, from one step on an example.
 
     The step is run: twice, with the mean square of the outputs as loss. Gradients, buffers and the random state are
-    then as before. Under `FakeTensorMode` nothing is computed, for a network that does not fit: times are then
-    estimated, and the bytes that operators take while they run are left out.
+    then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode` nothing
+    is computed, for a network that does not fit: times are then estimated, and the bytes that operators take while they
+    run are left out.
 
     Args:
         network: in training mode, prepared by `recompute_activations` or not.
@@ -203,6 +210,11 @@ def _apart(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether values share memory, so that nobody can write to them."""
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _needed(step: Step, choice: Choice) -> list[int]:
     """The values that are computed again."""
     readers = simulate(step, choice.kept).readers
@@ -221,7 +233,8 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     inputs = tensors_in((args, kwargs))
     parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
     gradients = [parameter.grad for parameter in parameters]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in network.buffers() if not _is_expanded(buffer)]
+    registered = [(module, dict(module._buffers)) for module in network.modules()]
     device = next((tensor.device for tensor in [*inputs, *parameters]), torch.device("cpu"))
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     trace, seconds = StepTrace(), 0.0
@@ -247,6 +260,8 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+        for module, of_module in registered:  # it may have assigned others
+            module._buffers.update(of_module)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

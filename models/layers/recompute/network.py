@@ -53,7 +53,8 @@ def recompute_activations(
             tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
 
     Raises:
-        ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget.
+        ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget,
+            or the network does not run on fake tensors like it.
     """
     check_module(network, "recompute_activations")
     if budget is not None:
@@ -65,14 +66,15 @@ def recompute_activations(
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
+    plans = None if budget is None else Plans(budget)
+    if plans is not None and example is not None:
+        plans.plan_for(network, example)
     for module in _recorded_by_themselves(network):
         _take_off(module)
-        hooks = _Hooks(checkpointed_only, budget if module is network else None)
+        hooks = _Hooks(checkpointed_only, plans if module is network else None)
         module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
         module.register_forward_hook(hooks.leave, always_call=True)
         module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
-        if example is not None and hooks.plans is not None:
-            hooks.plans.plan_for(network, example)
     return network
 
 
@@ -130,6 +132,10 @@ def _is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), _Hooks)
 
 
+_UNSEEN_OUTPUTS = (
+    "the network returns no tensor with a graph (in lists, tuples, dictionaries or dataclasses): the budget is planned "
+    "without the memory of its backward pass, which may take more"
+)
 _PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
 
 
@@ -154,9 +160,9 @@ _open = _Open()
 class _Hooks:
     """Module hooks that record a forward pass."""
 
-    def __init__(self, checkpointed_only: bool, budget: float | int | None = None):
+    def __init__(self, checkpointed_only: bool, plans: Plans | None = None):
         self.checkpointed_only = checkpointed_only
-        self.plans = None if budget is None else Plans(budget)
+        self.plans = plans
         self.kept: list[KeptTensor] | None = None  # by the last forward pass
 
     def __getstate__(self) -> dict[str, Any]:
@@ -195,7 +201,10 @@ class _Hooks:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
                 if isinstance(recording, PlannedRecording) and recording.trace is not None:
-                    recording.trace.watch_backward(tensors_in(output), recording.start)
+                    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+                    if not outputs:
+                        warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
+                    recording.trace.watch_backward(outputs, recording.start)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

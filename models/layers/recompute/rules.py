@@ -133,11 +133,15 @@ class _ByName(NamedTuple):
 
 def _activation(function: Function) -> Rule:
     """Repeat an activation function of `torch.nn.functional`; in place if nobody else reads its argument."""
-    position = INPLACE[function]
+    position, known = INPLACE[function], inspect.signature(function).parameters.keys()
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
         x, *others = args or (kwargs["input"],)
         named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
+        if any(isinstance(option, Tensor) for option in (*others, *named.values())):  # it may change later
+            raise NotFollowed
+        if not named.keys() <= known or not all(isinstance(other, bool) for other in others[position - 1 :]):
+            raise NotFollowed  # F.elu_ has two more options, without names in Python
         again = partial(function, **named) if named else function
         return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
 
@@ -226,7 +230,7 @@ def _max_pool(dimensions: int) -> Rule:
         node: Any = result.grad_fn
         if type(node).__name__ == "SqueezeBackward1":  # one dimension is pooled as two
             node = node.next_functions[0][0]
-        if type(node).__name__ not in _MAX_POOLS:
+        if type(node).__name__ not in _MAX_POOLS or not result.numel():
             raise NotFollowed
         x = find(args[0] if args else kwargs["input"])
         shape = (*result.shape[: result.dim() - dimensions], -1)
@@ -289,7 +293,7 @@ _register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_,
 _register(_made, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, like=torch.tanh)
 _register(_made, F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm)
 _register(_made, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid)
-_register(_repeated, torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad)
+_register(_repeated, torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad, F.pixel_shuffle, F.pixel_unshuffle)
 _register(_repeated, Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll)
 for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
     _methods = [_name, f"{_name}_", f"__{_operator}__", f"__i{_operator}__"]
@@ -305,7 +309,7 @@ _register(_made, Tensor.__neg__, like=torch.neg)
 _register(_made, Tensor.__abs__, like=torch.abs)
 _register(_made, Tensor.__pow__, like=torch.pow)
 _register(_made, Tensor.__rsub__, torch.rsub, Tensor.__rpow__, Tensor.__rtruediv__, torch.where, Tensor.where)
-_register(_made, torch.mean, Tensor.mean, F.prelu, F.pixel_shuffle, F.pixel_unshuffle, F.glu)
+_register(_made, torch.mean, Tensor.mean, F.prelu, F.glu)
 _register(_made, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 _register(_made, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
 _register(_joined, torch.cat, torch.concat, torch.concatenate, torch.stack)
@@ -317,10 +321,11 @@ FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
 FOLLOWED |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
 FOLLOWED |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout)
 FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
-for _name in "matmul mm bmm addmm baddbmm softmax log_softmax einsum".split():
+for _name in "matmul mm bmm addmm baddbmm softmax log_softmax".split():
     EXPENSIVE[getattr(torch, _name)] = _made(getattr(torch, _name))
 for _name in "matmul __matmul__ mm bmm addmm baddbmm softmax log_softmax".split():
     EXPENSIVE[getattr(Tensor, _name)] = _made(getattr(Tensor, _name))
+EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and return a view
 for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
     EXPENSIVE[_function] = _made(_function)
 EXPENSIVE[F.scaled_dot_product_attention] = _unless(F.scaled_dot_product_attention, 4, "dropout_p")

@@ -343,16 +343,6 @@ def test_options_without_a_meaning_are_refused(cls, options, message):
         cls(CHANNELS, **options)
 
 
-def test_old_checkpoints_without_a_count_load():
-    layer = InPlaceABN(CHANNELS)
-    state = {name: tensor + 1 for name, tensor in layer.state_dict().items() if name != "num_batches_tracked"}
-    names = set(state)
-    with pytest.warns(UserWarning, match="num_batches_tracked"):
-        layer.load_state_dict(state)
-    assert set(state) == names
-    assert (layer.running_mean == 1).all() and layer.num_batches_tracked == 0
-
-
 @pytest.mark.parametrize("backend", ["auto", "eager"])
 def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(backend, monkeypatch):
     strategies: list[Strategy] = []

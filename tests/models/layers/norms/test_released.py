@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from models.layers import ABN, CheckpointedABN, InPlaceABN, from_released
 from models.layers.conversion.convert import to_inplace
+from tests.runs import without_counts
 
 
 def network(cls=InPlaceABN, **options) -> nn.Module:
@@ -16,13 +17,10 @@ def network(cls=InPlaceABN, **options) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(nn.Conv2d(c, 4, 1), cls(4, **options)) for c in (3, 4)))
 
 
-def without_counts(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in module.state_dict().items() if "num_batches_tracked" not in name}
-
-
 def released() -> dict[str, Tensor]:
     """The state dict of a network of the released package."""
-    return {name: torch.empty_like(tensor).uniform_(-1, 1) for name, tensor in without_counts(network()).items()}
+    state = without_counts(network().state_dict())
+    return {name: torch.empty_like(tensor).uniform_(-1, 1) for name, tensor in state.items()}
 
 
 def load(module: nn.Module, state: dict[str, Tensor], **options) -> list[str]:
@@ -59,6 +57,7 @@ def test_loading_a_released_state_dict_warns_once_per_load(cls, strict):
         (line,) = load(module, state, strict=strict)
         assert "0.1" in line and "from_released(state_dict, eps=1e-5)" in line and "|weight| + eps" in line
     assert torch.equal(module[0][1].weight, state["0.1.weight"])
+    assert module[0][1].num_batches_tracked == 0
 
 
 def test_norms_of_other_kinds_keep_their_weights():
@@ -84,7 +83,7 @@ def test_a_single_layer_and_what_it_computes():
 @pytest.mark.parametrize("module", [InPlaceABN(4), network(), nn.ModuleDict({"module": network()})])
 def test_the_warning_points_at_the_caller(module):
     with pytest.warns(UserWarning, match="inplace_abn") as caught:
-        module.load_state_dict(without_counts(module))
+        module.load_state_dict(without_counts(module.state_dict()))
     assert [warning.filename for warning in caught] == [__file__]
 
 
@@ -111,6 +110,6 @@ def test_state_dicts_of_standard_norms_and_layers_without_statistics_or_scale_do
         twin = copy.deepcopy(converted)
     assert load(twin, converted.state_dict(), assign=True) == []
     for options in ({"track_running_stats": False}, {"learn_scale": False}, {"affine": False}):
-        assert load(network(**options), without_counts(network(**options))) == []
+        assert load(network(**options), without_counts(network(**options).state_dict())) == []
     parameters = {name: parameter.detach() for name, parameter in network().named_parameters()}
     assert load(network(), parameters, strict=False) == load(network(), {}, strict=False) == []

@@ -7,6 +7,7 @@ import pickle
 import random
 import warnings
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from models.layers.recompute.budget import Plans, traced_step
 from models.layers.recompute.choice import Choice, frontier, pareto
 from models.layers.recompute.costs import operations_of, peak_bytes
 from models.layers.recompute.plan import Plan, Planned
-from models.layers.recompute.rules import EXPENSIVE
+from models.layers.recompute.rules import EXPENSIVE, FOLLOWED
 from models.layers.recompute.simulation import plain_peak, simulate
 from models.layers.recompute.step import Event, Kind, Node, SavedTensor, Step
 from models.layers.recompute.trace import StepTrace
@@ -264,6 +265,53 @@ def test_a_plan_says_what_budgets_cost_and_changes_nothing():
     assert fake.plain == pytest.approx(found.plain, rel=0.1)
 
 
+class Counts(Chain):
+    """It assigns one buffer in each forward pass, writes to another, and has one that nobody can write to."""
+
+    def __init__(self):
+        super().__init__(4)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("grid", torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        self.total += 1
+        return super().forward(x * self.grid)
+
+
+def test_a_plan_leaves_all_kinds_of_buffers_as_they_are():
+    network = Counts()
+    before = dict(network.named_buffers())
+    plan(network, torch.randn(2, 4, 8, 8))
+    assert all(buffer is before[name] for name, buffer in network.named_buffers())
+    assert network.calls == network.total == 0
+
+
+class AsksForValues(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.sum() > 0 else -x)
+
+
+def test_an_example_that_cannot_run_on_fake_tensors_is_said_and_leaves_the_network_alone():
+    network = AsksForValues(4)
+    with pytest.raises(ValueError, match="on fake tensors like the example raises DataDep.*; leave the example out if"):
+        recompute_activations(network, budget=0.5, example=torch.randn(2, 4, 8, 8))
+    assert not network._forward_hooks and not network._forward_pre_hooks
+
+
+class Hidden(Chain):
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=super().forward(x))
+
+
+def test_outputs_that_cannot_be_seen_are_said():
+    network, x = recompute_activations(Hidden(4), budget=0.5), torch.randn(2, 4, 8, 8)
+    network(x).logits.sum().backward()
+    with pytest.warns(UserWarning, match="returns no tensor with a graph .* may take more"):
+        network(x)
+
+
 def test_with_an_example_the_first_step_is_planned():
     torch.manual_seed(0)
     plain, x = Mixed(), torch.randn(4, 3, 16, 16)
@@ -415,6 +463,22 @@ def test_a_call_with_a_list_of_tensors_is_not_repeated():
             a.mul_(-1)
         gradients += torch.autograd.grad(y.sum(), network.weight)
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "function, args",
+    [
+        (torch.einsum, ("abcd->badc",)),
+        (torch.einsum, ("abcd->abcd",)),
+        (F.pixel_shuffle, (1,)),
+        (F.pixel_unshuffle, (1,)),
+    ],
+)
+def test_results_that_may_be_views_are_not_written_over(function, args):
+    x = torch.randn(2, 4, 3, 3)
+    args = (*args, x) if isinstance(args[0], str) else (x, *args)
+    rule = (FOLLOWED | EXPENSIVE)[function]
+    assert not rule(lambda tensor, lend=False: tensor, args, {}, function(*args)).fresh
 
 
 @pytest.mark.parametrize(
