@@ -39,9 +39,6 @@ class ClassIndex:
     places: np.ndarray
     positions: int = POSITIONS
 
-    def __post_init__(self) -> None:
-        assert len(self.places) == (self._ends[-1, -1] if self._ends.size else 0)
-
     @cached_property
     def _ends(self) -> np.ndarray:
         """(images, classes): where their places end."""

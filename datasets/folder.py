@@ -1,8 +1,9 @@
 """People's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
+import glob
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from datasets import file_formats as formats
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.layout import Layout, read_list
+from datasets.layout import Layout, first_of, read_list
 from datasets.reading import EVERYTHING, Stored, Window, checked_png, decode_image, decode_label
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
@@ -116,9 +117,16 @@ def folder(
     above, drawn = root / split, folds is not None and split in DRAWN
     if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
         above = root
+    if drawn and not (root / "images").is_dir() and (known := folder_splits(root)):
+        raise ValueError(
+            f"{folds_key}={folds} draws train and val from {root / 'images'}, which is missing; {root} is divided into "
+            f"{', '.join(known)} already: leave {folds_key} out, or move all images and labels to images and labels"
+        )
     images = layout.files(root, above / "images", _IMAGES, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
     labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
+    if strict:
+        _check_formats(above / "images", labels.keys() - images.keys())
     if above == root:
         names = list(images)
         chosen = (
@@ -144,6 +152,15 @@ def folder(
     table = folder_classes(root / CLASSES)
     decode = partial(_decode, table.label_colours)
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
+
+
+def _check_formats(folder: Path, names: Iterable[str]) -> None:
+    """Raise ValueError if images that have a label are not PNG or JPEG. `names`: of labels without an image."""
+    if found := sorted(path for name in names for path in folder.glob(f"{glob.escape(name)}.*")):
+        raise ValueError(
+            f"{len(found)} files of {folder} have labels but are not read: {first_of([path.name for path in found])}; "
+            f"expected {', '.join(_IMAGES)}. Convert them, or take their labels out"
+        )
 
 
 def folder_labels(root: str | os.PathLike | None) -> list[Path]:

@@ -219,10 +219,6 @@ class SegmentationDataset(Dataset):
         if label_size != image_size:
             raise ValueError(self.size_mismatch(entry, image_size, label_size))
 
-    def encode_prediction(self, train_ids: np.ndarray) -> np.ndarray:
-        """Predicted train ids, uint8 (H, W) -> values of the official prediction file, uint8 (H, W)."""
-        return self.table.official(train_ids)
-
     @property
     def prediction_palette(self) -> np.ndarray | None:
         """Colours of an official prediction file, uint8 (256, 3) RGB by id; None if it has none."""
@@ -231,14 +227,6 @@ class SegmentationDataset(Dataset):
         palette = np.zeros((256, 3), np.uint8)
         palette[list(self.table.official_ids)] = self.palette
         return palette
-
-    def prediction_filename(self, name: str) -> str:
-        """File in the predictions folder where the official evaluation looks for image `name`."""
-        return f"{name}.png"
-
-    def colour(self, train_ids: np.ndarray) -> np.ndarray:
-        """Train ids, uint8 (H, W) -> RGB uint8 (H, W, 3) in the dataset's palette; ignored pixels are black."""
-        return self.table.colour(train_ids)
 
     @limited()
     def names_and_sizes(self) -> tuple[str, str]:

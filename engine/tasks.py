@@ -80,7 +80,7 @@ def classify(
 
 
 def _writable(key: str, path: str | None) -> Path | None:
-    return writable_folder(key, Path(path).expanduser().resolve()) if path else None
+    return writable_folder(key, Path(path).resolve()) if path else None
 
 
 class Task(NamedTuple):

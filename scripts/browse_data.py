@@ -64,7 +64,7 @@ def browse(values: DictConfig) -> list[Path]:
     with reading_errors(config.data.timeout_seconds, keys="data."):
         dataset = assemble.labelled_dataset(config.data, "data.train_split", config.data.train_split)
         crops = islice(training_crops(config, dataset, console), config.count)
-        out = Path(config.out).expanduser()
+        out = Path(config.out)
         written: list[Path] = []
         while page := list(islice(crops, _ROWS * _COLUMNS)):
             written.append(out / f"page_{len(written):03d}.png")

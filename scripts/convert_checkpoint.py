@@ -82,11 +82,11 @@ class Conversion:
 def convert(values: DictConfig) -> list[str]:
     """Convert as configured (`Conversion`). Returns the printed lines. ValueError if the input does not allow it."""
     options = configuration.typed(values, Conversion)
-    source, output = checkpoint.file_of(options.input), Path(options.output).expanduser()
+    source, output = checkpoint.file_of(options.input), Path(options.output)
     if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
         raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
     name = f"input={source}"
-    content = official.read(source, name)
+    content = official.read(source, name, checkpoint.others_of(source))
     ours = initial_weights.is_ours(content)
     writable_folder("output", output.parent)
     if ours and options.format == "checkpoint":
@@ -237,7 +237,7 @@ def _classes(options: Conversion, config: SegmentationRun | ClassificationRun, c
             else:
                 names = list(assemble.classified_split(config.data, config.data.val_split, "data.val_split").classes)
     elif options.classes is not None:
-        given, file = f"classes={options.classes}", Path(options.classes).expanduser()
+        given, file = f"classes={options.classes}", Path(options.classes)
         if file.suffix == ".json":
             table = vistas_classes(file)
             names, colours = list(table.names), list(table.palette)

@@ -50,7 +50,7 @@ def make_classes(values: DictConfig) -> Path:
     with assemble.root_named(config.data):
         labels = folder_labels(config.data.root)
     root = f"data.root={config.data.root}"
-    file = Path(str(config.data.root)).expanduser() / CLASSES
+    file = Path(str(config.data.root)) / CLASSES
     if file.exists():
         raise ValueError(f"{root}: {file} is there already; to make it again, move it away")
     kinds, pixels, holding, colours = set[bool](), Counter[int](), Counter[int](), dict[int, tuple[int, ...]]()

@@ -61,8 +61,8 @@ def predict(values: DictConfig) -> list[Path]:
 
 def predict_images(options: Prediction, config: SegmentationRun, state: dict, console: Console) -> list[Path]:
     """`predict` with the network of `state`, the content of the checkpoint; `options` are applied to `config`."""
-    path, output = Path(options.checkpoint), Path(options.output).expanduser()
-    images = find_images(Path(options.input).expanduser(), output)
+    path, output = Path(options.checkpoint), Path(options.output)
+    images = find_images(Path(options.input), output)
     assemble.arithmetic(config.trainer)
     device, views = device_of(options.device), assemble.views(options, config.data)
     make, averaged = assemble.segmentation_network, options.averaged

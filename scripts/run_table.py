@@ -64,7 +64,7 @@ class RunTable:
         for name, path in (self.weights or {}).items():
             if not any(name in experiment for experiment in papers.all_experiments()):
                 raise ValueError(f"weights={{{name}: …}}: no experiment has this in its name")
-            if not Path(path).expanduser().is_file():
+            if not Path(path).is_file():
                 raise ValueError(f"weights={{{name}: {path}}}: there is no such file")
         if (self.table == RELEASED) != (self.files is not None):
             raise ValueError(f"table={self.table} with files={self.files}: give table=released files=DIR, or neither")
@@ -99,7 +99,7 @@ def run(values: DictConfig) -> int:
     """
     arguments, console = configuration.typed(values, RunTable), make_console()
     if arguments.files is not None:
-        released_table(Path(arguments.files).expanduser(), arguments.roots or {}, Path(arguments.runs), console)
+        released_table(Path(arguments.files), arguments.roots or {}, Path(arguments.runs), console)
         return 0
     jobs = list(jobs_of(arguments))
     console.print(job_table(jobs, arguments))
@@ -145,7 +145,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     if papers.WEIGHTS in papers.command_of(experiment):
         fitting = sorted((name for name in weights if name in experiment), key=len)
         if fitting:
-            file = Path(weights[fitting[-1]]).expanduser()
+            file = Path(weights[fitting[-1]])
             options.append(override("init.weights", file))
             options += ["init.format=released"] if file.is_file() and published(file) else []
         else:

@@ -15,5 +15,5 @@ def cityscapes_script(dataset: SegmentationDataset, predictions: Path, monkeypat
     monkeypatch.setattr(np, "in1d", lambda a, b: np.isin(np.ravel(a), b), raising=False)
     for option, value in {"evalInstLevelScore": dataset.has_instances, "JSONOutput": False, "quiet": True}.items():
         monkeypatch.setattr(script.args, option, value)
-    files = [str(predictions / dataset.prediction_filename(entry.name)) for entry in dataset.files]
+    files = [str(predictions / f"{entry.name}.png") for entry in dataset.files]
     return script.evaluateImgLists(files, [str(entry.label) for entry in dataset.files], script.args)

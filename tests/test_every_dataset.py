@@ -54,9 +54,9 @@ def test_trains_evaluates_and_predicts_the_test_split(name, tmp_path):
     dataset = assemble.dataset(cfg.from_plain(results["config"], SegmentationRun).data, "test")
     assert bool(scores) == dataset.has_labels
     files = {str(path.relative_to(tmp_path / "predictions")): path for path in tmp_path.glob("predictions/**/*.png")}
-    assert set(files) == {dataset.prediction_filename(entry.name) for entry in dataset.files} and len(files) == 2
+    assert set(files) == {f"{entry.name}.png" for entry in dataset.files} and len(files) == 2
     for index, entry in enumerate(dataset.files):
-        file = files[dataset.prediction_filename(entry.name)]
+        file = files[f"{entry.name}.png"]
         written = Image.open(file)
         height, width = dataset.read_image(index).shape[:2]
         assert written.size == (width, height)

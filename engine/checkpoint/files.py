@@ -178,7 +178,14 @@ def read(path: Path) -> object:
     ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
     expected = "a file such as RUN_DIR/checkpoints/last.pt"
-    return torch_files.read(path, f"checkpoint {path}", expected, "previous.pt or best.pt of the same run may be good")
+    return torch_files.read(path, f"checkpoint {path}", expected, others_of(path) or "restore it from a copy")
+
+
+def others_of(path: Path) -> str | None:
+    """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
+    names = (name for name in ("last.pt", "previous.pt", "best.pt") if name != path.name)
+    found = [name for name in names if (path.parent / name).is_file()]
+    return f"{' or '.join(found)} of the same run may be good" if found else None
 
 
 def load_network(

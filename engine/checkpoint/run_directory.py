@@ -261,8 +261,9 @@ class RunDirectory:
             state = checkpoint.load(self.previous)
         except ValueError as error:
             best = f"; copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
+            both = "; ".join(str(one).partition("; ")[0] for one in (reason, error))  # without advice to take the other
             raise ValueError(
-                f"run_dir={self.path} cannot be continued: {reason}; {error}. Restore one of the two{best}, or give "
+                f"run_dir={self.path} cannot be continued: {both}. Restore one of the two{best}, or give "
                 f"another run_dir to start a new run"
             ) from error
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"

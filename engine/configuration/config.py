@@ -1,5 +1,7 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and those to plain dictionaries and back."""
 
+import copy
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, fields, is_dataclass
@@ -37,19 +39,34 @@ def register(name: str, schema: type) -> None:
 
 
 def typed(values: DictConfig, schema: type[Schema]) -> Schema:
-    """Turn a config that Hydra composed from `schema` into a checked dataclass instance.
+    """Turn a config that Hydra composed from `schema` into a checked dataclass instance. Paths may begin with ~.
 
     ValueError: a key is missing or unknown, or a value breaks its bounds or a rule; names the key.
     """
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
-    config = _instance(values, schema)
+    config = _instance(_with_home(values), schema)
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")
     check_values(config)
     return config
+
+
+def _with_home(values: DictConfig) -> DictConfig:
+    """A copy with the home folder in place of ~ at the beginning of texts, alone or in lists."""
+
+    def expanded(value: object) -> object:
+        if isinstance(value, list):
+            return [expanded(one) for one in value]
+        return os.path.expanduser(value) if isinstance(value, str) and f"{value}/".startswith("~/") else value
+
+    values = copy.deepcopy(values)
+    for name, value in flat(_container(values)).items():
+        if expanded(value) != value:
+            OmegaConf.update(values, name, expanded(value))
+    return values
 
 
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:

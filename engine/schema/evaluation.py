@@ -167,5 +167,5 @@ class Prediction(TrainedNetwork):
 
 
 def resolved(path: str | None) -> Path | None:
-    """An absolute path without ~, links and "..", so that equal folders are equal paths."""
-    return None if path is None else Path(path).expanduser().resolve()
+    """An absolute path without links and "..", so that equal folders are equal paths."""
+    return None if path is None else Path(path).resolve()

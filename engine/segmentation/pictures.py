@@ -25,7 +25,7 @@ def comparison(
 
 def labelled(image: np.ndarray, train_ids: np.ndarray, dataset: SegmentationDataset) -> np.ndarray:
     """Blend train ids, uint8 (H, W), over their image, uint8 (H, W, 3) RGB; ignored pixels show the plain image."""
-    blended = overlay(image, dataset.colour(train_ids))
+    blended = overlay(image, dataset.table.colour(train_ids))
     return np.where((train_ids == dataset.ignore_index)[..., None], image, blended)
 
 

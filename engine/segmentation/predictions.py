@@ -48,9 +48,9 @@ class PredictionWriter:
 
     def __call__(self, minibatch: dict, predictions: Tensor) -> None:
         for number, name in enumerate(minibatch["name"]):
-            file = self.dataset.prediction_filename(name)
+            file = f"{name}.png"
             if self.predictions is not None:
-                encoded = self.dataset.encode_prediction(predictions[number].cpu().numpy())
+                encoded = self.dataset.table.official(predictions[number].cpu().numpy())
                 write_png(inside(self.predictions, file), encoded, self.dataset.prediction_palette)
             if self.overlays is not None and name in self.overlaid:
                 picture = _picture(self.dataset, *_compared(minibatch, predictions, number))

@@ -23,20 +23,6 @@ PRECISIONS = ("float32", "bfloat16")
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-def captured(step: Step) -> Step:
-    """Record a step as a CUDA graph; its replay spends no time launching kernels."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def timer(step: Step, sample_ms: float, device: str) -> Callable[[int], float]:
     """A timer for `interleaved`: the mean over enough repeats to take about `sample_ms`."""
     milliseconds(step, 2, device)

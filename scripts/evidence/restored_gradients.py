@@ -39,7 +39,7 @@ class RestoredArguments(frame.DeviceArguments):
 
 def measure(arguments: RestoredArguments, clock: frame.Clock) -> dict:
     """Measure at every checkpoint, in the order of their steps. ValueError: they are not of one RevNet's training."""
-    files = Path(arguments.checkpoints).expanduser().glob("*.pt") if arguments.checkpoints else ()
+    files = Path(arguments.checkpoints).glob("*.pt") if arguments.checkpoints else ()
     steps = {file: checkpoint.load(file)["step"] for file in files}
     if not steps:
         raise ValueError(f"checkpoints={arguments.checkpoints}: expected a folder with copies of a run's last.pt")

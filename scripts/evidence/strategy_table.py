@@ -122,7 +122,6 @@ class Row:
     statistics: list[str]  # a value per channel: mean, sigma
     recomputed: list[str]  # operations in the backward pass that the standard one does not need
     activation_bytes: int  # of the buffers
-    channel_bytes: int  # of everything else except parameters
 
 
 def measure(norm: str) -> Row:
@@ -147,7 +146,6 @@ def measure(norm: str) -> Row:
         statistics=[name for name in ("mean", "sigma") if name in sizes],
         recomputed=operators.extra(),
         activation_bytes=sum(sizes[name] for name in buffers),
-        channel_bytes=sum(size for name, size in sizes.items() if name not in buffers),
     )
 
 

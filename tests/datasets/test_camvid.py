@@ -24,6 +24,6 @@ def test_classes_and_ignored_value(camvid_folders):
     raw = cv2.imread(str(dataset.files[0].label), cv2.IMREAD_UNCHANGED)
     assert 11 in raw
     assert np.array_equal(dataset[0].label, np.where(raw == 11, 255, raw))
-    assert np.array_equal(dataset.encode_prediction(dataset[0].label), raw)
+    assert np.array_equal(dataset.table.official(dataset[0].label), raw)
     ids = np.array([[0, 8, 255]], np.uint8)  # ignored pixels are black
-    assert dataset.colour(ids).tolist() == [[[128, 128, 128], [64, 0, 128], [0, 0, 0]]]
+    assert dataset.table.colour(ids).tolist() == [[[128, 128, 128], [64, 0, 128], [0, 0, 0]]]

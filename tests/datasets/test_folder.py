@@ -50,7 +50,7 @@ def test_images_are_paired_with_labels_by_their_paths(root):
     table = train.table  # "scale" is class 3, which is ignored
     assert (table.names, table.official_ids, table.palette[0]) == (("wood", "bark", "rot"), (0, 1, 2), (120, 80, 40))
     assert len({*table.palette}) == 3 and table.label_ids == {0: 0, 1: 1, 2: 2, 3: 255, 255: 255}
-    assert np.array_equal(train.colour(train[0].label)[train[0].label == 0][0], (120, 80, 40))
+    assert np.array_equal(train.table.colour(train[0].label)[train[0].label == 0][0], (120, 80, 40))
 
 
 def test_splits_are_lists_or_are_drawn(root):
@@ -227,6 +227,20 @@ def test_a_fix_for_all_wrong_labels_is_said_once(root):
     _, *wrong, more, fix = str(error.value).splitlines()
     labels = [f"  {entry.label}: is a JPEG, which changes values; expected a PNG." for entry in train.files]
     assert wrong == labels[:5] and more == "  … and 1 more" and fix == f"  {train.label_fix}"
+
+
+def test_images_of_other_formats_are_not_passed_over(root):
+    image = next((root / "train/images/a").iterdir())
+    image.rename(image.with_suffix(".bmp"))
+    with pytest.raises(ValueError, match=rf"{root}/train/images .* not read: {image.stem}.bmp; expected .png"):
+        folder(root, "train")
+    (root / f"train/labels/a/{image.stem}.png").unlink()
+    assert len(folder(root, "train").files) == 5
+
+
+def test_a_divided_folder_is_not_divided_again(root):
+    with pytest.raises(ValueError, match=f"^data.folds=5 draws .*{root} is divided into train, val, test already"):
+        folder(root, "train", folds=5, folds_key="data.folds")
 
 
 def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_path):

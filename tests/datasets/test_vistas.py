@@ -33,7 +33,7 @@ def test_labels_and_predictions_are_palette_indices_and_classes_come_from_the_co
     trees.write(dataset.files[0].label, raw)  # grayscale labels are indices too
     assert np.array_equal(dataset[0].label, np.where(raw == 65, 255, raw))
     dataset = vistas(vistas_root, "test")
-    assert dataset.encode_prediction(np.array([[0, 64, 255]], np.uint8)).tolist() == [[0, 64, 65]]
+    assert dataset.table.official(np.array([[0, 64, 255]], np.uint8)).tolist() == [[0, 64, 65]]
     palette = dataset.prediction_palette
     assert palette.shape == (256, 3) and palette.dtype == np.uint8
     assert palette[:65].tolist() == [list(colour) for colour in dataset.palette] and not palette[65:].any()
@@ -47,7 +47,7 @@ def test_labels_that_are_not_evaluated_need_not_be_the_last(vistas_root):
     assert len(dataset.classes) == 64 and dataset.classes[3] == "Class 4"
     _, raw = trees.pair(0, list(range(66)), trees.VISTAS_SIZES[0])
     assert set(dataset[0].label[raw == 3]) == {255} and set(dataset[0].label[raw == 4]) == {3}
-    assert dataset.encode_prediction(np.array([[2, 3, 63]], np.uint8)).tolist() == [[2, 4, 64]]
+    assert dataset.table.official(np.array([[2, 3, 63]], np.uint8)).tolist() == [[2, 4, 64]]
 
 
 @pytest.mark.parametrize("versioned", [False, True])

@@ -40,7 +40,7 @@ from scripts.evidence.abn.strategies import (
     strategies,
 )
 from scripts.evidence.frame import Clock, DeviceArguments, benchmark, check_choices, interleaved, ratio_of, reason
-from scripts.evidence.measuring import LAYOUTS, Step, captured, compiled, peak_bytes, timer
+from scripts.evidence.measuring import LAYOUTS, Step, compiled, peak_bytes, timer
 
 # Compiling takes seconds: on CUDA, where a run should take minutes, only the most used pairs of layout and dtype.
 COMPILED_ON_CUDA = (("contiguous", "float32"), ("channels_last", "bfloat16"))
@@ -80,7 +80,6 @@ class AbnArguments(DeviceArguments):
     rounds: int | None = key(None, above=0)  # null: as suits the device
     sample_ms: float | None = key(None, above=0)  # least time of one sample; null: as suits the device
     compiler: str | None = "inductor"  # of torch.compile, for whole blocks; null leaves those strategies out
-    graphs: bool = False  # CUDA: replay captured graphs, which leaves out the time to launch kernels
     minutes: float | None = key(None, above=0)  # most time, after which a round is the last; null: as suits the device
 
     def settings(self) -> Settings:
@@ -114,8 +113,6 @@ class AbnArguments(DeviceArguments):
             raise ValueError(f"channels={self.channels} pixels={self.pixels}: expected lists of the same length")
         if any(c % 2 for c in self.channels):
             raise ValueError(f"channels={self.channels}: expected even numbers, the convolution halves them")
-        if self.graphs and self.device != "cuda":
-            raise ValueError("graphs=true needs device=cuda")
 
 
 def measure(arguments: AbnArguments, clock: Clock) -> dict:
@@ -156,7 +153,7 @@ def measure_cell(cell: Cell, arguments: AbnArguments, settings: Settings) -> tup
     timers: dict[str, Callable[[int], float]] = {}
 
     def add(name: str, found: dict, step: Step) -> None:
-        timers[name] = timer(captured(step) if arguments.graphs else step, settings.sample_ms, cell.device)
+        timers[name] = timer(step, settings.sample_ms, cell.device)
         facts[name] = found
 
     for strategy in chosen:

@@ -209,8 +209,6 @@ def page(result: dict, name: str) -> str:
         frame.target_table(targets(rows, result["left_out"])),
         "A target counts as reached if every shape, layout and dtype that it covers reaches it.",
     ]
-    if result["arguments"]["graphs"]:
-        sections.insert(0, "Times are of replayed CUDA graphs, without the time to launch kernels.")
     if _shapes(rows):
         about = "Time relative to standard, median over CONV1 to CONV4, and activation-sized buffers kept:"
         picture = f"![time of a forward and backward pass of BN + ACT + CONV for each strategy]({name}.png)"

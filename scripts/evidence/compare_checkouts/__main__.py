@@ -91,14 +91,12 @@ def compare(values: DictConfig) -> bool:
     config = configuration.typed(values, CheckoutComparison)
     if unknown := set(config.only) - SCENARIOS.keys():
         raise ValueError(f"only={sorted(unknown)[0]}: expected some of {', '.join(SCENARIOS)}")
-    camvid = Path(config.camvid).expanduser().resolve()
+    camvid = Path(config.camvid).resolve()
     if not camvid.is_dir():
         raise ValueError(f"camvid={camvid} is not a folder: expected the folder of CamVid, see docs/data.md")
     keep = tempfile.TemporaryDirectory() if config.work is None else nullcontext(config.work)
     with keep as work, ThreadPoolExecutor(config.jobs) as pool:
-        old, new = (
-            Side(name, getattr(config, name), camvid, Path(work).expanduser().resolve()) for name in ("old", "new")
-        )
+        old, new = (Side(name, getattr(config, name), camvid, Path(work).resolve()) for name in ("old", "new"))
         chosen = config.only or list(SCENARIOS)
         compared: dict[str, Compared] = {}
         results = pool.map(partial(compare_scenario, old=old, new=new), chosen)

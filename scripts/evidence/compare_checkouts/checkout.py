@@ -27,7 +27,7 @@ class Side:
     """One of the two checkouts, and the folder of its results in `work`."""
 
     def __init__(self, name: str, checkout: str, camvid: Path, work: Path):
-        self.name, self.camvid, self.checkout = name, camvid, Path(checkout).expanduser().resolve()
+        self.name, self.camvid, self.checkout = name, camvid, Path(checkout).resolve()
         if not (self.checkout / "train_seg.py").is_file():
             raise ValueError(f"{name}={checkout} holds no train_seg.py: expected a checkout of this project")
         git = partial(subprocess.run, cwd=self.checkout, capture_output=True, text=True)

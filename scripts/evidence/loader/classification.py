@@ -111,13 +111,13 @@ def of_cifar(dataset: ClassificationDataset, minibatch: int) -> dict[str, Callab
 
 
 def targets(result: dict) -> list[frame.Target]:
-    """Not measured if the arguments are others, or the record is older than this part."""
-    arguments, times = result["arguments"], result.get("classification", {}).get("times_ms", {})
-    complete = all(arguments.get(name) == value for name, value in _REQUIRED.items())
+    """Not measured if the arguments are others."""
+    arguments, times = result["arguments"], result["classification"]["times_ms"]
+    complete = all(arguments[name] == value for name, value in _REQUIRED.items())
     found = []
     for source, rivals, least in ((PHOTOGRAPHS, (PILLOW,), 1.0), (PHOTOGRAPHS, (V2,), 1.0), (CIFAR, (PILLOW, V2), 8.0)):
         ratios = {}
-        if complete and source in times:
+        if complete:
             ours = times[source][OURS]
             ratios = {name: frame.ratio_of(times[source][name], ours).median for name in rivals}
         about = f"{source}: throughput relative to {' and '.join(rivals)}"
@@ -126,11 +126,8 @@ def targets(result: dict) -> list[frame.Target]:
 
 
 def sections(result: dict) -> Iterator[str]:
-    """A table for each source; nothing for a record without this part."""
-    measured = result.get("classification")
-    if measured is None:
-        return
-    arguments = result["arguments"]
+    """A table for each source."""
+    measured, arguments = result["classification"], result["arguments"]
     height, width = arguments["photograph_size"]
     about = {
         PHOTOGRAPHS: f"{width}x{height} pixels, files of {measured['bytes_per_file'] / 1024:.0f} KiB",

@@ -151,7 +151,10 @@ def test_unusable_files_are_named(tmp_path):
         checkpoint.load(path)
     checkpoint.save(path, {"network": {"w": torch.randn(1000)}})
     path.write_bytes(path.read_bytes()[:2000])
-    with pytest.raises(ValueError, match=f"{path} is damaged"):
+    with pytest.raises(ValueError, match=f"{path} is damaged.*restore it from a copy"):
+        checkpoint.load(path)
+    path.with_name("best.pt").touch()
+    with pytest.raises(ValueError, match=r"\); best.pt of the same run may be good"):
         checkpoint.load(path)
     for content, found in (({"state_dict": {}}, "None"), ([1], "'list'"), (None, "'NoneType'"), ("text", "'str'")):
         torch.save(content, path)

@@ -153,6 +153,7 @@ def test_the_previous_checkpoint_takes_the_place_of_a_damaged_one_and_the_log_sa
     with pytest.raises(ValueError, match="cannot be continued: .*last.pt is damaged.*previous.pt is damaged") as error:
         resumed(run, config)
     assert "another run_dir to start a new run" in str(error.value) and "best.pt to" not in str(error.value)
+    assert "may be good" not in str(error.value)
     checkpoint.save(run.best, state_of(1, config))
     with pytest.raises(ValueError, match="copy .*best.pt to .*last.pt to continue from its step"):
         resumed(run, config)

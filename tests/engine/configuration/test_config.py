@@ -26,7 +26,9 @@ from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
 from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
+from scripts.compare_runs import Comparison
 from scripts.evidence.papers import header
+from scripts.run_table import RunTable
 from tests import runs
 from tests.runs import classification_config, composed, run_config, with_key
 
@@ -425,6 +427,15 @@ def test_bounds_and_rules_across_keys(overrides, message):
 def test_a_folder_for_records_has_a_name_in_utf_8():
     with pytest.raises(ValueError, match=r"run_dir=caf\\udce9: expected a path in UTF-8.* LC_ALL=C.UTF-8"):
         check_values(replace(run_config(), run_dir="caf\udce9"))
+
+
+def test_every_path_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = run_config('run_dir="~/run"', 'init.weights="~"', 'data.root="${oc.env:HOME}/~/x"')
+    assert (config.run_dir, config.init.weights, config.data.root) == ("/home/me/run", "/home/me", "/home/me/~/x")
+    table = cfg.typed(composed("run_table", "table=table3", 'roots={cityscapes: "~/data"}'), RunTable)
+    assert table.roots == {"cityscapes": "/home/me/data"}
+    assert cfg.typed(composed("compare_runs", 'runs=["~/a",b]', "out=c"), Comparison).runs == ["/home/me/a", "b"]
 
 
 def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):

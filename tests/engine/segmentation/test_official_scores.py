@@ -53,7 +53,7 @@ def pixel_pairs(dataset: SegmentationDataset, predictions: list[np.ndarray]) -> 
     pairs = Counter()
     for entry, predicted in zip(dataset.files, predictions, strict=True):
         raw = np.asarray(Image.open(entry.label))  # of a palette the indices
-        pairs.update(zip(raw.flatten().tolist(), dataset.encode_prediction(predicted).flatten().tolist(), strict=True))
+        pairs.update(zip(raw.flatten().tolist(), dataset.table.official(predicted).flatten().tolist(), strict=True))
     return pairs
 
 
@@ -65,7 +65,7 @@ def test_cityscapes_is_the_official_script(streets, tmp_path, monkeypatch):
     """IoU and iIoU of every class and category and their means, to 1e-12, groups and ignored instances included."""
     dataset, predictions = streets
     for entry, predicted in zip(dataset.files, predictions, strict=True):
-        trees.write(tmp_path / "predictions" / f"{entry.name}.png", dataset.encode_prediction(predicted))
+        trees.write(tmp_path / "predictions" / f"{entry.name}.png", dataset.table.official(predicted))
     official = cityscapes_script(dataset, tmp_path / "predictions", monkeypatch)
     scores = scored(dataset, predictions)
     ours = scores["official"]

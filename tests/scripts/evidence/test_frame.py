@@ -136,7 +136,6 @@ IMPOSSIBLE = {  # {benchmark: {options: message}}
         "rounds=0": "rounds=0: expected a number above 0",
         "channels=[7] pixels=[4]": "expected even numbers",
         "channels=[8,8] pixels=[4]": "expected lists of the same length",
-        "graphs=true": "needs device=cuda",
         "out=page.md": "ends in .json",
         "out=???": "out has no value",
         "measure=false": "does not exist",

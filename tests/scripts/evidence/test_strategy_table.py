@@ -4,7 +4,7 @@ import pytest
 
 from models.bodies import resnext101
 from scripts.evidence import documents
-from scripts.evidence.strategy_table import CHANNELS, RECOMPUTED_NORMS, STRATEGIES, cost, measure
+from scripts.evidence.strategy_table import RECOMPUTED_NORMS, STRATEGIES, cost, measure
 from tests.bodies import small_resnext
 
 # The slides' "Strategies Comparisons"; they misprint x for x_hat in the proposed checkpointing (section 3.2).
@@ -24,7 +24,6 @@ def test_every_strategy_keeps_and_recomputes_what_the_slides_say():
     }
     standard = rows[0].activation_bytes
     assert [row.activation_bytes / standard for row in rows] == [1, 0.5, 0.5, 0.5, 0.5]
-    assert all(row.channel_bytes <= 5 * CHANNELS * 4 for row in rows)
 
 
 @pytest.mark.parametrize(
