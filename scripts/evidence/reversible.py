@@ -92,10 +92,6 @@ def targets(result: dict) -> list[frame.Target]:
         found.append(judged("time of a step, once to stored", "at most 1.35, better 1.25", ratios, at_most=1.35))
         ratios = {case: time_ratio(rows, "twice", "once").median for case, rows in _cases(steps).items()}
         found.append(judged("time of a step, twice to once", "at least 1.15", ratios, at_least=1.15))
-    if rows := result.get("activations"):
-        for norm, limits in PROTOTYPE.items():
-            shares = {row["network"]: row[norm] / limits[row["network"]] for row in rows if row["network"] in limits}
-            found.append(judged(f"activations kept, {norm}, to a prototype's", "at most 1", shares, at_most=1))
     if rows := result.get("segmentation"):
         kept = {row["case"]: row["bytes_per_pixel"] for row in rows}
         base = kept["ResNeXt-101, std, stored"]
@@ -106,13 +102,6 @@ def targets(result: dict) -> list[frame.Target]:
         ratios = {row["norm"]: ratio_of(row["once"], row["stored"]).median for row in result["segmentation_steps"]}
         found.append(judged("time of a segmentation step, once to stored", "at most 1.45", ratios, at_most=1.45))
     return found
-
-
-# Megabytes that a prototype kept of a step on 100 images.
-PROTOTYPE = {
-    "std": {"RevNet-38": 68.9, "RevNet-110": 70.1, "RevNet-164": 158.7},
-    "inplace": {"RevNet-38": 52.9, "RevNet-110": 53.7, "RevNet-164": 132.5},
-}
 
 
 def _cases(steps: list[dict]) -> dict[str, dict[str, dict]]:
