@@ -1,9 +1,8 @@
 """People's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
-import glob
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from datasets import file_formats as formats
 from datasets.class_table import ClassTable, UnknownIds, distinct_colours, rgb
-from datasets.layout import Layout, first_of, read_list
+from datasets.layout import Layout, first_of, list_files, read_list
 from datasets.reading import EVERYTHING, Stored, Window, checked_png, decode_image, decode_label
 from datasets.segmentation import Files, SegmentationDataset
 from datasets.time_limit import limited
@@ -23,7 +22,8 @@ DRAWN, WITHHELD = ("train", "val"), "test"
 _IGNORED = 255  # unless the file says otherwise
 
 _IMAGES = (".png", ".jpg", ".jpeg")
-_LABELS = (*_IMAGES, ".bmp", ".tif", ".tiff", ".webp")  # all but PNGs are refused by name, not overlooked
+_OTHERS = (".bmp", ".tif", ".tiff", ".webp")
+_LABELS = (*_IMAGES, *_OTHERS)  # all but PNGs are refused by name, not overlooked
 _EXAMPLE = '{"classes": [{"name": "wood", "colour": [120, 80, 40]}, {"name": "bark"}, …], "ignored": [255]}'
 
 _LAYOUT = Layout(
@@ -117,16 +117,16 @@ def folder(
     above, drawn = root / split, folds is not None and split in DRAWN
     if drawn or ((root / "images").is_dir() and not (above / "images").is_dir()):
         above = root
-    if drawn and not (root / "images").is_dir() and (known := folder_splits(root)):
+    if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
         raise ValueError(
-            f"{folds_key}={folds} draws train and val from {root / 'images'}, which is missing; {root} is divided into "
-            f"{', '.join(known)} already: leave {folds_key} out, or move all images and labels to images and labels"
+            f"{folds_key}={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
+            f"val already: leave {folds_key} out, or move all images and labels to images and labels"
         )
     images = layout.files(root, above / "images", _IMAGES, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()
     labels = {} if without else layout.files(root, above / "labels", _LABELS, deep=True)
-    if strict:
-        _check_formats(above / "images", labels.keys() - images.keys())
+    if strict and (alone := labels.keys() - images.keys()):
+        _check_formats(above / "images", alone)
     if above == root:
         names = list(images)
         chosen = (
@@ -154,12 +154,13 @@ def folder(
     return SegmentationDataset("folder", split, files, table, decode, turned=True, label_fix=fix)
 
 
-def _check_formats(folder: Path, names: Iterable[str]) -> None:
+def _check_formats(folder: Path, names: Set[str]) -> None:
     """Raise ValueError if images that have a label are not PNG or JPEG. `names`: of labels without an image."""
-    if found := sorted(path for name in names for path in folder.glob(f"{glob.escape(name)}.*")):
+    others = list_files(folder, _OTHERS, deep=True)
+    if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
         raise ValueError(
-            f"{len(found)} files of {folder} have labels but are not read: {first_of([path.name for path in found])}; "
-            f"expected {', '.join(_IMAGES)}. Convert them, or take their labels out"
+            f"images with a label are not read: {first_of(found)} in {folder} ({len(found)} in all); expected "
+            f"{', '.join(_IMAGES)}. Convert them, or take their labels out"
         )
 
 

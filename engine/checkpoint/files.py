@@ -183,8 +183,8 @@ def read(path: Path) -> object:
 
 def others_of(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
-    names = (name for name in ("last.pt", "previous.pt", "best.pt") if name != path.name)
-    found = [name for name in names if (path.parent / name).is_file()]
+    names = "last.pt", "previous.pt", "best.pt"
+    found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]
     return f"{' or '.join(found)} of the same run may be good" if found else None
 
 

@@ -1,6 +1,5 @@
 """Convert Hydra's configs to checked dataclasses of `engine.schema`, and those to plain dictionaries and back."""
 
-import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,27 +45,31 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     missing = sorted(OmegaConf.missing_keys(values))
     if missing:
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=… on the command line")
-    config = _instance(_with_home(values), schema)
+    config = _instance(values, schema)
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")
+    _go_home(config, all_keys=not isinstance(config, TrainingRun))  # homes differ between the machines of a training
     check_values(config)
     return config
 
 
-def _with_home(values: DictConfig) -> DictConfig:
-    """A copy with the home folder in place of ~ at the beginning of texts, alone or in lists."""
+def _go_home(config: Keys, *, all_keys: bool) -> None:
+    """Expand ~ at the beginning of texts, in place; without `all_keys` only where a resumed run may differ."""
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if isinstance(value, Keys):
+            _go_home(value, all_keys=all_keys)
+        elif all_keys or entry.metadata.get("free_on_resume"):
+            setattr(config, entry.name, _expanded(value))
 
-    def expanded(value: object) -> object:
-        if isinstance(value, list):
-            return [expanded(one) for one in value]
-        return os.path.expanduser(value) if isinstance(value, str) and f"{value}/".startswith("~/") else value
 
-    values = copy.deepcopy(values)
-    for name, value in flat(_container(values)).items():
-        if expanded(value) != value:
-            OmegaConf.update(values, name, expanded(value))
-    return values
+def _expanded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _expanded(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_expanded(one) for one in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
 
 
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:

@@ -43,7 +43,7 @@ class BootstrappedCrossEntropy(CrossEntropy):
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """logits (N, K, H, W) of any floating dtype, labels (N, H, W) of any integer dtype -> float32 scalar."""
         losses = pixel_losses(logits, labels, self.ignore_index, self.weights)
-        k = math.ceil(round(self.fraction * losses.shape[1], 6))  # 0.07 * 100 is a little above 7
+        k = max(1, math.ceil(round(self.fraction * losses.shape[1], 6)))  # 0.07 * 100 is a little above 7
         return losses.topk(k, dim=1, sorted=False).values.mean()
 
 

@@ -232,15 +232,21 @@ def test_a_fix_for_all_wrong_labels_is_said_once(root):
 def test_images_of_other_formats_are_not_passed_over(root):
     image = next((root / "train/images/a").iterdir())
     image.rename(image.with_suffix(".bmp"))
-    with pytest.raises(ValueError, match=rf"{root}/train/images .* not read: {image.stem}.bmp; expected .png"):
+    with pytest.raises(ValueError, match=rf"not read: a/{image.stem}.bmp in {root}/train/images .1 in all"):
         folder(root, "train")
+    image.with_suffix(".bmp").rename(image.with_suffix(".json"))  # of another program
+    assert len(folder(root, "train", strict=False).files) == 6
+    assert len(folder(root, "train").files) == 5
     (root / f"train/labels/a/{image.stem}.png").unlink()
     assert len(folder(root, "train").files) == 5
 
 
 def test_a_divided_folder_is_not_divided_again(root):
-    with pytest.raises(ValueError, match=f"^data.folds=5 draws .*{root} is divided into train, val, test already"):
+    with pytest.raises(ValueError, match=f"^data.folds=5 draws .*{root} has train and val already"):
         folder(root, "train", folds=5, folds_key="data.folds")
+    flat(root)
+    with pytest.raises(ValueError, match=f"give {root}, which holds images, instead of {root.parent}"):
+        folder(root.parent, "train", folds=5)
 
 
 def test_images_without_labels_and_classes_without_pixels_are_named(root, tmp_path):

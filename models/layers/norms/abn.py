@@ -122,7 +122,7 @@ class ABN(nn.Module):
         # Reading an attribute of a module takes as long as a small operator: each once.
         own = Own(self.weight, self.bias, self.running_mean, self.running_var)
         running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
-        use_batch = self.training or running_mean is None or running_var is None
+        use_batch = self.training or (running_mean is None and running_var is None)
         group = synchronised_group(self.group) if self.sync and use_batch else None
         try:
             self._check_input(x, own, alone=use_batch and group is None)
@@ -135,15 +135,17 @@ class ABN(nn.Module):
         if not use_batch:
             return self._bn_act(x, own, False, 0.0, None)
         tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
-        if not tracked or running_mean is None or running_var is None or minibatches is None:
+        has_average = self.momentum is not None or minibatches is not None
+        if not (tracked and has_average) or running_mean is None or running_var is None:
             return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
         if self.momentum is not None and not _is_recomputation():
             z = self._bn_act(x, own, True, self.momentum, group)
-            minibatches.add_(1)
+            if minibatches is not None:
+                minibatches.add_(1)
             return z
         mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
         z = self._bn_act(x, own._replace(running_mean=mean, running_var=var), True, 1.0, group)
-        if not _is_recomputation():
+        if minibatches is not None and not _is_recomputation():
             # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
             minibatches.add_(1)
             weight = minibatches.to(mean.dtype).reciprocal()

@@ -72,8 +72,8 @@ class Plans:
                 step, _ = traced_step(network_, args, kwargs)
         except Exception as error:  # a network may raise anything
             raise ValueError(
-                f"a step on fake tensors like the example raises {type(error).__name__}: {error}; leave the example "
-                f"out if the network asks for values, or does not know its sizes yet"
+                f"a step on fake tensors like the example raises {type(error).__name__}: {error}; give an example that "
+                f"the network can be trained on, or leave it out, as for networks that ask for values"
             ) from error
         self._shape(network, inputs).plans.append(_planned(step, self.budget))
 
@@ -212,6 +212,8 @@ def _apart(leaf: Any) -> Any:
 
 def _is_expanded(tensor: Tensor) -> bool:
     """Whether values share memory, so that nobody can write to them."""
+    if tensor.layout is not torch.strided:
+        return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

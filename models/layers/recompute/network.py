@@ -202,7 +202,7 @@ class _Hooks:
                 self.kept = recording.kept
                 if isinstance(recording, PlannedRecording) and recording.trace is not None:
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-                    if not outputs:
+                    if not outputs and recording.trace.saved:
                         warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
                     recording.trace.watch_backward(outputs, recording.start)
 

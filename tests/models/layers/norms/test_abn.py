@@ -103,10 +103,12 @@ def test_running_statistics_are_those_of_batchnorm2d(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dropped", [[], ["running_mean", "running_var"]], ids=["kept", "dropped"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dropped", [[], ["num_batches_tracked"], ["running_mean", "running_var"]], ids=len)
 @pytest.mark.parametrize("flag", [True, False], ids=["tracked", "untracked"])
-def test_statistics_switched_off_later_act_as_in_batchnorm2d(strategy, dropped, flag):
-    layer, standard = STRATEGIES[strategy](CHANNELS, activation="identity"), nn.BatchNorm2d(CHANNELS)
+def test_statistics_switched_off_later_act_as_in_batchnorm2d(strategy, momentum, dropped, flag):
+    layer = STRATEGIES[strategy](CHANNELS, momentum=momentum, activation="identity")
+    standard = nn.BatchNorm2d(CHANNELS, momentum=momentum)
     for norm in (layer, standard):
         norm.track_running_stats = flag
         for name in dropped:

@@ -272,6 +272,7 @@ class Counts(Chain):
         super().__init__(4)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("total", torch.zeros(()))
+        self.register_buffer("sparse", torch.eye(4).to_sparse_csr())
         self.register_buffer("grid", torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -295,7 +296,7 @@ class AsksForValues(Chain):
 
 def test_an_example_that_cannot_run_on_fake_tensors_is_said_and_leaves_the_network_alone():
     network = AsksForValues(4)
-    with pytest.raises(ValueError, match="on fake tensors like the example raises DataDep.*; leave the example out if"):
+    with pytest.raises(ValueError, match="on fake tensors like the example raises DataDep.*; give an example that"):
         recompute_activations(network, budget=0.5, example=torch.randn(2, 4, 8, 8))
     assert not network._forward_hooks and not network._forward_pre_hooks
 
@@ -310,6 +311,9 @@ def test_outputs_that_cannot_be_seen_are_said():
     network(x).logits.sum().backward()
     with pytest.warns(UserWarning, match="returns no tensor with a graph .* may take more"):
         network(x)
+    frozen = recompute_activations(Chain(4), budget=0.5).requires_grad_(False)
+    with warnings.catch_warnings(action="error"):
+        frozen(x), frozen(x)
 
 
 def test_with_an_example_the_first_step_is_planned():
