@@ -86,7 +86,7 @@ def convert(values: DictConfig) -> list[str]:
     if output.is_dir() or (output.exists() and source.exists() and output.samefile(source)):
         raise ValueError(f"output={output} is {'a folder' if output.is_dir() else 'the input'}: give another file")
     name = f"input={source}"
-    content = official.read(source, name, checkpoint.others_of(source))
+    content = official.read(source, name, checkpoint.advice_if_damaged(source))
     ours = initial_weights.is_ours(content)
     writable_folder("output", output.parent)
     if ours and options.format == "checkpoint":

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -265,9 +266,19 @@ def _killed(self, index):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_lost_worker_is_a_message(run_dir, monkeypatch):
-    monkeypatch.setattr(WholeImages, "__getitem__", _killed)
-    message = "^a process that reads images died: .* use fewer workers\\.$"
-    with pytest.raises(ChildProcessError, match=message) as raised:
-        evaluate_run(run_dir, "workers=1", "timeout_seconds=60")
+def _hangs(self, index):
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds", "error", "message"),
+    [
+        (_killed, 60, ChildProcessError, r"a process that reads images died: .* use fewer workers\.$"),
+        (_hangs, 1, TimeoutError, r"no data came for timeout_seconds=1 seconds: .* raise timeout_seconds\.$"),
+    ],
+)
+def test_a_lost_worker_is_a_message(run_dir, monkeypatch, fault, seconds, error, message):
+    monkeypatch.setattr(WholeImages, "__getitem__", fault)
+    with pytest.raises(error, match=f"^{message}") as raised:
+        evaluate_run(run_dir, "workers=1", f"timeout_seconds={seconds}")
     assert "data." not in str(raised.value) and "resume" not in str(raised.value)

@@ -178,10 +178,10 @@ def read(path: Path) -> object:
     ValueError: the file does not exist, is damaged, or holds anything but tensors and plain containers.
     """
     expected = "a file such as RUN_DIR/checkpoints/last.pt"
-    return torch_files.read(path, f"checkpoint {path}", expected, others_of(path) or "restore it from a copy")
+    return torch_files.read(path, f"checkpoint {path}", expected, advice_if_damaged(path) or "restore it from a copy")
 
 
-def others_of(path: Path) -> str | None:
+def advice_if_damaged(path: Path) -> str | None:
     """Advice for a damaged file: the other checkpoints of its run; None if there are none."""
     names = "last.pt", "previous.pt", "best.pt"
     found = [name for name in names if path.name in names and name != path.name and (path.parent / name).is_file()]

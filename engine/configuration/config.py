@@ -49,17 +49,18 @@ def typed(values: DictConfig, schema: type[Schema]) -> Schema:
     unknown = flat(_container(values)).keys() - flat(plain(config)).keys()
     if unknown:  # Hydra lets +key=… pass
         raise ValueError(f"{sorted(unknown)[0]} is not a configuration key; --cfg job prints them all")
-    _go_home(config, all_keys=not isinstance(config, TrainingRun))  # homes differ between the machines of a training
+    # Homes differ between the machines of a training.
+    _expand_home(config, all_keys=not isinstance(config, TrainingRun))
     check_values(config)
     return config
 
 
-def _go_home(config: Keys, *, all_keys: bool) -> None:
+def _expand_home(config: Keys, *, all_keys: bool) -> None:
     """Expand ~ at the beginning of texts, in place; without `all_keys` only where a resumed run may differ."""
     for entry in fields(config):
         value = getattr(config, entry.name)
         if isinstance(value, Keys):
-            _go_home(value, all_keys=all_keys)
+            _expand_home(value, all_keys=all_keys)
         elif all_keys or entry.metadata.get("free_on_resume"):
             setattr(config, entry.name, _expanded(value))
 

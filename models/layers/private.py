@@ -13,8 +13,8 @@ Tried on torch 2.6.0, 2.7.1, 2.8.0, 2.9.1 and 2.12.1, with the Triton that each 
 | everything else here | | ImportError when this package is imported |
 
 Other files use these alone, which PyTorch's own extensions rely on: `Tensor._version`, `_base` and `_is_view`, and of
-`nn.Module` the dictionaries (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, …), `_load_from_state_dict` and
-`_save_to_state_dict`.
+`nn.Module` the dictionaries (`_parameters`, `_buffers`, `_modules`, `_forward_hooks`, …), the set
+`_non_persistent_buffers_set`, `_load_from_state_dict` and `_save_to_state_dict`.
 """
 
 import os

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ..inputs import check_module
 from ..norms.abn import ABN
 from ..norms.activations import Activation
-from ..norms.inplace_abn import InPlaceABN
+from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.report import Report, log_report
 from ..private import BatchNormBase
 from .activated import MergedActivation, hand_over
 from .call_order import CallOrder
 from .example import NormsOnExample
-from .replacements import OWN_LAYERS, Replacement, batch_norm_to_inplace, check_plain, like, own_to_inplace
+from .replacements import Replacement, batch_norm_to_inplace, check_plain, like, own_to_inplace
 
 
 def to_inplace(

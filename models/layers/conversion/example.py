@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from ..inputs import tensors_in
 from ..norms.abn import ABN
 from ..norms.inplace_abn import InPlaceABN
+from ..norms.statistics import BATCH_NORMS
 from ..private import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
 from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
-from .replacements import BATCH_NORMS, STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
+from .replacements import STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one

@@ -7,15 +7,13 @@ import torch
 from torch import nn
 
 from ..norms.abn import ABN
-from ..norms.checkpointed_abn import CheckpointedABN
-from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
+from ..norms.statistics import BATCH_NORMS
 from ..private import BatchNormBase, LazyNormBase
 from .activated import hand_over, hands_over
 from .call_order import CallOrder, Place, is_customised
 
 STATE = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-OWN_LAYERS = (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync)
 PASSES_ON = (nn.Identity, nn.Flatten, nn.Unflatten)  # their output is their input, or a view of it
 
 

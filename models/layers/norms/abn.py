@@ -135,8 +135,7 @@ class ABN(nn.Module):
         if not use_batch:
             return self._bn_act(x, own, False, 0.0, None)
         tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
-        has_average = self.momentum is not None or minibatches is not None
-        if not (tracked and has_average) or running_mean is None or running_var is None:
+        if not tracked or running_mean is None or running_var is None:
             return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
         if self.momentum is not None and not _is_recomputation():
             z = self._bn_act(x, own, True, self.momentum, group)
@@ -218,6 +217,7 @@ class ABN(nn.Module):
         return twin
 
     def extra_repr(self) -> str:
+        """The constructor's arguments, without most defaults."""
         parts = [f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, activation={self.activation}"]
         if self.activation in ("leaky_relu", "elu"):
             parts[0] += f"({self.activation_param})"

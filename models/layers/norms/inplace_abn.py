@@ -9,6 +9,7 @@ from ..inputs import check_module
 from ..private import InstanceNormBase
 from .abn import ABN
 from .bn_act import Strategy, floored
+from .checkpointed_abn import CheckpointedABN
 from .report import Report, log_report
 
 VARIANTS = ("I", "II")
@@ -144,3 +145,6 @@ class InPlaceABNSync(InPlaceABN):
                 )
         report(result)
         return module
+
+
+OWN_LAYERS = (ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync)

@@ -10,6 +10,8 @@ from torch import nn
 from ..inputs import check_module
 from .synchronisation import synchronised_group
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)  # PyTorch's
+
 Minibatch = TypeVar("Minibatch")
 
 
@@ -33,6 +35,7 @@ def renew_statistics(
     momenta, calls = [norm.momentum for norm in norms], dict.fromkeys(norms, 0)
 
     def weigh(norm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Give the norm's calls, this one included, equal weights."""
         x, *_ = (*args, *kwargs.values())
         if x.numel():  # an empty minibatch has no statistics
             calls[norm] += 1

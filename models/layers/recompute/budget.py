@@ -242,6 +242,7 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     trace, seconds = StepTrace(), 0.0
 
     def run(planned: Planned | None) -> None:
+        """A forward and a backward pass, recorded as `planned` says."""
         recording = Recording(inputs=inputs) if planned is None else PlannedRecording(planned, inputs=inputs)
         with recording:
             outputs = tensors_in(network(*args, **kwargs))

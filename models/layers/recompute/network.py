@@ -170,6 +170,7 @@ class _Hooks:
         return {"checkpointed_only": self.checkpointed_only, "plans": plans, "kept": None}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start recording, before the module's forward pass."""
         if torch.compiler.is_compiling():
             if not self.checkpointed_only:
                 call_at_compilation(_say_that_the_compiler_decides)
@@ -193,6 +194,7 @@ class _Hooks:
         return Recording(checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """End the recording, after the module's forward pass, also when it raised."""
         if torch.compiler.is_compiling():
             return
         if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised

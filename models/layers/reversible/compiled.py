@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..norms.abn import ABN
-from ..norms.checkpointed_abn import CheckpointedABN
-from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from ..norms.inplace_abn import OWN_LAYERS
+from ..norms.statistics import BATCH_NORMS
 from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached, has_hooks
 from .environment import statistics_kept
 
@@ -16,8 +15,7 @@ Values = tuple[Tensor, ...]
 
 # Modules that compute the same each time; inside a graph random numbers cannot be drawn again.
 _REPEATABLE = {
-    *(ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, AffineAdapterNaive, AffineAdapterSigmoid),
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.GroupNorm, nn.LayerNorm),
+    *(*OWN_LAYERS, *BATCH_NORMS, nn.GroupNorm, nn.LayerNorm, AffineAdapterNaive, AffineAdapterSigmoid),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Sequential, nn.Identity),
     *(nn.ELU, nn.GELU, nn.Hardswish, nn.LeakyReLU, nn.ReLU, nn.SiLU, nn.Sigmoid, nn.Tanh),
 }
@@ -78,6 +76,7 @@ class _Chain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple:
+        """Undo the updates from the last to the first, and repeat each with gradients."""
         enabled, dtype = ctx.autocast
         y1, y2, *kept = ctx.saved_tensors
         halves: Values = (y1, y2)

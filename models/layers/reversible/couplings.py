@@ -231,9 +231,7 @@ def in_halves(module: object) -> TypeGuard[Coupling]:
     Not if a subclass overrides other methods, or if the module has hooks, which would not run. A subclass that
     overrides `couple` says that it agrees with `half_steps` by an attribute `couples_in_half_steps` of its own.
     """
-    if not isinstance(module, Coupling):
-        return False
-    if has_hooks(module):
+    if not isinstance(module, Coupling) or has_hooks(module):
         return False
     kind = type(module)
     methods = ["forward", "inverse", "split", "join", "half_steps"]

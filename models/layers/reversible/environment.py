@@ -7,17 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..norms.abn import ABN
-from ..norms.checkpointed_abn import CheckpointedABN
-from ..norms.inplace_abn import InPlaceABN, InPlaceABNSync
-from ..norms.statistics import has_running_statistics
+from ..norms.inplace_abn import OWN_LAYERS
+from ..norms.statistics import BATCH_NORMS, has_running_statistics
 from ..private import without_dispatch_modes
 from ..saved import check_version
 
-_KNOWN_NORMS = frozenset(  # whose outputs in training do not depend on their buffers
-    {ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d}
-    | {nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}
-)
+# In training their outputs do not depend on their buffers.
+_KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
 
 
 class _Buffer(NamedTuple):
@@ -93,7 +89,7 @@ class Environment:
             present = part._parameters.get(name, part._buffers.get(name))
             if present is tensor:
                 check_version(tensor, version, f"{type(part).__name__}.{name}")
-            elif not {type(present).__name__, type(tensor).__name__} & {"DTensor"}:  # FSDP's shards
+            elif "DTensor" not in (type(present).__name__, type(tensor).__name__):  # FSDP's shards
                 raise RuntimeError(
                     f"{type(part).__name__}.{name} of a reversible module is another tensor than in the forward "
                     f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"

@@ -429,16 +429,17 @@ def test_a_folder_for_records_has_a_name_in_utf_8():
         check_values(replace(run_config(), run_dir="caf\udce9"))
 
 
-def test_every_path_may_begin_with_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
     config = run_config('run_dir="~/run"', 'init.weights="~"', 'data.root="${oc.env:HOME}/~/x"')
-    assert (config.run_dir, config.data.root) == ("/home/me/run", "/home/me/~/x")
+    assert (config.run_dir, config.data.root) == (f"{tmp_path}/run", f"{tmp_path}/~/x")
     assert config.init.weights == "~"  # another home does not keep a run from being continued
     table = cfg.typed(composed("run_table", "table=table3", 'roots={cityscapes: "~/data"}'), RunTable)
-    assert table.roots == {"cityscapes": "/home/me/data"}
+    assert table.roots == {"cityscapes": f"{tmp_path}/data"}
     monkeypatch.setenv("OUT", "~/pages")
-    assert cfg.typed(composed("compare_runs", "runs=[a]", "out=${oc.env:OUT}"), Comparison).out == "/home/me/pages"
-    assert cfg.typed(composed("compare_runs", 'runs=["~/a",b]', "out=c"), Comparison).runs == ["/home/me/a", "b"]
+    assert cfg.typed(composed("compare_runs", "runs=[a]", "out=${oc.env:OUT}"), Comparison).out == f"{tmp_path}/pages"
+    comparison = cfg.typed(composed("compare_runs", 'runs=["~/a",b]', "out=c"), Comparison)
+    assert comparison.runs == [f"{tmp_path}/a", "b"]
 
 
 def test_a_smoke_run_fits_any_number_of_processes_and_any_schedule(monkeypatch):

@@ -227,7 +227,7 @@ def test_strides_that_pytorch_misreads(strategy):
 
 
 def test_gradients_that_pytorch_misreads():
-    """Strides (1, 1, 1, C) of a shape (1, C, 1, W) are those of both layouts."""
+    """The gradient's strides fit both memory formats, and PyTorch assumes the wrong one."""
     x, gradient = torch.randn(1, 3, 1, 10)[..., :5], torch.randn(5, 3, 1, 1).transpose(0, 3)
     for layer in (InPlaceABN(3, activation="identity"), CheckpointedABN(3, activation="identity")):
         found = []

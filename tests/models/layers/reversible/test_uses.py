@@ -129,10 +129,11 @@ def test_branches_whose_saved_tensors_depend_on_strides(tokens, layout):
     assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
 
 
-def test_other_tensors_in_place_of_parameters_are_refused():
-    """As MAML trains: the tensors are no parameters."""
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
+def test_other_tensors_in_place_of_parameters_are_refused(kind):
+    """As MAML trains: the tensors may be no parameters."""
     network = ReversibleSequence(made(additive()))
-    others = {name: parameter.detach() * 2 for name, parameter in network.named_parameters()}
+    others = {name: kind(parameter.detach() * 2) for name, parameter in network.named_parameters()}
     y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
     with pytest.raises(RuntimeError, match="is another tensor than in the forward pass"):
         y.sum().backward()
