@@ -63,6 +63,7 @@ def to_inplace(
     on_example = None if example is None else NormsOnExample(tree, module, example)
 
     def planned(layer: nn.Module) -> Replacement | None:
+        """The in-place layer for a norm; None for other modules."""
         if isinstance(layer, BatchNormBase):
             if on_example is not None:
                 return on_example.batch_norm_to_inplace(layer, relu_slope)
@@ -81,10 +82,10 @@ def to_standard(module: nn.Module, *, report: Callable[[Report], object] = log_r
 
     `ABN` has the state dict of PyTorch's batch normalisation. Modules that `to_inplace` merged stay merged.
     """
-
     check_module(module, "to_standard")
 
     def planned(layer: nn.Module) -> Replacement | None:
+        """The standard layer for one that saves memory; None for other modules."""
         if not isinstance(layer, ABN) or type(layer) is ABN:
             return None
         check_plain(layer, OWN_LAYERS)

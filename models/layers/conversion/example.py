@@ -144,6 +144,7 @@ class _Observer(TorchFunctionMode):
         self.functions: dict[nn.Module, list[str]] = {}  # called in norms with a twin, on more than vectors
 
     def run(self, network: nn.Module, args: tuple[Any, ...]) -> None:
+        """Call the network on copies of `args`, and note what reads each norm's output."""
         for module in network.modules():
             module.register_forward_pre_hook(self.enter)
             module.register_forward_hook(self.leave, always_call=True)
@@ -183,6 +184,7 @@ class _Observer(TorchFunctionMode):
         return result
 
     def enter(self, module: nn.Module, args: tuple) -> None:
+        """Before a module's forward pass: an activation may be given a norm's output."""
         self.running.append(module)
         if module in self.activations and len(args) == 1 and isinstance(args[0], Tensor):
             call = self.outputs.get(_storage_of(args[0]))
@@ -191,6 +193,7 @@ class _Observer(TorchFunctionMode):
                 self.activating = call
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """After a module's forward pass: note the output of a norm or an activation. Returns what replaces it."""
         self.running.pop()
         call, self.activating = self.activating, None
         if not isinstance(output, Tensor):
