@@ -1,0 +1,91 @@
+"""What JPEG compression of CIFAR-10 costs a classifier:
+
+    python -m scripts.evidence.jpeg_quality root=DIR out=FILE.json
+    python -m scripts.evidence.jpeg_quality root=DIR qualities=[30] seed=1 out=FILE.json
+    python -m scripts.evidence.jpeg_quality measure=false out=FILE.json
+
+Saves training and test images as JPEG files of each quality, with colours at half the resolution (4:2:0), and trains
+cifar10/preact_resnet32 on these copies.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+import train_imagenet
+from datasets import cifar10
+from engine.configuration.command_line import composed
+from engine.schema.keys import key, override
+from scripts.evidence import frame
+from scripts.evidence.frame import Columns, columns
+
+EXPERIMENT = "cifar10/preact_resnet32"
+
+
+@dataclass
+class QualityArguments(frame.Arguments):
+    root: str | None = None  # CIFAR-10, in any form that data=cifar10 takes
+    qualities: list[int] = field(default_factory=lambda: [75, 50, 20])  # of the copies, 1 to 100; one training each
+    seed: int = key(0, least=0)  # of every training
+
+    def check(self) -> None:
+        if not self.qualities or not all(1 <= quality <= 100 for quality in self.qualities):
+            raise ValueError(f"qualities={self.qualities}: expected numbers from 1 to 100")
+
+
+def measure(arguments: QualityArguments, clock: frame.Clock) -> Iterator[dict]:
+    """Train on the copies of each quality. ValueError if there is no CIFAR-10 in `root`."""
+    rows: list[dict] = []
+    for quality in arguments.qualities:
+        with tempfile.TemporaryDirectory() as folder:
+            error = _save_copies(arguments.root, Path(folder), quality)
+            folders = override("data.root", folder), override("run_dir", f"{folder}/run")
+            values = composed("train_imagenet", f"experiment={EXPERIMENT}", f"seed={arguments.seed}", *folders)
+            results = train_imagenet.train(values)
+        rows.append({"quality": quality, "mean_square_error": error, "top1": results["top1"]})
+        clock.report(f"quality {quality}: {results['top1']:.2%}")
+        yield {"rows": rows}
+
+
+def _save_copies(root: str | None, folder: Path, quality: int) -> float:
+    """Write the copies' pixels as CIFAR's binary records. Returns their mean square error."""
+    errors = []
+    for split, files in {"train": 5, "test": 1}.items():
+        images = cifar10(root, split)
+        assert images.pixels is not None
+        copies = np.stack([_copy(pixels, quality) for pixels in images.pixels])
+        errors.append(np.square(copies.astype(np.float32) - images.pixels).mean((1, 2, 3)))
+        records = np.column_stack([images.labels.astype(np.uint8), copies.reshape(len(copies), -1)])
+        for number, part in enumerate(np.array_split(records, files), 1):
+            part.tofile(folder / ("test_batch.bin" if split == "test" else f"data_batch_{number}.bin"))
+    return round(float(np.concatenate(errors).mean()), 2)
+
+
+def _copy(pixels: np.ndarray, quality: int) -> np.ndarray:
+    """An image, uint8 (3, 32, 32), after compression."""
+    file = BytesIO()
+    Image.fromarray(pixels.transpose(1, 2, 0)).save(file, "JPEG", quality=quality, subsampling="4:2:0")
+    return np.asarray(Image.open(file)).transpose(2, 0, 1)
+
+
+COLUMNS: Columns = [
+    ("quality", "{quality}"),
+    ("mean square error", "{mean_square_error:.1f}"),
+    ("top-1 %", lambda row: f"{100 * row['top1']:.2f}"),
+]
+
+
+def page(result: dict, name: str) -> str:
+    rows = sorted(result["rows"], key=lambda row: -row["quality"])
+    return frame.page_text("jpeg_quality", result, experiment=EXPERIMENT, table=columns(rows, COLUMNS, left=0))
+
+
+run, main = frame.benchmark("evidence.jpeg_quality", QualityArguments, measure, page)
+
+if __name__ == "__main__":
+    main()
