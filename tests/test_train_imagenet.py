@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
+from torch import nn
 from torchvision.transforms import CenterCrop, Resize, TenCrop
 from torchvision.transforms.functional import pil_to_tensor
 
@@ -171,6 +173,75 @@ def test_training_names_a_reversible_branch_that_computes_something_else_again(t
     short = [option for option in SHORT_SHAPES if not option.startswith("body")]
     with pytest.raises(RuntimeError, match="(ResidualFunction|ReversibleUnit) computed something else"):
         train(composed("train_imagenet", *short, *REVERSIBLE, "trainer.steps=1", f"run_dir={tmp_path}"))
+
+
+def test_revnet_s_recipe_is_a_loop_of_plain_pytorch(tmp_path):
+    """Four steps of revnet/cifar10_resnet32, over both steps of the rate, beside a loop of its own from the paper.
+
+    The rate is lower, so that other processors' rounding does not grow, and the decay so high that it shows.
+    """
+    classification_trees.cifar10_python(tmp_path / "cifar", images=4)
+    options = ("experiment=revnet/cifar10_resnet32", f"data.root={tmp_path / 'cifar'}", "data.crops_per_minibatch=10")
+    options += ("lr_schedule.steps=[2,3]", "trainer.steps=4", "trainer.evaluate_images=2")
+    options += ("optim.lr=0.001", "optim.weight_decay=0.2")
+    config = classification_config(*options)
+    network = assemble.classification_network(config, 10)
+    torch.save(network.state_dict(), tmp_path / "initial.pt")
+    options += (f"init.weights={tmp_path / 'initial.pt'}", "init.format=standard_bn", f"run_dir={tmp_path / 'run'}")
+    train(composed("train_imagenet", *options))
+
+    plain = PlainResNet32().to(memory_format=torch.channels_last)  # in float32, which rounds gradients by 0.1 %
+    initial = [value.clone() for value in network.state_dict().values()]
+    plain.load_state_dict(dict(zip(plain.state_dict(), initial, strict=True)))
+    groups = [
+        {"params": [p for p in plain.parameters() if (p.dim() > 1) == decays], "weight_decay": 0.2 * decays}
+        for decays in (True, False)
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    images = cifar10(tmp_path / "cifar", "train")
+    mean = torch.from_numpy(images.pixels).double().mean(0)
+    crops = assemble.classified_crops(config, images.minus(mean.numpy()), 4, World())
+    for rate, minibatch in zip((1e-3, 1e-3, 1e-4, 1e-5), crops, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.zero_grad()
+        shown = minibatch["image"].contiguous(memory_format=torch.channels_last)
+        F.cross_entropy(plain(shown), minibatch["label"]).backward()
+        optimizer.step()
+    trained = checkpoint.load(last(tmp_path / "run"))
+    torch.testing.assert_close(trained["mean_image"], mean)
+    states = zip(initial, trained["network"].values(), plain.state_dict().values(), strict=True)
+    for name, (before, ours, theirs) in zip(trained["network"], states, strict=True):
+        change = (theirs - before).double()
+        assert (ours - theirs).double().norm() <= 0.01 * change.norm(), name  # where written: equal to the bit
+
+
+class PlainUnit(nn.Module):
+    """RevNet's residual unit of two convolutions; the network's first begins without norm and ReLU."""
+
+    def __init__(self, before: int, channels: int, stride: int, first: bool):
+        super().__init__()
+        self.norm1 = nn.Identity() if first else nn.Sequential(nn.BatchNorm2d(before, 1e-3, 0.01), nn.ReLU())
+        self.conv1 = nn.Conv2d(before, channels, 3, stride, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels, 1e-3, 0.01)
+        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
+        self.stride, self.zeros = stride, (channels - before) // 2
+
+    def forward(self, x):
+        kept = F.pad(F.avg_pool2d(x, self.stride), (0, 0, 0, 0, self.zeros, self.zeros))
+        return kept + self.conv2(self.norm2(self.conv1(self.norm1(x))).relu())
+
+
+class PlainResNet32(nn.Sequential):
+    def __init__(self):
+        units, before = [], 16
+        for channels in (16, 32, 64):
+            for number in range(5):
+                units.append(PlainUnit(before, channels, 1 + (number == 0 and channels > 16), not units))
+                before = channels
+        stem = (nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16, 1e-3, 0.01), nn.ReLU())
+        head = (nn.BatchNorm2d(64, 1e-3, 0.01), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+        super().__init__(*stem, *units, *head)
 
 
 def test_an_evaluation_takes_the_mean_image_of_the_training_from_the_checkpoint(tmp_path):

@@ -67,6 +67,8 @@ def lines(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
             low, high = np.subtract(series.y, series.spread), np.add(series.y, series.spread)
             axes.fill_between(series.x, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     _finish(axes, "both", labels)
+    if axes.get_xscale() == "linear":
+        axes.locator_params(axis="x", nbins=6)  # room for steps of five digits
 
 
 def points(axes: Axes, shown: Iterable[Series], **labels: Any) -> None:
