@@ -206,6 +206,8 @@ def drawn(rows: list[dict]) -> Figure:
         if title.startswith("angle"):
             axes.set_yscale("symlog", linthresh=SMALLEST)  # below it linear, because some angles are 0
             axes.set_ylim(0, 2e3)  # room for the legend
+        if title == "drift":
+            axes.set_ylim(top=100 * axes.get_ylim()[1])
         axes.legend(frameon=False)
     return figure
 
