@@ -14,6 +14,7 @@ from models.layers.saved import kept_bytes
 from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     documents,
+    jpeg_quality,
     networks,
     networks_budget,
     plan_experiments,
@@ -35,6 +36,7 @@ RESULTS = REPOSITORY / "docs" / "results"
 PAGES = {  # by the beginning of the record's name: record, its name -> the page's text
     "abn": abn_page.page,
     "faults": lambda record, _: report.page(record),
+    "jpeg": jpeg_quality.page,
     "loader": loader.page,
     "memory": plan_experiments.page,
     "networks_budget": networks_budget.page,
