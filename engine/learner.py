@@ -20,7 +20,7 @@ from engine.dataset import SizedIterable
 from engine.distributed import World
 from engine.forward import Forward
 from engine.records.waits import GradientExchange
-from models.layers import renew_statistics
+from keepless import renew_statistics
 
 ONE_NUMBER = torch.zeros(())  # AdamW's count of steps
 SMALLEST_SCALE = 2.0**-14  # of a float16 loss: below it the gradients are broken, not just too large

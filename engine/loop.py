@@ -15,7 +15,7 @@ from engine.records.waits import DataWait
 from engine.run import Config, Run, Split
 from engine.stopping import Preempted
 from engine.transfers import prefetched
-from models.layers import checking_repetitions
+from keepless import checking_repetitions
 
 CHECKED_STEPS = 2  # first steps, in which outputs of reversible branches are compared with their recomputation
 Loss = Callable[[Tensor, Tensor], Tensor]  # logits, labels -> mean over the images of a micro-batch

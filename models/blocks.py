@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from models.layers.norms.activations import ACTIVATIONS, Activation, activate_
+from keepless.norms.activations import ACTIVATIONS, Activation, activate_
 
 NormAct = Callable[[int], nn.Module]  # number of channels -> norm followed by an activation, for (N, C, H, W)
 
@@ -181,7 +181,7 @@ def without_activation(norm_act: NormAct) -> NormAct:
             raise ValueError(
                 f"norm_act made a {type(norm).__name__} with activation={name!r}: a post-activation residual block "
                 f"needs norms with the attributes activation ({', '.join(ACTIVATIONS)}) and activation_param, because "
-                f"its last norm has no activation; use a layer of models.layers, e.g. partial(ABN, activation='relu')"
+                f"its last norm has no activation; use a layer of keepless, e.g. partial(ABN, activation='relu')"
             )
         norm.activation = "identity"
         return norm

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.layers import CheckpointedABN, recompute_activations
-from models.layers.reversible.environment import statistics_kept
+from keepless import CheckpointedABN, recompute_activations
+from keepless.reversible.environment import statistics_kept
 
 BLOCKS = ("none", "blocks", "sqrt")
 RECOMPUTE = ("none", "activations", *BLOCKS[1:])

@@ -43,10 +43,10 @@ from engine.schema.network import BODIES, Body, Norm, StandardNorm
 from engine.schema.segmentation import SegmentationRun
 from engine.schema.training import Init
 from engine.tasks import task_of
+from keepless.norms.report import listed
 from models.checkpoints import official
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
-from models.layers.norms.report import listed
 from models.package import PACKAGE_ACTIVATIONS
 
 VISTAS_CLASSES = 65

@@ -32,8 +32,8 @@ from engine.console import make_console, table_of
 from engine.planner.trace import Trace
 from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
-from models.layers.norms.activations import INVERTIBLE_ACTIVATIONS
-from models.layers.saved import size_text
+from keepless.norms.activations import INVERTIBLE_ACTIVATIONS
+from keepless.saved import size_text
 from scripts.evidence import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")

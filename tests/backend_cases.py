@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.layers.norms.activations import Activation
-from models.layers.norms.backends import compiled
-from models.layers.norms.backends.eager import EagerBackend
-from models.layers.norms.backends.interface import UNTRACKED, Affine, Backend, BackwardInputs
+from keepless.norms.activations import Activation
+from keepless.norms.backends import compiled
+from keepless.norms.backends.eager import EagerBackend
+from keepless.norms.backends.interface import UNTRACKED, Affine, Backend, BackwardInputs
 
 EAGER = EagerBackend()
 PARAMS = {"leaky_relu": 0.01, "elu": 1.0}

@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from keepless import ABN, InPlaceABN
+from keepless.saved import saved_for_backward
 from models.blocks import NormAct
 from models.bodies import RevNet, densenet264, resnet34, resnet50, resnext101, wider_resnet38, wider_resnet38_a2
 from models.heads import DeepLabV3
-from models.layers import ABN, InPlaceABN
-from models.layers.saved import saved_for_backward
 from models.segmentation import SegmentationNetwork
 
 small_resnet = partial(resnet50, structure=(1, 2, 2, 1), base_channels=(4, 4, 8), stem_channels=4)

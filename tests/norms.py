@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from models.layers import ABN, CheckpointedABN, InPlaceABN
+from keepless import ABN, CheckpointedABN, InPlaceABN
 
 STRATEGIES = {
     "std": ABN,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from models.layers.saved import kept_bytes
+from keepless.saved import kept_bytes
 from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     documents,

@@ -34,7 +34,7 @@ def source(tmp_path_factory) -> Path:
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "docs/layers.md", "tests/test_package.py"):
         (source / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / name, source / name)
-    shutil.copytree(REPOSITORY / "models" / "layers", source / "models" / "layers")
+    shutil.copytree(REPOSITORY / "keepless", source / "keepless", ignore=shutil.ignore_patterns("__pycache__"))
     left = source / "build" / "lib" / "keepless" / "gone.py"
     left.parent.mkdir(parents=True)
     left.write_text("")
@@ -53,7 +53,7 @@ def wheel(source, tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_layers_and_nothing_else(wheel):
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 200_000
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    layers = REPOSITORY / "models" / "layers"
+    layers = REPOSITORY / "keepless"
     assert names == {
         f"keepless/{file.relative_to(layers).as_posix()}"
         for file in layers.rglob("*")
@@ -72,7 +72,7 @@ def test_the_source_archive_holds_what_the_wheel_needs(wheel, source, tmp_path):
     (archive,) = tmp_path.glob("keepless-*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
     modules = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("keepless/")}
-    assert {name.replace("keepless/", "models/layers/", 1) for name in modules} <= names
+    assert modules <= names
     assert {"pyproject.toml", "setup.py", "LICENSE", "docs/layers.md"} <= names
     assert not any(name.startswith(("tests", "build")) for name in names)
 

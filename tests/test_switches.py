@@ -17,7 +17,7 @@ from engine.learner import Learner
 from engine.schema.optim import SGD, Poly
 from engine.transfers import prefetched
 from eval import evaluate
-from models.layers.norms.backends.compiled import compiler_available
+from keepless.norms.backends.compiled import compiler_available
 from tests.cuda import NEEDS_CUDA
 from tests.runs import SHORT, composed, one_epoch, run_config
 from train_seg import train

@@ -30,10 +30,10 @@ from engine.schema.evaluation import Evaluation
 from engine.schema.keys import refuse_other_tasks
 from engine.stopping import Preempted
 from eval import evaluate
+from keepless import ABN
+from keepless.reversible import checks
 from models.bodies import resnext101
 from models.bodies.revnet_units import ResidualFunction
-from models.layers import ABN
-from models.layers.reversible import checks
 from tests import runs
 from tests.datasets import classification_trees
 from tests.faults.runs import before_call, steps_of

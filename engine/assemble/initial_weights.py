@@ -11,11 +11,11 @@ from engine.configuration.choices import alternatives_of, choices
 from engine.configuration.config import group_from_plain
 from engine.schema.network import NORMS, Norm, PackageNorm
 from engine.schema.training import TrainingRun
+from keepless import ABN, from_released
 from models.checkpoints import official, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name
 from models.checkpoints.recognition import differences
 from models.checkpoints.torchvision_names import from_torchvision
-from models.layers import ABN, from_released
 
 
 class Weights(NamedTuple):

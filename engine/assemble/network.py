@@ -14,8 +14,8 @@ from engine.console import logger
 from engine.forward import Forward
 from engine.schema import network as schema
 from engine.schema.training import TrainingRun
+from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
-from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
 _NORMS: Mapping[type[schema.Norm], Callable[..., nn.Module]] = {

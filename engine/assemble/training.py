@@ -19,7 +19,7 @@ from engine.records.waits import GradientExchange
 from engine.schedule import Schedule, in_steps
 from engine.schema.network import OurNorm
 from engine.schema.training import Trainer, TrainingRun
-from models.layers.norms.backends.compiled import check_compiler
+from keepless.norms.backends.compiled import check_compiler
 
 
 def arithmetic(config: Trainer, fixed_sizes: bool = False) -> None:

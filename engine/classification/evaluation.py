@@ -20,7 +20,7 @@ from engine.run import Run
 from engine.schema.classification import ClassificationRun
 from engine.stopping import UntilStopped
 from engine.transfers import prefetched
-from models.layers import layer_health
+from keepless import layer_health
 
 DRAWN_CLASSES = 100  # most classes of which a table and a confusion matrix can be read
 

@@ -41,7 +41,7 @@ from engine.schema.memory import Memory
 from engine.schema.optim import Poly
 from engine.schema.training import TrainingRun
 from engine.tasks import TASKS
-from models.layers.saved import size_text
+from keepless.saved import size_text
 
 Config = TypeVar("Config", bound=TrainingRun)
 

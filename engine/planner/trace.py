@@ -18,7 +18,7 @@ from engine.distributed import World
 from engine.learner import Learner
 from engine.loop import Loss, accumulate_gradients
 from engine.planner.made_tensors import Change, MadeTensors
-from models.layers.saved import SavedTensors
+from keepless.saved import SavedTensors
 
 OPTIMIZER = "optimizer"  # the place after the backward pass
 

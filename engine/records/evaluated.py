@@ -14,7 +14,7 @@ from rich.table import Table
 from engine.dataset import Dataset
 from engine.output_files import write_figure, write_file
 from engine.records.provenance import provenance
-from models.layers import Extreme
+from keepless import Extreme
 
 
 @dataclass(frozen=True)

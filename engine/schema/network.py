@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from omegaconf import MISSING
 
 from engine.schema.keys import by_name, key
+from keepless.norms.backends import BACKENDS
 from models.bodies.stem import STEM_STRIDES
-from models.layers.norms.backends import BACKENDS
 from models.package import PACKAGE_ACTIVATIONS
 
 SYNC_GROUPS = ("world", "node")
@@ -25,7 +25,7 @@ class Norm:
 
 @dataclass
 class OurNorm(Norm):
-    """Options of every layer in models.layers."""
+    """Options of every layer in keepless."""
 
     learn_scale: bool = True  # false: gamma is 1
     sync: bool = False  # share statistics between processes

@@ -23,7 +23,7 @@ from engine.segmentation.predictions import PictureCollector
 from engine.segmentation.scores import Counts, all_scores
 from engine.stopping import UntilStopped
 from engine.transfers import prefetched
-from models.layers import layer_health
+from keepless import layer_health
 
 
 def evaluate_split(

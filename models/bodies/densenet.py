@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keepless import InPlaceABN
 from models.blocks import NormAct, check_blocks, conv3x3
 from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
-from models.layers import InPlaceABN
 from models.recomputation import Block, run_blocks
 
 BOTTLENECK = 4  # output channels of a 1x1 convolution, in units of the growth

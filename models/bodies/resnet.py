@@ -5,11 +5,11 @@ from functools import partial
 
 from torch import Tensor
 
+from keepless import InPlaceABN
 from models.blocks import NormAct, ResidualBlock, residual_stage
 from models.bodies.body import Body
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise
-from models.layers import InPlaceABN
 
 
 class ResNet(Body):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keepless import InPlaceABN, run_reversibly
 from models.blocks import NormAct, residual_stage
 from models.bodies.body import Body
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit, Stem, in_autocast_dtype
 from models.bodies.stem import build_stem, downsampling
 from models.initialisation import initialise_truncated
-from models.layers import InPlaceABN, run_reversibly
 
 
 class RevNet(Body):

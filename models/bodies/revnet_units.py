@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from keepless import AdditiveCoupling
 from models.blocks import NormAct, convolutions
-from models.layers import AdditiveCoupling
 
 
 class ReversibleUnit(AdditiveCoupling):
@@ -86,7 +86,7 @@ class ResidualFunction(nn.Sequential):
     `activated`: the input comes from the stem's activation, so bn1 is left out.
     """
 
-    repeatable = True  # computes the same each time, see `models.layers.reversible.compiled`
+    repeatable = True  # computes the same each time, see `keepless.reversible.compiled`
 
     def __init__(
         self,

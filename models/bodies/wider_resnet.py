@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from keepless import InPlaceABN
 from models.blocks import IdentityResidualBlock, NormAct, residual_stage
 from models.bodies.body import Body
 from models.bodies.stem import dilate_strides
 from models.initialisation import initialise
-from models.layers import InPlaceABN
 from models.recomputation import Block, run_blocks, units_of
 
 WRN38_STRUCTURE = (3, 3, 6, 3, 1, 1)

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from keepless.norms.report import listed
 from models.checkpoints.torch_files import fault_of
-from models.layers.norms.report import listed
 
 
 class Loaded(NamedTuple):

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from keepless import from_released
+from keepless.norms.report import listed
 from models.checkpoints import torch_files
 from models.checkpoints.loading import Loaded, load_by_name
 from models.checkpoints.published import published
 from models.checkpoints.recognition import body_of, differences, recognised
-from models.layers import from_released
-from models.layers.norms.report import listed
 
 EPS = 1e-5  # of the released layers, in the variance and in the scale
 SCALES = ("released", "raw")
@@ -44,7 +44,7 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
 
     Args:
         network: a body of `models.bodies`, or a `SegmentationNetwork`, which takes the body of a classification file;
-            its norms are of any kind in `models.layers`.
+            its norms are of any kind in `keepless`.
         path: the file as downloaded. It is no archive, although it is called .pth.tar.
         scale: "released": a norm's weight w stands for the scale |w| + eps, as in the release's in-place and
             synchronised layers. "raw": for w, as in its standard layers. None: as the md5 says for a published file,

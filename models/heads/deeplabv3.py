@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from keepless import InPlaceABN
 from models.blocks import NormAct, conv3x3
 from models.initialisation import initialise
-from models.layers import InPlaceABN
 
 
 class DeepLabV3(nn.Module):

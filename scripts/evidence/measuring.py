@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from models.layers.recompute.costs import peak_bytes as peak_of_step
+from keepless.budget.costs import peak_bytes as peak_of_step
 from scripts.evidence.frame import interleaved
 
 Step = Callable[[], object]

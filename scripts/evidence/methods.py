@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
-from models.layers import recompute_activations
-from models.layers.saved import kept_bytes
+from keepless import recompute_activations
+from keepless.saved import kept_bytes
 from scripts.evidence import frame, frozen
 from scripts.evidence.measuring import Elsewhere, compiled, peak_bytes, timed, training_step
 

@@ -18,11 +18,11 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from models.layers.recompute.budget import traced_step
-from models.layers.recompute.choice import Choice, frontier, plan_of
-from models.layers.recompute.plan import Plan, Planned
-from models.layers.recompute.planned_recording import PlannedRecording
-from models.layers.recompute.simulation import plain_peak
+from keepless.budget.budget import traced_step
+from keepless.budget.execution import Plan, Planned
+from keepless.budget.planned_recording import PlannedRecording
+from keepless.budget.search import Choice, frontier, plan_of
+from keepless.budget.simulation import plain_peak
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
 from scripts.evidence.measuring import peak_bytes, timed

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cifar10
 from engine.schema.keys import key
+from keepless.reversible.drift import drift
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
-from models.layers.reversible.drift import drift
 from scripts.evidence import charts, frame
 from scripts.evidence.frame import Columns, columns
 from scripts.evidence.measuring import PRECISIONS, autocast

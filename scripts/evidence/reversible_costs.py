@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from keepless import ABN, InPlaceABN, run_reversibly
+from keepless.norms.backends.compiled import compiler_available
+from keepless.saved import kept_bytes
 from models import bodies
 from models.bodies import RevNet, resnet110_cifar, revnet38_cifar, revnet104, revnet110_cifar
 from models.bodies.revnet_units import ReversibleUnit
-from models.layers import ABN, InPlaceABN, run_reversibly
-from models.layers.norms.backends.compiled import compiler_available
-from models.layers.saved import kept_bytes
 from models.recomputation import RECOMPUTE, choose_recomputation
 from scripts.evidence import frame, measuring
 from scripts.evidence.measuring import autocast, compiled, operations_of, peak_bytes, timed, training_step

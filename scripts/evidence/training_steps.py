@@ -32,7 +32,7 @@ from engine.schedule import Schedule
 from engine.schema.segmentation import SegmentationRun
 from engine.stopping import StopRequest
 from engine.transfers import prefetched
-from models.layers.saved import kept_bytes
+from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
 
 

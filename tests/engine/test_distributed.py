@@ -24,7 +24,7 @@ from engine.records.waits import DataWait
 from engine.schedule import Schedule
 from engine.stopping import Preempted
 from eval import evaluate
-from models.layers import ABN, renew_statistics
+from keepless import ABN, renew_statistics
 from tests.ranks import Ranks
 from tests.runs import SHORT, composed, one_epoch, run_config, same
 from train_seg import train

@@ -12,7 +12,7 @@ from torch import nn
 from engine.checkpoint import files as checkpoint
 from engine.distributed import World
 from engine.learner import Learner, WeightAverage
-from models.layers import InPlaceABN
+from keepless import InPlaceABN
 from tests.damages import GONE, at, damaged, damages, places
 from tests.engine.learners import forward_of, learner_of
 from tests.runs import same

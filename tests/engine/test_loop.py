@@ -12,7 +12,7 @@ from engine.distributed import World
 from engine.learner import Learner, WeightAverage
 from engine.loop import train_step
 from engine.segmentation.losses import BootstrappedCrossEntropy
-from models.layers import InPlaceABN
+from keepless import InPlaceABN
 from tests.cuda import NEEDS_CUDA
 from tests.engine.learners import learner_of
 from tests.host_reads import host_reads

@@ -2,7 +2,7 @@
 
 import pytest
 
-from models.layers import checking_repetitions
+from keepless import checking_repetitions
 
 
 @pytest.fixture

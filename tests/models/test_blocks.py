@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.blocks import IdentityResidualBlock, ResidualBlock, without_activation
 from models.bodies.stem import dilate_strides
-from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from tests.bodies import kept_maps
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from keepless import ABN, recompute_activations
 from models import bodies
 from models.blocks import IdentityResidualBlock
 from models.bodies import DenseNet, ResNet, densenet264, resnet34, resnet50, resnext101
-from models.layers import ABN, recompute_activations
 from scripts.evidence.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES, kept_maps, parameters, small_wider, small_wider_a2, trained
 from tests.runs import same

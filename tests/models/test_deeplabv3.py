@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from keepless import ABN, InPlaceABN
 from models.heads import DeepLabV3
-from models.layers import ABN, InPlaceABN
 from tests.bodies import trained
 
 SIDES = st.integers(1, 10)

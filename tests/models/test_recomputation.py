@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from engine.planner.made_tensors import MadeTensors
+from keepless import ABN, InPlaceABN
+from keepless.saved import saved_for_backward
 from models.bodies import ResNet, ResNeXt, RevNet
 from models.bodies.densenet import DenseModule
-from models.layers import ABN, InPlaceABN
-from models.layers.saved import saved_for_backward
 from models.recomputation import BLOCKS, recompute_blocks, run_blocks
 from scripts.evidence.strategy_table import STRATEGIES
 from tests.bodies import SMALL_BODIES

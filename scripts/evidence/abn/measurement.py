@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
-from models.layers.norms.backends import check_backend
+from keepless.norms.backends import check_backend
 from scripts.evidence.abn.page import page, pictures
 from scripts.evidence.abn.strategies import (
     BLOCKS,

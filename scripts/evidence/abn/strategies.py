@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
+from keepless.norms.backends import BACKENDS, backend_for, check_backend
+from keepless.saved import saved_for_backward
 from models.blocks import NormAct
 from models.bodies import resnext101
-from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
-from models.layers.norms.backends import BACKENDS, backend_for, check_backend
-from models.layers.saved import saved_for_backward
 from scripts.evidence.measuring import LAYOUTS
 
 BLOCKS, HOST = ("bn_act", "bn_act_conv"), ("host", "host_eval")

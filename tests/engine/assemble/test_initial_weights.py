@@ -14,9 +14,9 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration import config as cfg
 from engine.schema.network import InPlaceNorm, PackageNorm
 from engine.schema.training import Init
+from keepless import ABN
 from models.bodies import resnext101
 from models.checkpoints.official import load_released
-from models.layers import ABN
 from tests import released_files
 from tests.runs import classification_config, run_config, same, without_counts
 

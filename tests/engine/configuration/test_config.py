@@ -24,7 +24,7 @@ from engine.schema.keys import check_values
 from engine.schema.network import BODIES, NORMS
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
-from models.layers import ABN, CheckpointedABN, InPlaceABN
+from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 from scripts.compare_runs import Comparison
 from scripts.evidence.papers import header

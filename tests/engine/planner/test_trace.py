@@ -11,7 +11,7 @@ from engine.loop import accumulate_gradients
 from engine.planner.fit import fake_step
 from engine.planner.made_tensors import MadeTensors
 from engine.planner.trace import traced
-from models.layers.saved import kept_bytes
+from keepless.saved import kept_bytes
 from scripts.evidence.measuring import peak_bytes
 from tests import runs
 

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from engine.records.utilisation import peak_flops, training_flops
-from models.layers import InPlaceABN
+from keepless import InPlaceABN
 from tests.engine.learners import forward_of
 
 

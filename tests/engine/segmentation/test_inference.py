@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from datasets.transforms import scaled
 from engine.segmentation.inference import Views, predict, resized_region, windows_along
+from keepless import ABN
 from models.bodies import ResNeXt
 from models.heads import DeepLabV3
-from models.layers import ABN
 from models.segmentation import SegmentationNetwork
 from tests.engine.learners import forward_of
 from tests.runs import run_config

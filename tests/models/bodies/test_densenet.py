@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from models.bodies.densenet import DenseModule
-from models.layers import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from tests.bodies import kept_maps
 
 

@@ -9,12 +9,12 @@ from torch import nn
 from torchvision.models import ResNet
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from keepless import ABN, InPlaceABN
+from keepless.conversion.convert import to_inplace
 from models import bodies
 from models.bodies import resnet34, resnet50
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.torchvision_names import from_torchvision
-from models.layers import ABN, InPlaceABN
-from models.layers.conversion.convert import to_inplace
 from tests.bodies import small_resnet, trained
 
 RELU = partial(ABN, activation="relu")

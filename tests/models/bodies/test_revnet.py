@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.bodies import RevNet, revnet38_cifar
 from models.bodies.revnet_units import ResidualUnit, ReversibleUnit
 from models.initialisation import initialise_truncated
-from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.package import package_abn
 
 pytestmark = pytest.mark.usefixtures("checks")

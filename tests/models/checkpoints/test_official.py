@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
 from models.checkpoints import published
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.official import load_released, released_file, to_released, to_standard_bn
 from models.checkpoints.recognition import recognised
 from models.heads import DeepLabV3
-from models.layers import ABN, CheckpointedABN, InPlaceABN
 from models.segmentation import SegmentationNetwork
 from tests import released_files as files
 from tests.bodies import SMALL_BODIES, small_resnet, small_resnext, small_wider, small_wider_a2, trained

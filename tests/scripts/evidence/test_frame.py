@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from engine.configuration.command_line import composed
-from models.layers.saved import saved_for_backward
+from keepless.saved import saved_for_backward
 from scripts.evidence import networks, training
 from scripts.evidence.abn import measurement as abn
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of

@@ -9,7 +9,7 @@ from torch import nn
 from torchvision.models import resnet
 
 from engine.configuration.command_line import composed
-from models.layers.saved import kept_bytes
+from keepless.saved import kept_bytes
 from scripts.evidence import frame, methods, networks
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NETWORKS, PLAIN, RECOMPUTED, blocks_of, build, installed

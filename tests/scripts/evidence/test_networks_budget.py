@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from engine.configuration.command_line import composed
-from models.layers.recompute import choice
+from keepless.recompute import choice
 from scripts.evidence import methods, networks_budget
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED

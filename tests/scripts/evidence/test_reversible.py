@@ -12,8 +12,8 @@ from datasets import cifar10
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration.config import plain
+from keepless import InPlaceABN
 from models import bodies
-from models.layers import InPlaceABN
 from scripts.evidence import reconstruction_error, restored_gradients, reversible, reversible_costs
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.reversible import targets

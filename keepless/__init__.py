@@ -1,0 +1,61 @@
+"""Train in less memory: recompute cheap activations of any network, activated batch normalisation in every strategy of
+the in-place ABN paper's Figure 2, and reversible couplings (RevNet, MemCNN).
+
+Imports only torch, and triton if installed.
+"""
+
+from .version import __version__  # refuses a PyTorch that is too old, before anything else is imported
+
+# isort: split
+from .budget.budget import plan
+from .conversion.convert import to_inplace, to_standard
+from .health import Extreme, layer_health
+from .norms.abn import ABN
+from .norms.checkpointed_abn import CheckpointedABN
+from .norms.inplace_abn import InPlaceABN, InPlaceABNSync
+from .norms.statistics import renew_statistics
+from .recompute_activations import recompute_activations, recomputing, report, undo
+from .released.functions import inplace_abn, inplace_abn_sync
+from .released.scale import from_released
+from .released.stand_in import stand_in_for_inplace_abn
+from .reversible.checks import checking_repetitions
+from .reversible.couplings import (
+    AdditiveCoupling,
+    AffineAdapterNaive,
+    AffineAdapterSigmoid,
+    AffineCoupling,
+    create_coupling,
+)
+from .reversible.modules import InvertibleModuleWrapper, ReversibleSequence, is_invertible_module, run_reversibly
+
+__all__ = [
+    "ABN",
+    "AdditiveCoupling",
+    "AffineAdapterNaive",
+    "AffineAdapterSigmoid",
+    "AffineCoupling",
+    "CheckpointedABN",
+    "Extreme",
+    "InPlaceABN",
+    "InPlaceABNSync",
+    "InvertibleModuleWrapper",
+    "ReversibleSequence",
+    "__version__",
+    "checking_repetitions",
+    "create_coupling",
+    "from_released",
+    "inplace_abn",
+    "inplace_abn_sync",
+    "is_invertible_module",
+    "layer_health",
+    "plan",
+    "recompute_activations",
+    "recomputing",
+    "renew_statistics",
+    "report",
+    "run_reversibly",
+    "stand_in_for_inplace_abn",
+    "to_inplace",
+    "to_standard",
+    "undo",
+]

@@ -1,0 +1,1 @@
+"""Train within a number of bytes: trace a step, choose what it keeps, follow that plan."""

@@ -1,0 +1,240 @@
+"""What happens in one training step: the values that its backward pass reads, and the memory that comes and goes."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recompute.rules import FOLLOWED, Again, Function, NotFollowed, Rule
+from ..recompute.values import Form, Saved, Value
+from ..saved import Kept, is_ordinary
+from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, profiler_runs, unpack
+from .costs import (
+    Call,
+    backward_temporaries,
+    call_of,
+    estimated_seconds,
+    forward_temporaries,
+    operations_of,
+    seconds_of,
+)
+from .step import Costs, Event, Kind, Node, SavedTensor, Step
+
+_SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
+
+
+class State(Enum):
+    """How far a traced step has come. DROPPED: there was no backward pass, and there will be none."""
+
+    RUNS = "runs"
+    ENDED = "ended"
+    DROPPED = "dropped"
+
+
+class StepTrace:
+    """Watches a forward pass that a `Recording` records, and the backward pass that follows."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.memories: list[int] = []
+        self.saved: list[SavedTensor] = []
+        self.events: list[tuple[Event, int]] = []
+        self.forward = -1  # number of events in the forward pass, once it has ended
+        self.calls: list[Any] = []
+        self.ran = False  # the backward pass, at least through a part of the graph
+        self.released = 0
+        self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # of memories, by address
+        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._unnumbered: list[tuple[Saved, int]] = []  # saved by the call that is running
+        self._handles: list[Any] = []
+        self.seconds = 0.0  # of the call that ran last
+        self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
+        self._backward: dict[int, Call] = {}  # by the number of the node that it made
+        self._busy: list[tuple[int, Call, tuple[int, ...]]] = []  # events to be measured, strides of the gradients
+
+    def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
+        """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
+        storage = tensor.untyped_storage()
+        entry = self._numbers.get(address(storage))
+        if entry is None:
+            entry = self._numbers[address(storage)] = (StorageWeakRef(storage), len(self.memories))
+            self.memories.append(0 if outside else storage.nbytes())
+        return entry[1]
+
+    def holds(self, tensor: Tensor) -> None:
+        """The program has this tensor from now on, until it is freed."""
+        if is_ordinary(tensor) and id(tensor) not in self._watched:
+            memory = self.memory(tensor)
+            self.events.append((Event.HOLD, memory))
+            self._watched[id(tensor)] = weakref.ref(tensor, partial(self._lets, id(tensor), memory))
+
+    def _lets(self, key: int, memory: int, _: object) -> None:
+        del self._watched[key]
+        self.events.append((Event.LET, memory))
+
+    def add(
+        self,
+        kind: Kind,
+        tensor: Tensor,
+        inputs: Iterable[object] = (),
+        costs: Costs = Costs(0.0, 0, 0),  # noqa: B008  # immutable
+        call: int = -1,
+        again: Again | None = None,
+    ) -> int:
+        """Note a value, and return its number. `inputs`: arguments of its recipe. `again`: of a call's result."""
+        numbers = tuple(one.number for one in inputs if isinstance(one, Value) and one.number >= 0)
+        memory = self.memory(tensor)
+        sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
+        alias = next(sharing, -1)
+        flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(numbers))
+        size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
+        self.nodes.append(Node(kind, memory, size, numbers, alias, call, *costs, *flags))
+        return len(self.nodes) - 1
+
+    def move(self, number: int, tensor: Tensor) -> None:
+        """A value is kept in a copy."""
+        if number >= 0:
+            self.nodes[number] = self.nodes[number]._replace(memory=self.memory(tensor))
+
+    def overwrite(self, value: Value, tensor: Tensor) -> bool:
+        """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
+        if value.number < 0:
+            return False
+        memory = self.memory(tensor)
+        pending, overwritten = [value.number], []
+        while pending:
+            number = pending.pop()
+            node = self.nodes[number]
+            if node.kind == Kind.KEPT and node.memory == memory:
+                return False
+            if node.memory == memory or node.kind == Kind.FOLLOWS:
+                pending += node.inputs
+            if node.memory == memory and node.kind == Kind.FREE:
+                overwritten.append(number)
+        for number in overwritten:
+            self.nodes[number] = self.nodes[number]._replace(kind=Kind.OVERWRITTEN)
+        return True
+
+    def saves(self, saved: Saved | Form, tensor: Tensor) -> None:
+        """Autograd saves a tensor. The number of its value follows: see `settle`."""
+        number = len(self.saved)
+        self.saved.append(SavedTensor(-1, 0, self.memory(tensor)))
+        if isinstance(saved, Saved):
+            saved.number = number
+            self._unnumbered.append((saved, -(-tensor.numel() // 8) if saved.reads_signs else 0))
+        self.events.append((Event.SAVE, number))
+        self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
+
+    def settle(self) -> None:
+        """Note the numbers of the values that were saved in a call."""
+        for saved, signs in self._unnumbered:
+            self.saved[saved.number] = self.saved[saved.number]._replace(node=saved.value.number, signs=signs)
+        self._unnumbered.clear()
+
+    def _releases(self, key: int, number: int, _: object) -> None:
+        del self._watched[key]
+        self.released += 1
+        self.events.append((Event.RELEASE, number))
+
+    def unpack(self, saved: Any) -> Tensor:
+        """What autograd calls in the backward pass."""
+        if isinstance(saved, Saved) and backward_runs():
+            self.ran = True
+            self.events.append((Event.READ, saved.number))
+        return unpack(saved)
+
+    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call, and measure its time."""
+        device = next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))
+        result, self.seconds = seconds_of(lambda: function(*args, **kwargs), device)
+        return result
+
+    def costs(
+        self, function: Function, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> Costs:
+        """What it takes to compute the result of the call that has just run once more."""
+        busy, seconds = 0, self.seconds
+        call = self._apart(function, args, kwargs, result)
+        if call is not None:
+            busy = forward_temporaries(call)
+            self.events.append((Event.BUSY, busy))
+            self._backward[node_number(result.grad_fn)] = call
+        if isinstance(result, FakeTensor):
+            seconds = estimated_seconds(function, [*args, *kwargs.values()], result)
+        elif function in FOLLOWED:  # by another function than the network's
+            key = (function, result.shape, result.dtype)
+            if key not in self._measured:
+                self._measured[key] = self._seconds_again(rule, args, kwargs, result)
+            seconds = self._measured[key]
+        return Costs(seconds, busy, operations_of(function, [*args, *kwargs.values()], result))
+
+    @staticmethod
+    def _apart(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Call | None:
+        """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing.
+
+        Nothing is measured while a profiler runs.
+        """
+        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        if "dropout" in getattr(function, "__name__", "") or any(one is result for one in tensors):
+            return None
+        if profiler_runs() or not all(map(is_ordinary, tensors)):
+            return None
+        return call_of(function, args, kwargs) if sum(one.nbytes for one in tensors) >= _SMALL else None
+
+    def _seconds_again(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> float:
+        try:
+            again = rule(lambda tensor, lend=False: tensor, args, kwargs, result)
+        except NotFollowed:
+            return self.seconds
+        with torch.no_grad():
+            given = [one.get() if isinstance(one, (Value, Kept)) else one for one in again.arguments]
+            return seconds_of(lambda: again.function(*given), result.device)[1]
+
+    def watch_backward(self, outputs: Iterable[Tensor], start: int) -> None:
+        """The forward pass has ended. `start`: sequence number of its first node."""
+        pending: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            call = self._backward.get(node_number(node))
+            self._handles.append(node.register_prehook(self._gradients))
+            self._handles.append(node.register_hook(partial(self._after, call)))
+            for following, _ in node.next_functions:
+                if following is None or following in seen or hasattr(following, "variable"):
+                    continue
+                if node_number(following) >= start:
+                    seen.add(following)
+                    pending.append(following)
+
+    def _after(self, call: Call | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+        """A node of the backward pass has run."""
+        self._gradients(found)
+        if call is not None and given and given[0] is not None:
+            self._busy.append((len(self.events), call, given[0].stride()))
+            self.events.append((Event.BUSY, 0))
+
+    def _gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """The backward pass holds these tensors."""
+        self.ran = True
+        for gradient in gradients:
+            if gradient is not None:
+                self.holds(gradient)
+
+    def state(self) -> "State":
+        """How far the step has come."""
+        is_released = self.forward >= 0 and self.released == len(self.saved)
+        if self.ran:
+            return State.ENDED if is_released or not backward_runs() else State.RUNS  # reentrant checkpoints: both
+        return State.DROPPED if is_released else State.RUNS
+
+    def step(self) -> Step:
+        """What was seen."""
+        for handle in self._handles:
+            handle.remove()
+        for event, call, stride in self._busy:
+            self.events[event] = (Event.BUSY, 0 if profiler_runs() else backward_temporaries(call, stride))
+        return Step(self.nodes, self.memories, self.saved, self.events, self.forward, self.calls)

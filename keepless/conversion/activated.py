@@ -1,0 +1,105 @@
+"""Norms that include an activation which the network's own code calls afterwards.
+
+Such a norm returns an `Activated`, and the activation, a `MergedActivation`, takes the tensor out. A ReLU module that a
+block calls in several places thus knows, tensor by tensor, whether its work is already done. Any other code that
+gets an `Activated`, e.g. in a branch that was not known at the conversion, fails instead of computing something else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ..norms.abn import ABN
+from ..norms.activations import Activation
+from ..torch_internals import register_pytree_node
+
+# What a network may ask about the norm's output, because the activation does not change it.
+METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")
+
+
+@dataclass(eq=False)
+class Activated:
+    """The output of a norm and its activation, for the module of that activation only."""
+
+    tensor: Tensor  # any shape and floating dtype
+    activation: Activation  # that the norm includes
+    with_grad: bool  # computed with gradients enabled
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise RuntimeError(f"{_ELSEWHERE} to {getattr(function, '__name__', function)}: {_FIX}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METADATA:
+            return getattr(self.tensor, name)
+        raise AttributeError(f"{_ELSEWHERE} to code that reads its .{name}: {_FIX}")
+
+    def __eq__(self, other: object) -> NoReturn:
+        raise RuntimeError(f"{_ELSEWHERE} to a comparison: {_FIX}")
+
+
+def _refuses(operation: str) -> Callable[..., NoReturn]:
+    def refuse(self: Activated, *others: object) -> NoReturn:
+        raise RuntimeError(f"{_ELSEWHERE} to code that applies {operation} to it: {_FIX}")
+
+    return refuse
+
+
+_OPERATIONS = "getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
+for _name in _OPERATIONS.split():
+    setattr(Activated, f"__{_name}__", _refuses(f"__{_name}__"))
+
+
+# FSDP2 looks for the tensors in a module's output: in dataclasses, or else in such nodes.
+register_pytree_node(
+    Activated,
+    lambda activated: ([activated.tensor], (activated.activation, activated.with_grad)),
+    lambda tensors, context: Activated(*tensors, *context),
+)
+
+
+class MergedActivation(nn.Module):
+    """In place of an activation that some norms include: passes their outputs on, and activates every other tensor."""
+
+    def __init__(self, activation: nn.Module):
+        super().__init__()
+        self.activation = activation
+        self.included: tuple[Activation, ...] = ()  # what the norms compute instead, e.g. a leaky ReLU for a ReLU
+        self.train(activation.training)
+
+    def forward(self, x: Tensor | Activated) -> Tensor:
+        """x: any shape and floating dtype.
+
+        RuntimeError if the norm includes another activation; or x was computed without gradients, which are enabled
+        here. `torch.utils.checkpoint` with use_reentrant=True between the two would lose them.
+        """
+        if not isinstance(x, Activated):
+            return self.activation(x)
+        if x.activation not in self.included:
+            raise RuntimeError(f"{_ELSEWHERE} to {type(self.activation).__name__}: {_FIX}")
+        if torch.is_grad_enabled() and not x.with_grad:
+            raise RuntimeError(
+                "a norm ran without gradients, its activation with gradients: run both or none under torch.no_grad(), "
+                "and use torch.utils.checkpoint with use_reentrant=False"
+            )
+        return x.tensor
+
+    def extra_repr(self) -> str:
+        return "after norms with " + ", ".join(f"{name}({param})" for name, param in self.included)
+
+
+def hand_over(layer: ABN, args: Any, output: Tensor) -> Activated:
+    """Forward hook of a norm that includes the activation of a `MergedActivation`."""
+    return Activated(output, Activation(layer.activation, layer.activation_param), torch.is_grad_enabled())
+
+
+def hands_over(layer: nn.Module) -> bool:
+    """Whether a layer has the hook `hand_over`."""
+    return hand_over in layer._forward_hooks.values()
+
+
+_ELSEWHERE = "the output of a norm that includes its activation went elsewhere than on the example,"
+_FIX = "convert the network with an example that takes this way"

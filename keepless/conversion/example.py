@@ -1,0 +1,368 @@
+"""Conversions by an example: forward passes on it show what follows every call of a norm."""
+
+import copy
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from ..inputs import tensors_in
+from ..norms.abn import ABN
+from ..norms.inplace_abn import InPlaceABN
+from ..norms.statistics import BATCH_NORMS
+from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_function_modes
+from . import replacements
+from .activated import METADATA
+from .call_order import CallOrder, is_customised
+from .replacements import STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
+
+Example = Tensor | tuple[Any, ...]
+Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
+
+
+class Reader(NamedTuple):
+    """A function of PyTorch that got a tensor, and the innermost module that called it."""
+
+    function: str
+    module: nn.Module
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether the function is all that the module does, as for nn.ReLU6."""
+        return type(self.module).__module__.startswith("torch.nn.") and not self.module._modules
+
+    def __str__(self) -> str:
+        name = type(self.module).__name__
+        return name if self.is_layer else f"{self.function} in {name}"
+
+
+@dataclass
+class NormCall:
+    """What happened to the output of one call."""
+
+    activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output
+    readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
+    writer: Reader | None = None  # what wrote over the output, or over the result of the activation
+    is_returned: bool = False  # by the network, without an activation
+    does_as_twin: bool = True  # computed the same as the layer's twin, if it has one (see `calls_on_example`)
+
+
+def calls_on_example(
+    network: nn.Module,
+    example: Example,
+    norms: Iterable[nn.Module],
+    activations: set[nn.Module],
+    twin: Callable[[nn.Module], ABN | None],
+) -> dict[nn.Module, list[NormCall]]:
+    """Run a network in training and in evaluation mode, and record every call of its norms.
+
+    The modules stay as they were, with their buffers, attributes, modes and hooks. So do the random number states of
+    PyTorch and Python. Only what a forward pass writes into Parameters or outside the modules remains.
+
+    Args:
+        network: any that runs eagerly.
+        example: its input, or a tuple of its positional arguments.
+        activations: the modules to recognise as activations. They take one tensor.
+        twin: copies a norm to a layer that should compute the same, or returns None.
+
+    Raises:
+        ValueError: the example is no tensor or tuple, the network raises on it, or has scripted or lazy modules.
+    """
+    if not isinstance(example, (Tensor, tuple)):
+        raise ValueError(
+            f"example is a {type(example).__name__}: expected a tensor, or a tuple of the positional arguments of the "
+            f"network"
+        )
+    for name, module in network.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"{name or 'the network'} is scripted: convert the network before torch.jit.script")
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise ValueError(f"{name or 'the network'} does not know its sizes yet: run the network once before")
+    args = example if isinstance(example, tuple) else (example,)
+    calls: dict[nn.Module, list[NormCall]] = {norm: [] for norm in norms}
+    for training in (True, False):
+        with _unchanged(network, args):
+            twins = {norm: made for norm in calls if (made := twin(norm)) is not None}
+            observer = _Observer(calls, activations, twins)
+            try:
+                observer.run(network.train(training), args)
+            except Exception as error:  # a network may raise anything
+                shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in(args))
+                raise ValueError(
+                    f"the network raises {type(error).__name__} in {'training' if training else 'evaluation'} mode on "
+                    f"an example of shape {shapes}: {error}; give an example on which it runs in both modes"
+                ) from error
+    return calls
+
+
+@contextmanager
+def _unchanged(network: nn.Module, args: tuple[Any, ...]) -> Iterator[None]:
+    """Context in which the modules have copies of their attributes and buffers, which are dropped at its end."""
+    states = {module: vars(module) for module in network.modules()}
+    buffers = {buffer: buffer.detach().clone() for buffer in network.buffers()}
+    devices = {x.device for x in tensors_in((args, list(network.parameters()))) if x.is_cuda}
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            for module, state in states.items():
+                copied = {
+                    name: copy.copy(value) if type(value) in (dict, OrderedDict, list, set) else value
+                    for name, value in state.items()
+                }
+                copied["_buffers"] = {
+                    name: None if value is None else buffers[value] for name, value in module._buffers.items()
+                }
+                object.__setattr__(module, "__dict__", copied)
+            yield
+    finally:
+        random.setstate(python_state)
+        for module, state in states.items():
+            object.__setattr__(module, "__dict__", state)
+
+
+class _Observer(TorchFunctionMode):
+    """Sees every function of PyTorch that gets a norm's output."""
+
+    def __init__(
+        self, calls: dict[nn.Module, list[NormCall]], activations: set[nn.Module], twins: dict[nn.Module, ABN]
+    ):
+        super().__init__()
+        self.calls, self.activations, self.twins = calls, activations, twins
+        self.running: list[nn.Module] = []  # from the network to the innermost module
+        self.activating: NormCall | None = None  # whose output one of `activations` is reading
+        # By storage, which views share. While a weak reference exists, no other storage gets the same address.
+        self.outputs: dict[Storage, NormCall] = {}
+        self.activated: dict[Storage, NormCall] = {}
+        self.owners: dict[Tensor, nn.Module] = {}  # norms by their Parameters and buffers
+        self.functions: dict[nn.Module, list[str]] = {}  # called in norms with a twin, on more than vectors
+
+    def run(self, network: nn.Module, args: tuple[Any, ...]) -> None:
+        """Call the network on copies of `args`, and note what reads each norm's output."""
+        for module in network.modules():
+            module.register_forward_pre_hook(self.enter)
+            module.register_forward_hook(self.leave, always_call=True)
+        self.owners = {tensor: norm for norm in self.calls for tensor in (*norm.parameters(), *norm.buffers())}
+        copies = tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, args)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), self:
+            result = network(*copies)
+        for tensor in tensors_in(result):
+            if call := self.outputs.get(_storage_of(tensor)):
+                call.is_returned = True
+
+    def __torch_function__(self, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name_of(function)
+        if name in METADATA or not self.running:
+            return function(*args, **kwargs)
+        reader = Reader(name, self.running[-1])
+        tensors = tensors_in((args, kwargs))
+        if reader.module in self.twins and any(tensor.dim() > 1 for tensor in tensors):
+            self.functions.setdefault(reader.module, []).append(name)
+        if name == "batch_norm":  # called by another module: `norm.forward(x)`, or a function with the norm's tensors
+            for norm in {self.owners[tensor] for tensor in tensors if tensor in self.owners} - {reader.module}:
+                self.calls[norm].append(NormCall(readers=[Reader("forward", reader.module)]))
+        seen = []
+        for tensor in tensors:
+            storage = _storage_of(tensor)
+            before, after = self.outputs.get(storage), self.activated.get(storage)
+            call = before or after
+            if call is not None and call is not self.activating:
+                seen.append((call, tensor, tensor._version))
+                if before is not None:
+                    before.readers.append(reader)
+        result = function(*args, **kwargs)
+        for call, tensor, version in seen:
+            if tensor._version != version:
+                call.writer = call.writer or reader
+        return result
+
+    def enter(self, module: nn.Module, args: tuple) -> None:
+        """Before a module's forward pass: an activation may be given a norm's output."""
+        self.running.append(module)
+        if module in self.activations and len(args) == 1 and isinstance(args[0], Tensor):
+            call = self.outputs.get(_storage_of(args[0]))
+            if call is not None:  # given a view, it is not the only reader
+                call.activations.append(module)
+                self.activating = call
+
+    def leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """After a module's forward pass: note the output of a norm or an activation. Returns what replaces it."""
+        self.running.pop()
+        call, self.activating = self.activating, None
+        if not isinstance(output, Tensor):
+            return None
+        if call is not None:
+            if _storage_of(output) in self.outputs:  # then readers of the norm's output and of this one look the same
+                with without_function_modes():
+                    output = output.clone()
+            self.activated[_storage_of(output)] = call
+            return output
+        if module in self.calls:
+            call = NormCall()
+            if module in self.twins:
+                call.does_as_twin = self._does_as_twin(module, args, output)
+            self.calls[module].append(call)
+            self.outputs[_storage_of(output)] = call
+        return None
+
+    def _does_as_twin(self, norm: nn.Module, args: tuple, output: Tensor) -> bool:
+        if len(args) != 1 or output.is_meta or self.functions.pop(norm, []) != ["batch_norm"]:
+            return False
+        twin = self.twins[norm].train(norm.training)
+        with without_function_modes():
+            theirs, ours = [output, *norm.buffers()], [twin(*args), *twin.buffers()]
+            return all(torch.allclose(one, other, equal_nan=True) for one, other in zip(theirs, ours, strict=True))
+
+
+def _storage_of(tensor: Tensor) -> Storage:
+    with without_function_modes():
+        return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _name_of(function: Callable) -> str:
+    """The name of a function or method; for an attribute of tensors, its name."""
+    name = getattr(function, "__name__", str(function))
+    return function.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
+
+
+ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Sigmoid, nn.Tanh)
+ACTIVATION_FUNCTIONS = ("relu", "leaky_relu", "elu", "sigmoid", "tanh")
+# Functions that keep their input for the backward pass, so that an in-place layer before them keeps nothing more.
+KEEP_INPUT = {
+    *(f"{kind}{dims}d" for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for dims in (1, 2, 3)),
+    *("linear", "matmul", "adaptive_avg_pool2d", "layer_norm", "group_norm"),
+    *("silu", "gelu", "mish", "hardtanh", "relu6", "hardswish", "prelu"),
+}
+
+
+class NormsOnExample:
+    """The norms of a network and their calls on an example, see `calls_on_example`."""
+
+    def __init__(self, tree: CallOrder, network: nn.Module, example: Any):
+        self.tree = tree
+        norms = [module for module in tree.names if isinstance(module, (BatchNormBase, ABN))]
+        activations = {module for module in tree.names if type(module) in ACTIVATIONS and not is_customised(module)}
+        self.calls = calls_on_example(network, example, norms, activations, _twin)
+
+    def own_to_inplace(self, layer: ABN, relu_slope: float | None) -> Replacement:
+        """`replacements.own_to_inplace`, unless something overwrites the output on the example (ValueError)."""
+        replacement = replacements.own_to_inplace(self.tree, layer, relu_slope)
+        _check_output_is_left_alone(self.calls[layer])
+        return replacement
+
+    def batch_norm_to_inplace(self, layer: BatchNormBase, relu_slope: float | None) -> Replacement:
+        """The in-place layer for a norm of PyTorch and the activation that followed it in every call on the example."""
+        calls = self.calls[layer]
+        if not calls:
+            raise ValueError("it was not called on the example")
+        own = _own_activation(layer)
+        check_batch_norm(layer, with_activation=own is not None)
+        if own is not None and type(own) not in (*ACTIVATIONS, nn.Identity):
+            raise ValueError(f"it includes {type(own).__name__}, an activation that an in-place layer does not compute")
+        if not all(call.does_as_twin for call in calls):
+            raise ValueError(
+                "it is a subclass, whose forward pass on the example was not seen to be just the norm, then `act`"
+            )
+        merged: tuple[nn.Module, ...] = ()
+        if own is None or type(own) is nn.Identity:
+            merged = _followers(calls)
+        activation = own if own is not None and not merged else (*merged, nn.Identity())[0]
+        name, param = inplace_activation(activation, relu_slope)
+        if any(inplace_activation(other, relu_slope) != (name, param) for other in merged):
+            raise ValueError(f"different activations follow its calls: {', '.join(_names(merged))}")
+        new = batch_norm_like(layer, InPlaceABN, name, param)
+        if name == "identity":
+            _check_readers_of_identity(calls)
+        _check_output_is_left_alone(calls)
+        what = f" + {type(activation).__name__}" if merged or own is not None else ""
+        return Replacement(layer, new, f"{type(layer).__name__}{what}", merged=merged)
+
+
+def _own_activation(layer: nn.Module) -> nn.Module | None:
+    """The activation of a batch normalisation like timm's BatchNormAct2d, which then holds `drop` and `act`."""
+    if isinstance(layer, BATCH_NORMS) and layer._modules.keys() == {"drop", "act"}:
+        return layer._modules["act"] if type(layer.drop) is nn.Identity and not is_customised(layer.drop) else None
+    return None
+
+
+def _twin(layer: nn.Module) -> ABN | None:
+    """A layer of ours that computes the same as a batch normalisation with an activation of its own."""
+    activation = _own_activation(layer)
+    if activation is None:
+        return None
+    try:
+        name, param = ("relu", 0.0) if type(activation) is nn.ReLU else inplace_activation(activation, None)
+        twin = batch_norm_like(layer, ABN, name, param)
+    except ValueError:
+        return None
+    for buffer in STATE[2:]:
+        values = getattr(layer, buffer)
+        setattr(twin, buffer, None if values is None else values.clone())
+    return twin
+
+
+def _followers(calls: list[NormCall]) -> tuple[nn.Module, ...]:
+    """The activation modules that follow the calls, each the only reader of an output; none for no activation."""
+    for call in calls:
+        if call.activations and call.writer in call.readers:  # e.g. a sum in place, then the activation
+            _check_output_is_left_alone([call])
+        readers: list[nn.Module | Reader | str] = [*call.activations, *call.readers]
+        if call.is_returned:
+            readers.append("the caller of the network")
+        if call.activations and len(readers) > 1:
+            raise ValueError(f"its output has several readers: {', '.join(_names(readers))}")
+    followed = [call for call in calls if call.activations]
+    if followed and len(followed) < len(calls):
+        names = [name for call in calls for name in _names([*call.activations, *call.readers])]
+        raise ValueError(
+            f"an activation follows only some of its calls; they are followed by {', '.join(dict.fromkeys(names))}"
+        )
+    return tuple(dict.fromkeys(call.activations[0] for call in followed))
+
+
+def _check_readers_of_identity(calls: list[NormCall]) -> None:
+    """Raise ValueError if an in-place layer without activation would be wrong, or would save no memory."""
+    readers = [reader for call in calls for reader in call.readers]
+    for reader in readers:
+        if type(reader.module) in ACTIVATIONS and is_customised(reader.module):
+            raise ValueError(f"the {reader} that follows has hooks; remove them first")
+        if reader.function.rstrip("_") in ACTIVATION_FUNCTIONS and not reader.is_layer:
+            raise ValueError(
+                f"the function {reader} follows, but only modules can be replaced; recompute_activations serves "
+                f"functions"
+            )
+    if any(call.is_returned for call in calls):
+        raise ValueError("the network returns its output, which may then be overwritten")
+    _check_output_is_left_alone(calls)
+    if not any(reader.function in KEEP_INPUT for reader in readers):
+        names = ", ".join(dict.fromkeys(_names(readers))) or "nothing"
+        raise ValueError(f"an in-place layer would save no memory: its output goes to {names}, which does not keep it")
+
+
+def _check_output_is_left_alone(calls: list[NormCall]) -> None:
+    for call in calls:
+        if call.writer is not None and not call.activations and _is_activation(call.writer):
+            raise ValueError(
+                f"followed by {call.writer}, which an in-place layer does not compute, and which overwrites the output "
+                f"that the layer needs for its backward pass; use inplace=False there"
+            )
+        if call.writer is not None:
+            raise ValueError(
+                f"the output is overwritten by {call.writer}, but an in-place layer needs it for its backward pass; "
+                f"write `x = x + y` or use inplace=False there"
+            )
+
+
+def _is_activation(reader: Reader) -> bool:
+    return type(reader.module).__module__ == nn.ReLU.__module__
+
+
+def _names(readers: Iterable[nn.Module | Reader | str]) -> list[str]:
+    return [type(reader).__name__ if isinstance(reader, nn.Module) else str(reader) for reader in readers]

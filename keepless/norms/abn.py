@@ -1,0 +1,243 @@
+"""Standard batch normalisation followed by an activation: strategy (a) of the paper's Figure 2."""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..torch_internals import backward_runs
+from .activations import Activation, activate_, check_activation
+from .backends import EagerBackend, backend_for, check_backend
+from .bn_act import BatchNormActivation, Call, Strategy, is_misread, statistics_dtype
+from .loading import warn_if_released
+from .synchronisation import refuse_jointly, synchronised_group
+
+
+class Own(NamedTuple):
+    """A layer's parameters and running statistics, (C,)."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+
+
+class ABN(nn.Module):
+    """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta), with mean and var of the minibatch per channel.
+
+    The activation overwrites the normalised values, so the backward pass keeps two activation-sized buffers, x and z.
+    Input and output: (N, C, *spatial), any memory format, float64, float32, bfloat16 or float16.
+    Parameters and statistics: (C,), float32 (float64 for float64 inputs). Names as in `torch.nn.BatchNorm2d`.
+
+    Args:
+        num_features (C), eps, momentum, affine, track_running_stats: as in `torch.nn.BatchNorm2d`; gamma is `weight`,
+            beta is `bias`.
+        activation: leaky_relu, elu, identity, sigmoid, tanh or relu.
+        activation_param: slope of leaky_relu for negative inputs, alpha of elu.
+        learn_scale: False fixes gamma to 1 and learns beta only (section 3.3: a following convolution absorbs gamma).
+        sync: compute minibatch statistics over all processes of `group`. Has no effect unless `torch.distributed` is
+            initialised.
+        group: process group; None is the default group.
+        backend: "eager" (PyTorch's operators), "compiled" (TorchInductor), "triton" (fused CUDA kernels), or "auto".
+            Here "auto" means "eager" unless synchronised: the standard baseline. A fused backend computes the
+            activation's derivative from x, so only operations that need z keep it. Inside `torch.compile` every backend
+            puts its formulas in the graph, for the compiler to fuse.
+    """
+
+    _version = 2  # like torch.nn.BatchNorm2d: state dicts below 2 have no num_batches_tracked
+    invertible_activation = False
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        activation: str = "leaky_relu",
+        activation_param: float = 0.01,
+        *,
+        learn_scale: bool = True,
+        sync: bool = False,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+    ):
+        super().__init__()
+        if num_features < 1:
+            raise ValueError(f"num_features={num_features}: expected the number of channels, at least 1")
+        if not eps > 0:
+            raise ValueError(f"eps={eps}: expected a number above 0, which is added to the variance")
+        check_activation(Activation(activation, activation_param), invertible=self.invertible_activation)
+        check_backend(backend)
+        self.num_features = num_features
+        self.eps = eps
+        self.momentum = momentum
+        self.affine = affine
+        self.track_running_stats = track_running_stats
+        self.activation = activation
+        self.activation_param = activation_param
+        self.learn_scale = learn_scale
+        self.sync = sync
+        self.group = group
+        self.backend = backend
+        self.register_parameter("weight", nn.Parameter(torch.empty(num_features)) if affine and learn_scale else None)
+        self.register_parameter("bias", nn.Parameter(torch.empty(num_features)) if affine else None)
+        self.register_buffer("running_mean", torch.empty(num_features) if track_running_stats else None)
+        self.register_buffer("running_var", torch.empty(num_features) if track_running_stats else None)
+        self.register_buffer("num_batches_tracked", torch.empty((), dtype=torch.long) if track_running_stats else None)
+        self.reset_parameters()
+
+    def reset_running_stats(self) -> None:
+        if self.track_running_stats:
+            assert self.running_mean is not None and self.running_var is not None
+            assert self.num_batches_tracked is not None
+            self.running_mean.zero_()
+            self.running_var.fill_(1)
+            self.num_batches_tracked.zero_()
+
+    def reset_parameters(self) -> None:
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise and activate x.
+
+        Raises:
+            ValueError: x is not (N, num_features, *spatial), its dtype does not fit the parameters, or minibatch
+                statistics are needed and it has a single value per channel. A synchronised layer raises on every rank,
+                the first time that this rank has so many values (never inside `torch.compile` or a CUDA graph).
+        """
+        # Reading an attribute of a module takes as long as a small operator: each once.
+        own = Own(self.weight, self.bias, self.running_mean, self.running_var)
+        running_mean, running_var, minibatches = own.running_mean, own.running_var, self.num_batches_tracked
+        use_batch = self.training or (running_mean is None and running_var is None)
+        group = synchronised_group(self.group) if self.sync and use_batch else None
+        try:
+            self._check_input(x, own, alone=use_batch and group is None)
+            if group is not None:
+                backend_for(self.backend, x)  # raises before other ranks wait
+        except ValueError:
+            if group is not None:
+                refuse_jointly(self.num_features, x.device, group)
+            raise
+        if not use_batch:
+            return self._bn_act(x, own, False, 0.0, None)
+        tracked = self.track_running_stats and (group is not None or x.numel())  # an empty minibatch has no statistics
+        if not tracked or running_mean is None or running_var is None:
+            return self._bn_act(x, own._replace(running_mean=None, running_var=None), True, 0.0, group)
+        if self.momentum is not None and not _is_recomputation():
+            z = self._bn_act(x, own, True, self.momentum, group)
+            if minibatches is not None:
+                minibatches.add_(1)
+            return z
+        mean, var = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+        z = self._bn_act(x, own._replace(running_mean=mean, running_var=var), True, 1.0, group)
+        if minibatches is not None and not _is_recomputation():
+            # Cumulative average: the new minibatch has weight 1 / count, a tensor to avoid waiting for the device.
+            minibatches.add_(1)
+            weight = minibatches.to(mean.dtype).reciprocal()
+            running_mean.lerp_(mean, weight)
+            running_var.lerp_(var, weight)
+        return z
+
+    def _bn_act(self, x: Tensor, own: Own, use_batch: bool, momentum: float, group: dist.ProcessGroup | None) -> Tensor:
+        """Compute z; update the running statistics, or use them if not `use_batch`."""
+        strategy = self.strategy()
+        activation = Activation(self.activation, self.activation_param)
+        weight, bias, running_mean, running_var = own
+        if group is None and (strategy is None or not x.numel() or (not use_batch and _is_inference(strategy, x))):
+            x = x.contiguous() if is_misread(x) else x
+            y = F.batch_norm(x, running_mean, running_var, weight, bias, use_batch, momentum, self.eps)
+            return activate_(activation, y)
+        call = Call(use_batch, momentum, self.eps, activation, group)
+        strategy = strategy or Strategy(keep="x", backend=self.backend)
+        return BatchNormActivation.apply(x, weight, bias, running_mean, running_var, call, strategy)
+
+    def strategy(self) -> Strategy | None:
+        """How to compute z; None for PyTorch's batch normalisation and activation, which are two autograd nodes."""
+        return None if self.backend in ("auto", "eager") else Strategy(keep="x", backend=self.backend)
+
+    def _check_input(self, x: Tensor, own: Own, alone: bool) -> None:
+        """Raise the ValueErrors of `forward`. `alone`: with minibatch statistics of this process alone."""
+        if x.dim() < 2 or x.shape[1] != self.num_features:
+            raise ValueError(
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)}: expected (N, {self.num_features}, …)"
+            )
+        if not x.is_floating_point():
+            raise ValueError(
+                f"{type(self).__name__} got a {x.dtype} input: expected float64, float32, bfloat16 or float16"
+            )
+        wanted = statistics_dtype(x)
+        for values in own:
+            if values is not None and values.dtype is not wanted:
+                name = next(name for name, value in own._asdict().items() if value is values)
+                raise ValueError(
+                    f"{type(self).__name__} got a {x.dtype} input, and its {name} is {values.dtype}: expected float64 "
+                    f"parameters and buffers for float64 inputs and float32 otherwise; convert the network with "
+                    f".double() or .float(), and use torch.autocast for training in half precision (with FSDP2, shard "
+                    f"norms by themselves, without param_dtype)"
+                )
+        if alone and 0 < x.numel() <= self.num_features:
+            raise ValueError(
+                f"{type(self).__name__} got an input of shape {tuple(x.shape)}: one value per channel has no variance "
+                f"(a head's pooled branch gets this with one crop per device); train with at least two crops per "
+                f"device, or call .eval() on this layer to use its running statistics"
+            )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        if self.weight is not None:
+            warn_if_released(state_dict, prefix, local_metadata, missing_keys=args[1])
+        # State dicts of the released package lack num_batches_tracked: keep our own count.
+        key = prefix + "num_batches_tracked"
+        if self.track_running_stats and local_metadata.get("version", 1) < 2 and key not in state_dict:
+            own = self.num_batches_tracked
+            state_dict = {**state_dict, key: torch.tensor(0) if own is not None and own.is_meta else own}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def __deepcopy__(self, memo: dict) -> "ABN":
+        if self.group is not None:
+            memo[id(self.group)] = self.group  # the copy shares the process group
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def extra_repr(self) -> str:
+        """The constructor's arguments, without most defaults."""
+        parts = [f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, activation={self.activation}"]
+        if self.activation in ("leaky_relu", "elu"):
+            parts[0] += f"({self.activation_param})"
+        parts += [
+            f"{flag}=False" for flag in ("affine", "track_running_stats", "learn_scale") if not getattr(self, flag)
+        ]
+        if self.sync:
+            parts.append("sync=True")
+        if self.backend != "auto":
+            parts.append(f"backend={self.backend}")
+        return ", ".join(parts)
+
+
+def _is_inference(strategy: Strategy, x: Tensor) -> bool:
+    """Whether nothing has to be kept and the backend is eager: PyTorch's operators then need no node of ours."""
+    if torch.is_grad_enabled() or strategy.overwrite_input or torch.compiler.is_compiling():
+        return False
+    return isinstance(backend_for(strategy.backend, x), EagerBackend)
+
+
+def _is_recomputation() -> bool:
+    """Whether a backward pass is running: `torch.utils.checkpoint` then repeats a forward pass already counted."""
+    return not torch.compiler.is_compiling() and backward_runs()

@@ -1,0 +1,92 @@
+"""Backends for BN + activation. `eager` is the reference that the others are tested against."""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ...torch_internals import is_in_torch_dispatch_mode
+from .compiled import CompiledBackend, compiler_available, prefers_compiled
+from .eager import EagerBackend
+from .interface import Affine, Backend, BackwardInputs, Running
+
+BACKENDS = ("auto", "eager", "compiled", "triton")
+
+__all__ = ["BACKENDS", "Affine", "Backend", "BackwardInputs", "EagerBackend", "Running", "backend_for", "check_backend"]
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError if a backend does not exist or is not installed."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend={name!r} is not known; choose one of {', '.join(BACKENDS)}")
+    if name == "triton" and _triton() is None:
+        raise ValueError("backend='triton' needs the package triton, which is not installed; choose backend='auto'")
+
+
+def backend_for(name: str, x: Tensor) -> Backend:
+    """The backend of this name for an input.
+
+    "auto" means `triton` on CUDA if it can launch kernels, `compiled` on the CPU if `prefers_compiled` says so, and
+    otherwise `eager`. Inside `torch.compile` the backend is always `compiled`, whose formulas fuse with the surrounding
+    code. It is `eager` for empty tensors and under tools that watch operations (fake tensors, FLOP or memory counters),
+    which cannot see inside a fused kernel.
+
+    ValueError if the backend cannot compute on the device or in the dtype of x.
+    """
+    if torch.compiler.is_compiling():
+        return CompiledBackend()
+    if name == "eager" or type(x) not in (Tensor, Parameter) or is_in_torch_dispatch_mode() or x.numel() == 0:
+        return EagerBackend()
+    if name == "auto":
+        return _fastest(x)
+    if name == "compiled":
+        return CompiledBackend()
+    assert name == "triton", name
+    kernels = _triton()
+    assert kernels is not None  # otherwise `check_backend` raised
+    if not kernels.runs_on(x):
+        raise ValueError(
+            f"backend='triton' got a {x.dtype} tensor on {x.device.type}: expected float32, bfloat16 or float16 on "
+            f"{'the CPU, because TRITON_INTERPRET is set' if kernels.INTERPRETED else 'CUDA'}; choose backend='auto'"
+        )
+    return kernels.TritonBackend()
+
+
+def _fastest(x: Tensor) -> Backend:
+    if x.device.type == "cuda":
+        kernels = _triton()
+        if kernels is not None and kernels.runs_on(x) and _triton_launches(x.device):
+            return kernels.TritonBackend()
+        return EagerBackend()
+    return CompiledBackend() if prefers_compiled(x) and compiler_available("cpu") else EagerBackend()
+
+
+@cache
+def _triton_launches(device: torch.device) -> bool:
+    """Whether Triton can launch kernels on a CUDA device: it needs a C compiler. Tried once; warns if it cannot."""
+    kernels = _triton()
+    assert kernels is not None
+    try:
+        kernels.probe(device)
+    except Exception as error:  # missing compilers, headers and libraries each raise another one
+        reason = str(error).partition("\n")[0]
+        warnings.warn(
+            f"Triton cannot launch kernels on {device} ({reason}), so the layers use backend='eager', which is slower: "
+            f"install a C compiler (gcc, or set CC) and Python's headers",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+@cache
+def _triton() -> Any:
+    """The module `triton_kernels`, or None if triton is not installed."""
+    try:
+        from . import triton_kernels
+    except ImportError:
+        return None
+    return triton_kernels

@@ -1,0 +1,193 @@
+"""The formulas, compiled by TorchInductor, or inlined in the graph of a compiled network."""
+
+import functools
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, fx
+
+from ...torch_internals import compile_by_inductor
+from ..activations import Activation
+from . import formulas
+from .eager import EagerBackend, moments_by_operator
+from .formulas import Settings
+from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running
+
+CHANNELS_LAST_BLOCK = 2**17  # elements of a block: 512 KiB in float32; a core has 1 or 2 MiB of L2 cache
+# Calling a compiled function takes about 20 microseconds longer than calling an operator. It pays from these numbers of
+# elements per thread (see `prefers_compiled`; the contiguous one has a margin).
+FEW_CHANNELS_LAST = 2**18
+FEW_CONTIGUOUS = 2**17
+
+Result = TypeVar("Result")
+
+
+class CompiledBackend(Backend):
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling() or x.is_contiguous():
+            blocks, axis = as_blocks(x)
+            return run(formulas.moments, Settings(axis), blocks)
+        return moments_by_operator(x, UNTRACKED)
+
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
+        x = _filled(out, x)
+        blocks, axis = as_blocks(x)
+        settings, scale = Settings(axis, affine.activation), affine.gamma * invstd
+        if out is None:
+            return from_blocks(run(formulas.normalise, settings, blocks, mean, scale, affine.beta), x)
+        run(formulas.normalise_, settings, blocks, mean, scale, affine.beta)
+        return out
+
+    def forward(
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if torch.compiler.is_compiling() or x.is_contiguous():
+            x = _filled(out, x)
+            blocks, axis = as_blocks(x)
+            settings = Settings(axis, affine.activation, eps)
+            if out is None:
+                z, mean, var, invstd = run(formulas.forward, settings, blocks, affine.gamma, affine.beta)
+                out = from_blocks(z, x)
+            else:
+                _, mean, var, invstd = run(formulas.forward_, settings, blocks, affine.gamma, affine.beta)
+            running.update(mean, var, x.numel() // x.shape[1])
+            return out, mean, invstd
+        if x.numel() <= 2 * FEW_CHANNELS_LAST * torch.get_num_threads():
+            return EagerBackend().forward(x, affine, eps, running, out)
+        mean, var = moments_by_operator(x, running)  # faster than a compiled channels_last loop
+        invstd = torch.rsqrt(var + eps)
+        return self.normalise(x, mean, invstd, affine, out), mean, invstd
+
+    def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
+        settings, *tensors = _kept_and_dz(kept, dz)
+        return run(formulas.sums, settings, *tensors)
+
+    def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+        settings, *tensors = _kept_and_dz(kept, dz)
+        dx = run(formulas.input_gradient, settings, mean_dy, mean_dy_x_hat, kept.gamma * kept.invstd, *tensors)
+        return from_blocks(dx, kept.values)
+
+    def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        settings, *tensors = _kept_and_dz(kept, dz)
+        dx, dgamma, dbeta = run(formulas.backward, settings, kept.gamma * kept.invstd, *tensors)
+        return from_blocks(dx, kept.values), dgamma, dbeta
+
+
+def prefers_compiled(x: Tensor) -> bool:
+    """Whether the compiled formulas are the fastest backend for an input on the CPU.
+
+    Measured in float32: forward and backward pass of an in-place layer, relative to batch normalisation followed by
+    leaky_relu_. Contiguous: the eager backend takes 1.1 to 1.2 times as long; the compiled one about half as long, but
+    longer than eager below about 2^16 elements. channels_last: eager takes 1.2 to 1.4 times as long, compiled about as
+    long; they break even near 2^18 elements. Threads share the work but not the cost of a call, so more threads move
+    the break-even point up. Compilation takes seconds for the first layer of a process, so the smallest networks are
+    better off without it.
+    """
+    few = FEW_CONTIGUOUS if x.is_contiguous() else FEW_CHANNELS_LAST
+    return x.numel() >= few * torch.get_num_threads() and x.is_cpu
+
+
+@functools.cache
+def compiler_available(device_type: str) -> bool:
+    """Whether TorchInductor can compile here: on a CPU it needs a C++ compiler. Tried once per process (seconds).
+
+    Not by `torch.compile`: if that fails, all Python code of the process keeps its arguments for longer from then on.
+    """
+    try:
+        graph, x = fx.symbolic_trace(lambda x: x + 1), torch.zeros(2, 3, device=device_type)
+        compile_by_inductor(graph, [x])(x)
+    except (RuntimeError, OSError, AttributeError):  # no compiler, no room for its files, or another PyTorch
+        return False
+    return True
+
+
+def check_compiler(device_type: str, asked: str = "backend='compiled'", instead: str = "backend='eager'") -> None:
+    """Raise ValueError if TorchInductor cannot compile here. The setting `asked` needs it, `instead` does not."""
+    if not compiler_available(device_type):
+        raise ValueError(
+            f"{asked} cannot compile for {device_type} on this machine: install a C++ compiler (g++, or set CXX) and "
+            f"Python's headers, or choose {instead}"
+        )
+
+
+def as_blocks(x: Tensor) -> tuple[Tensor, int]:
+    """View a packed x (N, C, *spatial) as blocks; also return the axis of their pixels.
+
+    Contiguous: (N, C, H*W). channels_last: (N, H*W, C) if such blocks fit in the cache, otherwise (N*H, W, C).
+    """
+    if x.is_contiguous():
+        return x.reshape(x.shape[0], x.shape[1], -1), 2
+    rows = x.movedim(1, -1)  # (N, *spatial, C)
+    image = rows.shape[1:-1].numel()
+    size = image if image * rows.shape[-1] <= CHANNELS_LAST_BLOCK else rows.shape[-2]
+    return rows.reshape(-1, size, rows.shape[-1]), 1
+
+
+def from_blocks(blocks: Tensor, like: Tensor) -> Tensor:
+    """Inverse of `as_blocks`: blocks in the shape and layout of `like`.
+
+    Detached: autograd lets nobody write over a view that a custom function returns.
+    """
+    if like.is_contiguous():
+        return blocks.view(like.shape).detach()
+    return blocks.view(like.movedim(1, -1).shape).movedim(-1, 1).detach()
+
+
+def run(formula: Callable[..., Result], settings: Settings, *tensors: Tensor | None) -> Result:
+    """Call formula(settings, *tensors), compiled."""
+    if torch.compiler.is_compiling():
+        vectors = iter(formulas.written(*(t for t in tensors if t is not None and t.dim() == 1)))
+        return formula(settings, *(next(vectors) if t is not None and t.dim() == 1 else t for t in tensors))
+    blocks = next(t for t in tensors if t is not None and t.dim() == 3)
+    compiled: Callable[..., Result]
+    if 1 in blocks.shape[1:]:  # each size of 1 would cost a compilation, mostly for small tensors
+        compiled = functools.partial(formula, settings)
+    else:
+        compiled = _compiled(formula, settings, any(t is None for t in tensors), blocks.dtype, blocks.device.type)
+    with torch.no_grad():
+        # Detached views have no base, whose sizes Dynamo would guard as well.
+        return compiled(*(t if t is None else t.detach() for t in tensors))
+
+
+@functools.cache
+def _compiled(
+    formula: Callable[..., Result], settings: Settings, in_part: bool, dtype: torch.dtype, device_type: str
+) -> Callable[..., Result]:
+    """Compile a formula once for all sizes, except that a single block is compiled separately.
+
+    `in_part`: some tensors are None.
+    """
+    check_compiler(device_type)
+    # As text: with dynamic=True numbers would become inputs of the compiled function.
+    axis, slope, eps = str(settings.axis), str(settings.activation.param), str(settings.eps)
+    name = settings.activation.name
+
+    def specialised(*tensors: Tensor | None) -> Result:
+        return formula(Settings(int(axis), Activation(name, float(slope)), float(eps)), *tensors)
+
+    # Dynamo limits recompilations per code object, and all functions made here would share one.
+    own_name = f"{formula.__name__}_{name}_{str(dtype).rpartition('.')[2]}" + "_in_part" * in_part
+    specialised.__code__ = specialised.__code__.replace(co_name=own_name)
+    options: dict[str, str | int | bool | Callable[..., object]] = {
+        "cpp.dynamic_threads": True,  # or Inductor's disk cache may return a single-threaded loop
+        "size_asserts": False,  # Dynamo already guards the sizes; asserting them again costs microseconds
+    }
+    return torch.compile(specialised, dynamic=True, fullgraph=True, options=options)
+
+
+def _filled(out: Tensor | None, x: Tensor) -> Tensor:
+    """x, copied into `out` if that is given and not x itself."""
+    if out is None or out is x:
+        return x
+    return out.copy_(x)
+
+
+def _kept_and_dz(
+    kept: BackwardInputs, dz: Tensor
+) -> tuple[Settings, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """All arguments of `x_hat_and_dy`."""
+    values, axis = as_blocks(kept.values)
+    dz = (dz if axis == 2 else dz.movedim(1, -1)).reshape(values.shape).contiguous()
+    vectors = (None, None) if kept.is_output else (kept.gamma, kept.beta)
+    return Settings(axis, kept.activation), values, dz, kept.offset, kept.factor, *vectors

@@ -1,0 +1,629 @@
+"""BN + ACT in Triton: two kernels forward and two backward, each one sweep over the pixels.
+
+A tensor is (N, C, L) in memory: contiguous (N, C, *spatial) is (N, C, prod(spatial)), channels_last is
+(N * prod(spatial), C, 1), and element (n, c, l) lies at (n * C + c) * L + l in both. All kernels walk it in tiles of
+BLOCK_N x BLOCK_C x BLOCK_L elements: one channel and a run of L where L is contiguous, a run of channels where L is 1.
+
+    forward   pass 1: x -> partials: mean and squared deviations per part  pass 2: x, partials -> z, mean, invstd
+    backward  pass 1: v, dz -> partials: sums per part                     pass 2: v, dz, partials -> dx, dgamma, dbeta
+
+A channel's tiles are split over `parts` programs, so few channels can fill a device too. Pass 2 has the same programs.
+Each first combines the parts of its channels, always in the same order; only the program of part 0 writes per-channel
+results, which no other program reads. Pass 2 walks backwards, because pass 1 left the end in the caches.
+
+Arithmetic and vectors are float32, tensors float32, bfloat16 or float16. Division and exponential are the device's
+fast ones, accurate to a few units in the last place.
+"""
+
+# Over 250 lines: a kernel and its launch are read together. In order: activations, tiles and parts, kernels, plans (how
+# many programs there are), launches.
+
+# Triton takes a kernel's annotations as types to compile for, so only compile-time constants have one.
+# mypy: allow-untyped-defs
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...torch_internals import triton_is_interpreted
+from ..activations import Activation
+from .interface import Affine, Backend, BackwardInputs, Running
+
+INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
+
+MAX_PARTS = 256  # per channel; each program of pass 2 combines them
+
+REGISTERS = 65536  # of a multiprocessor, since compute capability 7.0
+BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
+ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
+
+
+# ---- Activations (section 3.3), element by element: the arithmetic of ..activations in float32 ----
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1, by its series near 0, where the difference would cancel (relative error below 5e-7)."""
+    tail = 1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * (1 / 40320))))
+    series = 1 + x * (1 / 2 + x * (1 / 6 + x * tail))
+    return tl.where(tl.abs(x) < 0.5, x * series, tl.exp(x) - 1)
+
+
+@triton.jit
+def _log1p(x):
+    """log(1 + x); the last factor corrects the rounding of 1 + x."""
+    shifted = 1 + x
+    rounded = shifted - 1
+    return tl.where(rounded == 0, x, tl.log(shifted) * (x / tl.where(rounded == 0, 1.0, rounded)))
+
+
+@triton.jit
+def _activate(y, param, ACTIVATION: tl.constexpr):
+    """z = phi(y)."""
+    z = y
+    if ACTIVATION == "leaky_relu":
+        z = tl.where(y > 0, y, y * param)
+    elif ACTIVATION == "relu":
+        z = tl.where(y <= 0, 0.0, y)  # NaN stays NaN
+    elif ACTIVATION == "elu":
+        z = tl.where(y > 0, y, param * _expm1(y))
+    elif ACTIVATION == "sigmoid":
+        z = 1 / (1 + tl.exp(-y))
+    elif ACTIVATION == "tanh":
+        minus = _expm1(-2 * tl.abs(y))
+        z = tl.where(y < 0, minus, -minus) / (2 + minus)
+    return z
+
+
+@triton.jit
+def _activation_backward(z, dz, param, ACTIVATION: tl.constexpr):
+    """dL/dy from dL/dz and z = phi(y) (Algorithm 2, line 2)."""
+    dy = dz
+    if ACTIVATION == "leaky_relu":
+        dy = tl.where(z > 0, dz, dz * param)
+    elif ACTIVATION == "relu":
+        dy = tl.where(z <= 0, 0.0, dz)
+    elif ACTIVATION == "elu":
+        dy = tl.where(z > 0, dz, dz * (z + param))
+    elif ACTIVATION == "sigmoid":
+        dy = dz * (1 - z) * z
+    elif ACTIVATION == "tanh":
+        dy = dz * (1 - z * z)
+    return dy
+
+
+@triton.jit
+def _invert_activation(z, param, ACTIVATION: tl.constexpr, GAP: tl.constexpr):
+    """y = phi^-1(z) (Algorithm 2, line 3), clamped short of asymptotes; for GAP see `invert_activation`."""
+    y = z
+    if ACTIVATION == "leaky_relu":
+        y = tl.where(z > 0, z, z * (1 / param))
+    elif ACTIVATION == "elu":
+        y = tl.where(z > 0, z, _log1p(tl.maximum(z * (1 / param), GAP - 1)))
+    elif ACTIVATION == "sigmoid":
+        inside = tl.minimum(tl.maximum(z, GAP * GAP), 1 - GAP)
+        y = tl.log(inside / (1 - inside))
+    elif ACTIVATION == "tanh":
+        size = tl.minimum(tl.abs(z), 1 - GAP)
+        y = 0.5 * _log1p(2 * size / (1 - size))
+        y = tl.where(z < 0, -y, y)
+    return y
+
+
+# ---- Tiles and parts ----
+
+
+@triton.jit
+def _tile(tile, block, N, C, L, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr):
+    """First element of a tile of a block of channels, and (BLOCK_N, BLOCK_C, BLOCK_L) offsets from it and mask.
+
+    Only the first element needs 64 bits. Kept apart from the offsets, it is all that changes from tile to tile.
+    """
+    tiles_l = (L + BLOCK_L - 1) // BLOCK_L
+    n = tile // tiles_l * BLOCK_N
+    c = block * BLOCK_C
+    l = tile % tiles_l * BLOCK_L  # noqa: E741
+    in_n = tl.arange(0, BLOCK_N)[:, None, None]
+    in_c = tl.arange(0, BLOCK_C)[None, :, None]
+    in_l = tl.arange(0, BLOCK_L)[None, None, :]
+    start = (n.to(tl.int64) * C + c) * L + l
+    return start, (in_n * C + in_c) * L + in_l, (n + in_n < N) & (c + in_c < C) & (l + in_l < L)
+
+
+@triton.jit
+def _part(part, tiles_per_part, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """First tile of a part, and one past its last. Empty for parts past the end."""
+    tiles = (N + BLOCK_N - 1) // BLOCK_N * ((L + BLOCK_L - 1) // BLOCK_L)
+    return tl.minimum(part * tiles_per_part, tiles), tl.minimum((part + 1) * tiles_per_part, tiles)
+
+
+@triton.jit
+def _elements(first, end, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Elements of one channel in tiles first … end - 1, as float32."""
+    before = _elements_before(first, N, L, BLOCK_N, BLOCK_L)
+    return (_elements_before(end, N, L, BLOCK_N, BLOCK_L) - before).to(tl.float32)
+
+
+@triton.jit
+def _elements_before(tile, N, L, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Elements of one channel in the tiles before this one, as int64: whole rows of tiles, then a partial row."""
+    tiles_l = (L + BLOCK_L - 1) // BLOCK_L
+    n = tl.minimum(tile // tiles_l * BLOCK_N, N)
+    return n.to(tl.int64) * L + tl.minimum(N - n, BLOCK_N).to(tl.int64) * (tile % tiles_l * BLOCK_L)
+
+
+@triton.jit
+def _fold(values, FOLD: tl.constexpr):
+    """Add up the elements of a tile that one thread holds: FOLD times fewer remain, with channels still innermost.
+
+    A thread's 128-bit pieces lie far apart in the flat tile, so the sum is over the slowest index.
+    """
+    return tl.sum(tl.reshape(values, (FOLD, values.numel // FOLD)), axis=0)
+
+
+@triton.jit
+def _sum(values, BLOCK_C: tl.constexpr):
+    """Sum over all indices but channels, the last, in the shape of `_channels`."""
+    if BLOCK_C == 1:
+        sums = tl.sum(tl.reshape(values, (values.numel,)))
+    else:
+        sums = tl.sum(tl.reshape(values, (values.numel // BLOCK_C, BLOCK_C)), axis=0)[None, :, None]
+    return sums
+
+
+@triton.jit
+def _channels(block, BLOCK_C: tl.constexpr):
+    """Channels of a block, (1, BLOCK_C, 1); a single one is a scalar, in one register instead of one per element."""
+    channels = block * BLOCK_C
+    if BLOCK_C > 1:
+        channels += tl.arange(0, BLOCK_C)[None, :, None]
+    return channels
+
+
+@triton.jit
+def _load_partials(partials, parts, channels, C, PARTS: tl.constexpr):
+    """Both partial results (2, parts, C) for channels (1, BLOCK_C, 1): two (PARTS, BLOCK_C, 1), zero past the end."""
+    part = tl.arange(0, PARTS)[:, None, None]
+    offsets = part * C + channels
+    mask = (part < parts) & (channels < C)
+    return tl.load(partials + offsets, mask, 0.0), tl.load(partials + parts * C + offsets, mask, 0.0)
+
+
+@triton.jit
+def _combine_moments(
+    partials, parts, channels, tiles_per_part, N, C, L, count,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Mean and biased variance of whole channels, from their parts (Chan, Golub and LeVeque 1979)."""
+    means, deviations = _load_partials(partials, parts, channels, C, PARTS)
+    first, end = _part(tl.arange(0, PARTS)[:, None, None], tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    weights = _elements(first, end, N, L, BLOCK_N, BLOCK_L) / count
+    mean = _sum(weights * means, BLOCK_C)
+    apart = means - mean
+    return mean, _sum(deviations / count + weights * apart * apart, BLOCK_C)
+
+
+# ---- Kernels, on a tensor (N, C, L) with L = length * ALIGN and count = N * L ----
+
+_kernel = triton.jit(do_not_specialize=["N", "tiles_per_part", "parts"])  # no recompilation for N = 1, 16, …
+
+
+@_kernel
+def _partial_moments_kernel(
+    x, partials, N, C, length, tiles_per_part, parts,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """partials (2, parts, C): mean, and sum of squared deviations from it. Traffic: 1 read of x.
+
+    Sums are taken of x - shift, where shift is the mean of the part's first tile. Whatever the channel's mean,
+    cancellation then costs at most a factor of tiles per part.
+    """
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+
+    start, offsets, mask = _tile(first, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+    values = tl.load(x + start + offsets, mask, 0.0).to(tl.float32)
+    shift = _sum(_fold(values, FOLD), BLOCK_C) / _elements(first, first + 1, N, L, BLOCK_N, BLOCK_L)
+    rounded = shift.to(x.dtype.element_ty)  # representable in x: masked loads return it, so they add nothing
+    shift = rounded.to(tl.float32)
+    values = tl.where(mask, values - shift, 0.0)
+    sums, squares = _fold(values, FOLD), _fold(values * values, FOLD)
+    for tile in range(first + 1, end):
+        start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(x + start + offsets, mask, rounded).to(tl.float32) - shift
+        sums += _fold(values, FOLD)
+        squares += _fold(values * values, FOLD)
+
+    count = _elements(first, end, N, L, BLOCK_N, BLOCK_L)
+    mean = _sum(sums, BLOCK_C) / count
+    deviations = tl.maximum(_sum(squares, BLOCK_C) - count * mean * mean, 0.0)
+    channels = _channels(block, BLOCK_C)
+    tl.store(partials + part * C + channels, shift + mean, channels < C)
+    tl.store(partials + (parts + part) * C + channels, deviations, channels < C)
+
+
+@_kernel
+def _moments_kernel(
+    partials, mean, var, count, N, C, length, tiles_per_part, parts,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Mean and biased variance (C,) of whole channels; one program per block of channels. Traffic: 2 * parts * C."""
+    channels = _channels(tl.program_id(0), BLOCK_C)
+    L = length * ALIGN
+    whole = _combine_moments(
+        partials, parts, channels, tiles_per_part, N, C, L, count, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
+    )
+    tl.store(mean + channels, whole[0], channels < C)
+    tl.store(var + channels, whole[1], channels < C)
+
+
+@_kernel
+def _normalise_kernel(
+    x, z, mean, invstd, gamma, beta, partials, running_mean, running_var, momentum, eps, param, count,
+    N, C, length, tiles_per_part, parts,
+    ACTIVATION: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """z = phi(gamma * (x - mean) * invstd + beta). Traffic: 1 read of x, 1 write of z.
+
+    With partials, mean and invstd are outputs, and so are the running statistics, if given.
+    """
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, part = program % blocks, program // blocks
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+
+    if partials is None:
+        centre, scale = tl.load(mean + channels, exists, 0.0), tl.load(invstd + channels, exists, 0.0)
+    else:
+        centre, var = _combine_moments(
+            partials, parts, channels, tiles_per_part, N, C, L, count, BLOCK_N, BLOCK_C, BLOCK_L, PARTS
+        )
+        scale = tl.rsqrt(var + eps)
+        if part == 0:
+            tl.store(mean + channels, centre, exists)
+            tl.store(invstd + channels, scale, exists)
+            if running_mean is not None:
+                old_mean = tl.load(running_mean + channels, exists, 0.0)
+                old_var = tl.load(running_var + channels, exists, 0.0)
+                unbiased = var * (count / (count - 1))
+                # Exact for momentum 1, unlike old + momentum * (new - old).
+                tl.store(running_mean + channels, (1 - momentum) * old_mean + momentum * centre, exists)
+                tl.store(running_var + channels, (1 - momentum) * old_var + momentum * unbiased, exists)
+    scale *= tl.load(gamma + channels, exists, 0.0)
+    shift = tl.load(beta + channels, exists, 0.0)
+
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    for step in range(first, end):
+        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(x + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        values = _activate((values - centre) * scale + shift, param, ACTIVATION)
+        tl.store(z + start + offsets, values.to(z.dtype.element_ty), mask)
+
+
+@triton.jit
+def _x_hat_and_dy(
+    values, dz, offset, factor, gamma, beta, param,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+):  # fmt: skip
+    """x_hat and dL/dy from the values of `BackwardInputs` and dL/dz, all float32."""
+    if IS_OUTPUT:
+        z = values
+        x_hat = (_invert_activation(z, param, ACTIVATION, GAP) - offset) * factor
+    else:
+        x_hat = (values - offset) * factor
+        z = _activate(gamma * x_hat + beta, param, ACTIVATION)
+    return x_hat, _activation_backward(z, dz, param, ACTIVATION)
+
+
+@_kernel
+def _partial_sums_kernel(
+    kept, dz, offset, factor, gamma, beta, partials, param, N, C, length, tiles_per_part, parts,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, FOLD: tl.constexpr,
+):  # fmt: skip
+    """partials (2, parts, C): sums of dL/dy and of dL/dy * x_hat. Traffic: 1 read of kept, 1 of dz."""
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    block, part = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+    offset, factor = tl.load(offset + channels, exists, 0.0), tl.load(factor + channels, exists, 0.0)
+    gamma, beta = tl.load(gamma + channels, exists, 0.0), tl.load(beta + channels, exists, 0.0)
+
+    sum_dy = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    sum_dy_x_hat = tl.zeros((BLOCK_N * BLOCK_C * BLOCK_L // FOLD,), tl.float32)
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    for tile in range(first, end):
+        start, offsets, mask = _tile(tile, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(kept + start + offsets, mask, 0.0).to(tl.float32)
+        gradient = tl.load(dz + start + offsets, mask, 0.0).to(tl.float32)  # zero where masked, and so is dy
+        x_hat, dy = _x_hat_and_dy(values, gradient, offset, factor, gamma, beta, param, ACTIVATION, IS_OUTPUT, GAP)
+        sum_dy += _fold(dy, FOLD)
+        sum_dy_x_hat += _fold(dy * x_hat, FOLD)
+
+    tl.store(partials + part * C + channels, _sum(sum_dy, BLOCK_C), exists)
+    tl.store(partials + (parts + part) * C + channels, _sum(sum_dy_x_hat, BLOCK_C), exists)
+
+
+@_kernel
+def _input_gradient_kernel(
+    kept, dz, dx, offset, factor, gamma, beta, invstd, mean_dy, mean_dy_x_hat, partials, dbeta, dgamma, param, count,
+    N, C, length, tiles_per_part, parts,
+    ACTIVATION: tl.constexpr, IS_OUTPUT: tl.constexpr, GAP: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """dx = gamma * invstd * (dL/dy - mean_dy - x_hat * mean_dy_x_hat). Traffic: 1 read of kept, 1 of dz, 1 write of dx.
+
+    With partials, the means are computed from them, and dbeta and dgamma are outputs.
+    """
+    L = length * ALIGN
+    blocks = (C + BLOCK_C - 1) // BLOCK_C
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, part = program % blocks, program // blocks
+    channels = _channels(block, BLOCK_C)
+    exists = channels < C
+
+    if partials is None:
+        mean_dy = tl.load(mean_dy + channels, exists, 0.0)
+        mean_dy_x_hat = tl.load(mean_dy_x_hat + channels, exists, 0.0)
+    else:
+        sums_dy, sums_dy_x_hat = _load_partials(partials, parts, channels, C, PARTS)
+        sum_dy = _sum(sums_dy, BLOCK_C)
+        sum_dy_x_hat = _sum(sums_dy_x_hat, BLOCK_C)
+        if part == 0:
+            tl.store(dbeta + channels, sum_dy, exists)
+            tl.store(dgamma + channels, sum_dy_x_hat, exists)
+        mean_dy, mean_dy_x_hat = sum_dy / count, sum_dy_x_hat / count
+    offset, factor = tl.load(offset + channels, exists, 0.0), tl.load(factor + channels, exists, 0.0)
+    gamma, beta = tl.load(gamma + channels, exists, 0.0), tl.load(beta + channels, exists, 0.0)
+    scale = gamma * tl.load(invstd + channels, exists, 0.0)
+
+    first, end = _part(part, tiles_per_part, N, L, BLOCK_N, BLOCK_L)
+    for step in range(first, end):
+        start, offsets, mask = _tile(first + end - 1 - step, block, N, C, L, BLOCK_N, BLOCK_C, BLOCK_L)
+        values = tl.load(kept + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        gradient = tl.load(dz + start + offsets, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+        x_hat, dy = _x_hat_and_dy(values, gradient, offset, factor, gamma, beta, param, ACTIVATION, IS_OUTPUT, GAP)
+        tl.store(dx + start + offsets, (scale * (dy - mean_dy - x_hat * mean_dy_x_hat)).to(dx.dtype.element_ty), mask)
+
+
+# ---- Launches ----
+
+
+class Plan(NamedTuple):
+    """How the programs of a kernel share a tensor (N, C, L)."""
+
+    shape: tuple[int, int, int]
+    align: int  # elements: the longest vector, up to 128 bits, that divides L
+    tile: tuple[int, int, int]
+    num_warps: int
+    resident: int  # programs per multiprocessor at the same time, on which `parts` counts; `registers` lets them fit
+    fold: int  # 128-bit vectors of a tile per thread, which the thread adds up
+    tiles_per_part: int
+    parts: int
+
+    @property
+    def channel_elements(self) -> float:
+        return float(self.shape[0] * self.shape[2])
+
+    @property
+    def registers(self) -> int:
+        """Most registers per thread with which `resident` programs fit a multiprocessor; a thread has at most 255."""
+        return min(255, REGISTERS // (self.resident * self.num_warps * 32) // 8 * 8)
+
+    @property
+    def padded_parts(self) -> int:
+        """`parts`, rounded up to a power of four: half as many kernels to compile as with powers of two.
+
+        Several parts of several channels are at least as many values as threads. Fewer give Triton a layout that it
+        converts to the tile's only after broadcasting: 50 registers more, through 64 KB of shared memory.
+        """
+        block_c = self.tile[1]
+        several = self.parts > 1 and block_c > 1
+        exponent = (max(self.parts, 32 * self.num_warps // block_c if several else 1) - 1).bit_length()
+        return 1 << (exponent + exponent % 2)
+
+
+@cache
+def plan(shape: tuple[int, int, int], itemsize: int, processors: int, reads: int) -> Plan:
+    """Plan for kernels that read `reads` tensors (N, C, L): one forward, two backward.
+
+    The tensors have `itemsize` bytes per element, the device has `processors` multiprocessors. An H100's moves 25 GB/s
+    and waits about 0.7 us for memory: it needs 18 KB of requests in flight at any time, about twice as much with pauses
+    for arithmetic. Resident threads request 64 bytes of each tensor: at least 40 KB forward, 64 KB backward (contiguous
+    half-precision maps of odd size: half as much). Backward needs more registers, so fewer threads are resident.
+
+    Contiguous (L > 1): programs of 128 threads and one channel. As tensors grow, programs first take more tiles (up to
+    eight), then there are more programs (up to four times as many), then programs take more than eight tiles.
+    channels_last (L = 1): one program per multiprocessor, because each combines the parts of all its channels.
+    """
+    n, c, length = shape
+    if length >= 2**31:  # kernels count the pixels of a map in 32 bits
+        raise ValueError(f"backend='triton' got maps of {length} pixels: expected fewer than 2^31; use backend='eager'")
+    vector = 16 // itemsize
+    align = math.gcd(length, vector)
+    if length > 1:
+        threads, resident = 128, 5 if reads == 1 else 4
+        block_c, block_l = 1, _block_l(length)
+        per_thread = min(BYTES_PER_THREAD // itemsize, ACCESSES_PER_THREAD * align)
+    else:
+        threads, resident = 1024 if reads == 1 else 512, 1
+        block_c, block_l = min(triton.next_power_of_2(c), 64 if itemsize == 2 and c >= 512 else 32), 1
+        per_thread = BYTES_PER_THREAD // itemsize
+    block_n = min(triton.next_power_of_2(n), max(1, threads * per_thread // (block_c * block_l)))
+    while block_n > 1 and block_n * c * length >= 2**31:  # offsets in `_tile` have 32 bits
+        block_n //= 2
+    blocks = triton.cdiv(c, block_c)
+    programs = resident * processors
+    if length == 1:  # four tiles per program, if each thread still gets a vector
+        while block_n * block_c > threads * vector and triton.cdiv(n, block_n) < 4 * triton.cdiv(programs, blocks):
+            block_n //= 2
+    size = block_n * block_c * block_l
+    threads = max(32, min(threads, size // vector))
+
+    tiles = triton.cdiv(n, block_n) * triton.cdiv(length, block_l)
+    if length > 1:
+        tiles_per_part = max(1, min(8, tiles * blocks // programs), tiles * blocks // (4 * programs))
+    else:
+        tiles_per_part = _share(tiles, blocks, programs)
+    tiles_per_part = max(tiles_per_part, triton.cdiv(tiles, MAX_PARTS))
+    return Plan(
+        shape=shape,
+        align=align,
+        tile=(block_n, block_c, block_l),
+        num_warps=threads // 32,
+        resident=resident,
+        fold=max(1, size // (threads * vector)),
+        tiles_per_part=tiles_per_part,
+        parts=triton.cdiv(tiles, tiles_per_part),
+    )
+
+
+def _share(tiles: int, blocks: int, programs: int) -> int:
+    """Tiles per part with which all `blocks` are done first, if `programs` are resident and each takes a tile to start.
+
+    One wave of programs is best if `blocks` divide it well. Otherwise up to four waves have smaller parts.
+    """
+    choices = [triton.cdiv(tiles, max(1, waves * programs // blocks)) for waves in (1, 2, 3, 4)]
+    return min(choices, key=lambda share: triton.cdiv(blocks * triton.cdiv(tiles, share), programs) * (share + 1))
+
+
+def _block_l(length: int) -> int:
+    """The widest tile that covers a run of `length` with at most an eighth of overhang, or else the narrowest."""
+    widths = [width for width in (2048, 1024, 512, 256, 128) if width < 2 * length] or [triton.next_power_of_2(length)]
+    return next((width for width in widths if triton.cdiv(length, width) * width <= 1.125 * length), widths[-1])
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _plan_for(x: Tensor, reads: int) -> Plan:
+    n, c = x.shape[:2]
+    length = x.numel() // (n * c)
+    if not x.is_contiguous():
+        assert x.movedim(1, -1).is_contiguous(), f"neither contiguous nor channels_last: {x.shape}, {x.stride()}"
+        n, length = n * length, 1
+    return plan((n, c, length), x.element_size(), _processors(x.device), reads)
+
+
+def _launch(kernel: Any, plan: Plan, x: Tensor, *arguments: Any, per_part: bool = True, **constants: Any) -> None:
+    """Run a kernel on the device of x: one program per block of channels and, with `per_part`, per part."""
+    n, c, length = plan.shape
+    block_n, block_c, block_l = plan.tile
+    programs = triton.cdiv(c, block_c) * (plan.parts if per_part else 1)
+    with torch.cuda.device_of(x):
+        kernel[(programs,)](
+            *arguments, n, c, length // plan.align, plan.tiles_per_part, plan.parts, **constants,
+            ALIGN=plan.align, BLOCK_N=block_n, BLOCK_C=block_c, BLOCK_L=block_l, num_warps=plan.num_warps,
+            maxnreg=plan.registers if plan.resident > 1 else None,  # a program alone fits anyway
+        )  # fmt: skip
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether the kernels support the device and dtype of a tensor."""
+    device = "cpu" if INTERPRETED else "cuda"
+    return x.device.type == device and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def probe(device: torch.device) -> None:
+    """Launch two small kernels. Raises whatever Triton raises if it cannot, e.g. without a C compiler."""
+    TritonBackend().moments(torch.zeros(1, 1, 2, device=device))
+
+
+class TritonBackend(Backend):
+    """float32, bfloat16 and float16 tensors on a CUDA device; vectors float32."""
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        plan = _plan_for(x, reads=1)
+        partials = _partial_moments(plan, x)
+        mean, var = partials.new_empty((2, plan.shape[1]))
+        results = (mean, var, plan.channel_elements)
+        _launch(_moments_kernel, plan, x, partials, *results, per_part=False, PARTS=plan.padded_parts)
+        return mean, var
+
+    def normalise(self, x: Tensor, mean: Tensor, invstd: Tensor, affine: Affine, out: Tensor | None = None) -> Tensor:
+        vectors = (mean, invstd, affine.gamma, affine.beta, None, None, None, 0.0, 0.0)
+        return _normalise(_plan_for(x, reads=1), x, out, affine.activation, vectors)
+
+    def forward(
+        self, x: Tensor, affine: Affine, eps: float, running: Running, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not all(statistics is None or statistics.is_contiguous() for statistics in (running.mean, running.var)):
+            return super().forward(x, affine, eps, running, out)
+        plan = _plan_for(x, reads=1)
+        partials = _partial_moments(plan, x)
+        mean, invstd = partials.new_empty(plan.shape[1]), partials.new_empty(plan.shape[1])  # apart: mean may be freed
+        statistics = (running.mean, running.var, float(running.momentum), float(eps))
+        vectors = (mean, invstd, affine.gamma, affine.beta, partials, *statistics)
+        return _normalise(plan, x, out, affine.activation, vectors), mean, invstd
+
+    def sums(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor]:
+        partials = _partial_sums(_plan_for(kept.values, reads=2), kept, _in_order_of(kept.values, dz))
+        dbeta, dgamma = partials.sum(1)
+        return dbeta, dgamma
+
+    def input_gradient(self, kept: BackwardInputs, dz: Tensor, mean_dy: Tensor, mean_dy_x_hat: Tensor) -> Tensor:
+        dz = _in_order_of(kept.values, dz)
+        return _input_gradient(_plan_for(kept.values, reads=2), kept, dz, (mean_dy, mean_dy_x_hat, None, None, None))
+
+    def backward(self, kept: BackwardInputs, dz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        plan = _plan_for(kept.values, reads=2)
+        dz = _in_order_of(kept.values, dz)
+        partials = _partial_sums(plan, kept, dz)
+        dbeta, dgamma = partials.new_empty((2, plan.shape[1]))
+        dx = _input_gradient(plan, kept, dz, (None, None, partials, dbeta, dgamma))
+        return dx, dgamma, dbeta
+
+
+def _partial_moments(plan: Plan, x: Tensor) -> Tensor:
+    partials = x.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
+    _launch(_partial_moments_kernel, plan, x, x, partials, FOLD=plan.fold)
+    return partials
+
+
+def _normalise(plan: Plan, x: Tensor, out: Tensor | None, activation: Activation, vectors: tuple) -> Tensor:
+    z = torch.empty_like(x) if out is None else out
+    arguments = (x, z, *vectors, float(activation.param), plan.channel_elements)
+    _launch(_normalise_kernel, plan, x, *arguments, ACTIVATION=activation.name, PARTS=plan.padded_parts)
+    return z
+
+
+def _partial_sums(plan: Plan, kept: BackwardInputs, dz: Tensor) -> Tensor:
+    partials = dz.new_empty((2, plan.parts, plan.shape[1]), dtype=torch.float32)
+    vectors = (kept.offset, kept.factor, kept.gamma, kept.beta)
+    arguments = (kept.values, dz, *vectors, partials, float(kept.activation.param))
+    _launch(_partial_sums_kernel, plan, dz, *arguments, **_variant(kept), FOLD=plan.fold)
+    return partials
+
+
+def _input_gradient(plan: Plan, kept: BackwardInputs, dz: Tensor, sums: tuple) -> Tensor:
+    dx = torch.empty_like(kept.values)
+    vectors = (kept.offset, kept.factor, kept.gamma, kept.beta, kept.invstd)
+    arguments = (kept.values, dz, dx, *vectors, *sums, float(kept.activation.param), plan.channel_elements)
+    _launch(_input_gradient_kernel, plan, dz, *arguments, **_variant(kept), PARTS=plan.padded_parts)
+    return dx
+
+
+def _variant(kept: BackwardInputs) -> dict[str, Any]:
+    gap = torch.finfo(kept.values.dtype).eps / 2
+    return {"ACTIVATION": kept.activation.name, "IS_OUTPUT": kept.is_output, "GAP": gap}
+
+
+def _in_order_of(values: Tensor, dz: Tensor) -> Tensor:
+    """dz in the memory format of `values`, copied only if it differs."""
+    ordered = dz.is_contiguous() if values.is_contiguous() else dz.movedim(1, -1).is_contiguous()
+    return dz if ordered else torch.empty_like(values).copy_(dz)

@@ -1,0 +1,201 @@
+"""BN + activation as a single autograd node; the strategies differ in what it keeps for the backward pass."""
+
+from typing import Literal, NamedTuple, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from ..torch_internals import node_class
+from .activations import Activation
+from .backends import Affine, BackwardInputs, Running, backend_for
+from .synchronisation import joint_moments, joint_sums
+
+
+class Strategy(NamedTuple):
+    """How a layer computes and what it keeps."""
+
+    keep: Literal["x", "x_hat", "z"]
+    recover_x_hat: bool = False  # variant I: form x_hat for every value
+    recompute_output: bool = False  # later operations need not keep z, see `recompute_activations`
+    gamma_floor: float = 0.0  # smallest |gamma| with minibatch statistics
+    overwrite_input: bool = False
+    backend: str = "auto"
+
+
+class Call(NamedTuple):
+    """The numbers of one call. A node takes them as one argument, because PyTorch handles each argument in Python."""
+
+    use_batch_statistics: bool
+    momentum: float
+    eps: float
+    activation: Activation
+    group: dist.ProcessGroup | None = None  # ranks that share minibatch statistics
+
+
+class Node(FunctionCtx):
+    """The attributes of a `BatchNormActivation` node, for type checkers only: PyTorch creates the actual class."""
+
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    call: Call
+    strategy: Strategy
+    count: Tensor  # (), values per channel over all ranks; only set with a group
+    kept: BackwardInputs | None  # includes z, from its recomputation until this node's backward pass
+    output_version: int  # version of z; only set if z can be recomputed
+
+
+class BatchNormActivation(torch.autograd.Function):
+    """z = phi(gamma * (x - mean) / sqrt(var + eps) + beta)."""
+
+    @staticmethod
+    def forward(  # over 60 lines: a dozen arguments, and Algorithm 1 for every strategy
+        ctx: Node,
+        x: Tensor,  # (N, C, *spatial)
+        weight: Tensor | None,  # (C,), as are the other vectors
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        call: Call,
+        strategy: Strategy,
+    ) -> Tensor:
+        """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
+        use_batch_statistics, momentum, eps, activation, group = call
+        backend = backend_for(strategy.backend, x)
+        # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).
+        gamma = weight.contiguous() if weight is not None else x.new_ones(x.shape[1], dtype=statistics_dtype(x))
+        beta = bias.contiguous() if bias is not None else x.new_zeros(x.shape[1], dtype=statistics_dtype(x))
+        if use_batch_statistics and strategy.gamma_floor:
+            gamma = floored(gamma, strategy.gamma_floor)
+        values = x if is_packed(x) else x.contiguous()
+        out = values if strategy.overwrite_input and values is x else None
+        # To keep x_hat, compute it first: batch normalisation without scale, shift or activation.
+        affine = first = Affine(gamma, beta, activation)
+        if strategy.keep == "x_hat":
+            first = Affine(torch.ones_like(gamma), torch.zeros_like(beta), Activation("identity"))
+
+        if not use_batch_statistics:
+            assert running_mean is not None and running_var is not None
+            z, mean, invstd = backend.forward_frozen(values, first, eps, running_mean, running_var, out)
+        elif group is None:
+            z, mean, invstd = backend.forward(values, first, eps, Running(running_mean, running_var, momentum), out)
+        else:
+            count = values.numel() // values.shape[1]
+            local = backend.moments(values) if count > 1 else (torch.zeros_like(beta),) * 2
+            mean, var, ctx.count = joint_moments(*local, count, group)
+            Running(running_mean, running_var, momentum).update(mean, var, ctx.count)
+            invstd = torch.rsqrt(var + eps)
+            z = backend.normalise(values, mean, invstd, first, out)
+
+        if strategy.keep == "x_hat":
+            x_hat = z
+            z = backend.normalise(x_hat, first.beta, first.gamma, affine)  # a mean of 0, an invstd of 1
+            ctx.save_for_backward(x_hat, gamma, beta, invstd)
+        elif strategy.keep == "x":
+            # The running mean may change.
+            ctx.save_for_backward(values, gamma, beta, invstd, mean if use_batch_statistics else mean.clone())
+        else:
+            if strategy.overwrite_input:
+                z = z if out is not None else x.copy_(z)
+                ctx.mark_dirty(z)
+            ctx.save_for_backward(z, gamma, beta, invstd)
+        ctx.call, ctx.strategy, ctx.kept = call, strategy, None
+        if strategy.recompute_output and not torch.compiler.is_compiling() and not z.is_inference():
+            ctx.output_version = z._version
+        return z
+
+    @staticmethod
+    def backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
+        # With create_graph=True a second derivative must raise. Otherwise the wrapper would only cost time.
+        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return (_backward_once if differentiable else _backward)(ctx, dz)
+
+
+def _backward(ctx: Node, dz: Tensor) -> tuple[Tensor | None, ...]:
+    """Algorithm 2: dL/dy <- phi_backward(z, dL/dz); y <- phi^-1(z); the gradients of x, gamma and beta."""
+    kept, ctx.kept = ctx.kept or kept_by(ctx), None
+    backend = backend_for(ctx.strategy.backend, kept.values)
+    dz = dz.contiguous() if is_misread(dz) else dz
+    if not dz.numel():  # PyTorch's kernels divide by the number of values
+        dx, dgamma, dbeta = torch.empty_like(kept.values), torch.zeros_like(kept.gamma), torch.zeros_like(kept.beta)
+    elif not ctx.call.use_batch_statistics:
+        dx, dgamma, dbeta = backend.backward_frozen(kept, dz)
+    elif ctx.call.group is None:
+        dx, dgamma, dbeta = backend.backward(kept, dz)
+    else:
+        dbeta, dgamma = backend.sums(kept, dz)
+        sum_dy, sum_dy_x_hat = joint_sums((dbeta, dgamma), ctx.call.group)
+        dx = backend.input_gradient(kept, dz, sum_dy / ctx.count, sum_dy_x_hat / ctx.count)
+    wanted = ctx.needs_input_grad
+    return dx, dgamma if wanted[1] else None, dbeta if wanted[2] else None, None, None, None, None
+
+
+_backward_once = once_differentiable(_backward)
+
+
+def is_node(value: object) -> TypeGuard[Node]:
+    """Whether a value is a `BatchNormActivation` node."""
+    return isinstance(value, node_class(BatchNormActivation))
+
+
+def kept_by(node: Node) -> BackwardInputs:
+    """What a node keeps, as the backends expect it."""
+    values, gamma, beta, invstd, *rest = node.saved_tensors
+    if not is_packed(values):  # z, written over an x with gaps
+        values = values.contiguous()
+    strategy = node.strategy
+    if strategy.keep == "x":
+        (offset,), factor = rest, invstd
+    elif strategy.keep == "x_hat":
+        offset, factor = torch.zeros_like(beta), torch.ones_like(gamma)
+    else:
+        # With running statistics gamma is the raw weight, which may be too small to divide by.
+        scale = gamma if node.call.use_batch_statistics else floored(gamma, strategy.gamma_floor)
+        offset, factor = beta, scale.reciprocal()
+    is_output, activation = strategy.keep == "z", node.call.activation
+    return BackwardInputs(values, is_output, offset, factor, gamma, beta, invstd, activation, strategy.recover_x_hat)
+
+
+def recompute_output(node: Node) -> Tensor:
+    """Recompute z from a node that kept x or x_hat, once for all operations that need it."""
+    kept = node.kept or kept_by(node)
+    if kept.output is not None:
+        return kept.output
+    backend = backend_for(node.strategy.backend, kept.values)
+    z = backend.normalise(kept.values, kept.offset, kept.factor, kept.affine)
+    node.kept = kept._replace(output=z)
+    return z
+
+
+def floored(weight: Tensor, gamma_floor: float) -> Tensor:
+    """copysign(max(|weight|, gamma_floor), weight), (C,): an invertible scale."""
+    return weight.abs().clamp_(min=gamma_floor).copysign_(weight)
+
+
+def statistics_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of parameters and statistics for an input."""
+    return torch.float64 if x.dtype is torch.float64 else torch.float32
+
+
+def is_packed(x: Tensor) -> bool:
+    """Whether x is contiguous or channels_last without gaps, the layouts that backends support."""
+    return x.is_contiguous() or (_is_channels_last(x) and not is_misread(x))
+
+
+def is_misread(x: Tensor) -> bool:
+    """Whether PyTorch's batch normalisation takes x for channels_last, but lays out dL/dz for a contiguous x.
+
+    The gradients are then wrong. PyTorch judges the layout of dL/dz by all strides of x, even for sizes of 1,
+    which have no effect on its memory: e.g. strides (C, 1, 1, C) of a shape (1, C, 1, W).
+    """
+    if 1 not in x.shape or x.is_contiguous() or not _is_channels_last(x):
+        return False
+    inner_to_outer = (1, *range(x.dim() - 1, 1, -1), 0)
+    pairs = zip(inner_to_outer, inner_to_outer[1:], strict=False)
+    return any(x.stride(outer) < x.stride(inner) * x.shape[inner] for inner, outer in pairs)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])

@@ -1,0 +1,62 @@
+"""Which calls write over their arguments."""
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..inputs import tensors_in
+from ..torch_internals import OpOverload, OpOverloadPacket, written_arguments
+
+_OPERATORS = frozenset(
+    f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul".split()
+) | {"__setitem__"}
+_OF_METADATA = frozenset(["requires_grad_", "detach_", "share_memory_", "rename_"])
+
+INPLACE: dict[Callable[..., Any], int] = {  # position of the argument `inplace`
+    function: list(inspect.signature(function).parameters).index("inplace")
+    for function in vars(F).values()
+    if inspect.isfunction(function) and "inplace" in inspect.signature(function).parameters
+}
+
+
+def may_overwrite(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call writes over its first argument or `out`, as far as its name and arguments tell.
+
+    Operators (`torch.ops`) declare all that they write over.
+    """
+    if (position := INPLACE.get(function)) is not None:
+        return bool(kwargs.get("inplace") or (position < len(args) and args[position]))
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        return bool(_written(function))
+    return kwargs.get("out") is not None or _writes(getattr(function, "__name__", ""))
+
+
+@cache
+def _writes(name: str) -> bool:
+    if name.startswith("__"):
+        return name in _OPERATORS
+    return name.endswith("_") and name not in _OF_METADATA
+
+
+@cache
+def _written(operator: OpOverload | OpOverloadPacket) -> frozenset[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes over, in any of its overloads."""
+    overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, n) for n in operator.overloads()]
+    return frozenset((position, name) for overload in overloads for position, name in written_arguments(overload))
+
+
+def overwritten(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that such a call may write over."""
+    if isinstance(function, (OpOverload, OpOverloadPacket)):
+        written = _written(function)
+        found: Any = [args[position] for position, _ in written if position < len(args)]
+        found += [kwargs[name] for _, name in written if name in kwargs]
+    else:
+        first = args[0] if args else kwargs.get("input")
+        out = kwargs.get("out")
+        found = first if isinstance(first, Tensor) and out is None else (first, out)
+    return tensors_in(found)

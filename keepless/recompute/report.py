@@ -1,0 +1,98 @@
+"""What a forward pass keeps for its backward pass: by operation, reader and module."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..saved import Kept
+from ..torch_internals import address
+from .values import Signs, Value
+
+
+class Line(NamedTuple):
+    """Tensors of one kind that are kept."""
+
+    bytes: int
+    tensors: int
+    made_by: str  # the operation that is not computed again; "input" if none of the network's
+    kept_for: str  # the function that reads them
+    module: str  # whose parameters were used last
+    why: str = ""  # under a budget
+
+
+class Report(NamedTuple):
+    """What the last forward pass kept, the largest first. Vectors and parameters are left out."""
+
+    lines: list[Line]
+
+    @property
+    def bytes(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+    def __str__(self) -> str:
+        rows = [(f"{line.bytes:,}", str(line.tensors), *line[2:]) for line in self.lines]
+        titles = ("bytes", "tensors", "made by", "kept for", "module", "why" if any(row[-1] for row in rows) else "")
+        rows = [titles, *rows, (f"{self.bytes:,}", "", "in all", "", "", "")]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        texts = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+        return "\n".join("  ".join(cells).rstrip() for cells in texts)
+
+
+class KeptTensor(NamedTuple):
+    """A tensor that was kept."""
+
+    bytes: int
+    made_by: str
+    kept_for: str
+    parameter: weakref.ref[Tensor] | None
+    why: str
+
+
+class Log:
+    """The values of a forward pass whose tensors were kept at first."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[weakref.ref[Value], int, KeptTensor]] = []
+        self.parameter: weakref.ref[Tensor] | None = None
+
+    def call(self, arguments: Iterable[Any]) -> None:
+        """Note which parameter a call uses."""
+        for argument in arguments:
+            if type(argument) is nn.Parameter:  # isinstance takes a microsecond
+                self.parameter = weakref.ref(argument)
+
+    def keep(self, value: Value, tensor: Tensor, function: Callable[..., Any] | None, why: str = "") -> None:
+        if isinstance(tensor._base, nn.Parameter) or (
+            tensor.grad_fn is None and (tensor.dim() < 2 or isinstance(tensor, nn.Parameter))
+        ):
+            return
+        storage = tensor.untyped_storage()
+        made_by = type(tensor.grad_fn).__name__.partition("Backward")[0] if tensor.grad_fn is not None else "input"
+        kept = KeptTensor(storage.nbytes(), made_by, getattr(function, "__name__", ""), self.parameter, why)
+        self.entries.append((weakref.ref(value), address(storage), kept))
+
+    def kept(self) -> list[KeptTensor]:
+        """What is kept at the end: each memory once."""
+        found: dict[int, KeptTensor] = {}
+        for reference, storage, kept in self.entries:
+            value = reference()
+            if value is None or value.unread or not isinstance(value.source, (Kept, Signs)):
+                continue
+            if isinstance(value.source, Signs):
+                kept = kept._replace(bytes=value.source.bytes, kept_for=f"signs for {kept.kept_for}")
+            found.setdefault(storage, kept)
+        return list(found.values())
+
+
+def summary(kept: Iterable[KeptTensor], network: nn.Module) -> Report:
+    """Tensors of one kind in one line each; `network` names the parameters."""
+    names = {id(parameter): name for name, parameter in network.named_parameters()}
+    sizes: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
+    for tensor in kept:
+        parameter = None if tensor.parameter is None else tensor.parameter()
+        module = names.get(id(parameter), "").rpartition(".")[0]
+        sizes[tensor.made_by, tensor.kept_for, module, tensor.why].append(tensor.bytes)
+    return Report(sorted((Line(sum(found), len(found), *key) for key, found in sizes.items()), reverse=True))

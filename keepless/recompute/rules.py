@@ -1,0 +1,332 @@
+"""The operations whose results are computed again instead of kept, and what each of them needs for that.
+
+A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a call that computes the
+same result again. `find` gives the value of a tensor, and raises `NotFollowed` if it is not kept; with `lend=True` the
+recipe may keep it (rule 4 in recording.py).
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..saved import Kept
+from ..torch_internals import dropped_share, packed_by
+from .inplace_calls import INPLACE
+from .values import Saved, Value
+
+
+class NotFollowed(Exception):
+    """Raised by a rule: the call cannot be repeated, so its result has to be kept."""
+
+
+class Find(Protocol):
+    """Returns the value of a tensor, or the tensor itself if the recipe is to keep it."""
+
+    def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
+
+
+class Again(NamedTuple):
+    """A call that gives the same result again. See `Recipe` for `fresh` and `can_overwrite`."""
+
+    function: Callable[..., Tensor]
+    arguments: Sequence[Any]
+    fresh: bool = False
+    can_overwrite: bool = False
+
+
+Function = Callable[..., Any]
+Rule = Callable[[Find, tuple[Any, ...], dict[str, Any], Tensor], Again]
+Vector = Tensor | None
+
+FOLLOWED: dict[Function, Rule] = {}
+EXPENSIVE: dict[Function, Rule] = {}  # computed again only where a plan says so
+
+_BATCH_NORMS = frozenset(["NativeBatchNormBackward0", "CudnnBatchNormBackward0"])
+CONVOLUTIONS = frozenset(
+    getattr(F, f"conv{transposed}{dimensions}d") for transposed in ("", "_transpose") for dimensions in (1, 2, 3)
+)
+_RELUS = frozenset([F.relu, F.relu_, torch.relu, Tensor.relu, Tensor.relu_])
+# Activations that read only signs of what they save. ReLU passes the gradient of NaN on, the leaky one scales it.
+POSITIVE = dict.fromkeys(_RELUS, lambda tensor: (tensor <= 0).logical_not_()) | dict.fromkeys(
+    (F.leaky_relu, F.leaky_relu_), lambda tensor: tensor > 0
+)
+_MAX_POOLS = frozenset(["MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "AdaptiveMaxPool2DBackward0"])
+_PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in (F.batch_norm, F.instance_norm)}
+
+
+def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call saves its argument although its result would do for the gradient."""
+    if function is F.relu6:
+        return True
+    if function is F.leaky_relu:
+        return (args[1] if len(args) > 1 else kwargs.get("negative_slope", 0.01)) >= 0  # the signs stay
+    if function is F.hardtanh:
+        bounds = (*args[1:3], *(kwargs[name] for name in ("min_val", "max_val") if name in kwargs))
+        return all(abs(bound) <= 2**8 and bound == int(bound) for bound in bounds)  # exact in every dtype
+    return False
+
+
+def reads_only_form(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
+    if function in CONVOLUTIONS:
+        return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
+    if function is not F.batch_norm:
+        return False
+    given = _named(function, args, kwargs)
+    trained = any(vector is not None and vector.requires_grad for vector in map(given.get, ("weight", "bias")))
+    return not (given.get("training", False) or trained)
+
+
+def _repeated(function: Function, *, lend: bool = False, fresh: bool = False) -> Rule:
+    """Call a function once more, with the same arguments."""
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        if "out" in kwargs:
+            raise NotFollowed
+        again = function if not kwargs else _ByName(function, len(args), tuple(kwargs)).call
+        arguments = [find(a, lend) if isinstance(a, Tensor) else _fixed(a) for a in (*args, *kwargs.values())]
+        return Again(again, arguments, fresh)
+
+    return rule
+
+
+_made: Callable[[Function], Rule] = partial(_repeated, fresh=True)
+
+
+def _unless(function: Function, position: int, name: str) -> Rule:
+    """Call a function once more, unless an option is given: one that draws random numbers, or writes."""
+    again = _made(function)
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        if args[position] if position < len(args) else kwargs.get(name):
+            raise NotFollowed
+        return again(find, args, kwargs, result)
+
+    return rule
+
+
+def _fixed(argument: object) -> object:
+    """An argument as it is now: the caller may change a list later. NotFollowed: it holds tensors."""
+    if not isinstance(argument, (list, tuple)):
+        return argument
+    if any(isinstance(one, Tensor) for one in argument):
+        raise NotFollowed
+    return tuple(argument)
+
+
+class _ByName(NamedTuple):
+    """A function that gets its last arguments by name."""
+
+    function: Function
+    unnamed: int  # number of arguments
+    names: tuple[str, ...]
+
+    def call(self, *arguments: Any) -> Tensor:
+        named = zip(self.names, arguments[self.unnamed :], strict=True)
+        return self.function(*arguments[: self.unnamed], **dict(named))
+
+
+def _activation(function: Function) -> Rule:
+    """Repeat an activation function of `torch.nn.functional`; in place if nobody else reads its argument."""
+    position, known = INPLACE[function], inspect.signature(function).parameters.keys()
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        x, *others = args or (kwargs["input"],)
+        named = {name: value for name, value in kwargs.items() if name not in ("input", "inplace")}
+        if any(isinstance(option, Tensor) for option in (*others, *named.values())):  # it may change later
+            raise NotFollowed
+        if not named.keys() <= known or not all(isinstance(other, bool) for other in others[position - 1 :]):
+            raise NotFollowed  # F.elu_ has two more options, without names in Python
+        again = partial(function, **named) if named else function
+        return Again(again, [find(x), *others[: position - 1]], fresh=True, can_overwrite=True)
+
+    return rule
+
+
+def _found(find: Find, *vectors: Vector) -> list[Any]:
+    return [None if vector is None else find(vector) for vector in vectors]
+
+
+def _named(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a call gives, by name."""
+    return dict(zip(_PARAMETERS[function], args, strict=False)) | kwargs
+
+
+def _batch_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    given = _named(F.batch_norm, args, kwargs)
+    x, affine = find(given["input"]), _found(find, given.get("weight"), given.get("bias"))
+    if not given.get("training", False):
+        running = _found(find, given["running_mean"], given["running_var"])
+        return Again(F.batch_norm, [x, *running, *affine, False, 0.0, given.get("eps", 1e-5)], fresh=True)
+    node: Any = result.grad_fn
+    if type(node).__name__ not in _BATCH_NORMS:
+        raise NotFollowed
+    return Again(normalised, [x, *_saved(node, "result1", "result2"), *affine], fresh=True)
+
+
+def _saved(node: Any, *names: str) -> list[Value | Kept]:
+    """The values that a node has saved."""
+    values = [saved_value(packed_by(node, name)) for name in names]
+    if not all(isinstance(value, (Value, Kept)) for value in values):
+        raise NotFollowed
+    return values
+
+
+def saved_value(packed: Any) -> Any:
+    """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
+    return packed.value if isinstance(packed, Saved) else packed
+
+
+def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Vector) -> Tensor:
+    """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+    # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
+    scale = invstd if weight is None else weight * invstd
+    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+
+
+def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    given = _named(F.instance_norm, args, kwargs)
+    of_images = given.get("use_input_stats", True)
+    running = () if of_images else (given.get("running_mean"), given.get("running_var"))  # which would move again
+    vectors = _found(find, *(running or (None, None)), given.get("weight"), given.get("bias"))
+    arguments = [find(given["input"]), *vectors, of_images, 0.0, given.get("eps", 1e-5)]
+    return Again(F.instance_norm, arguments, fresh=True)
+
+
+def _joined(function: Function) -> Rule:
+    """Concatenate or stack tensors once more. They are kept instead of the result."""
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        if not kwargs.keys() <= {"tensors", "dim"}:
+            raise NotFollowed
+        given = dict(zip(("tensors", "dim"), args, strict=False)) | kwargs
+        parts = [find(tensor, lend=True) for tensor in given["tensors"]]
+        return Again(partial(_join, function, given.get("dim", 0)), parts, fresh=True)
+
+    return rule
+
+
+def _join(function: Function, dim: int, *tensors: Tensor) -> Tensor:
+    return function(tensors, dim)
+
+
+def _cast(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    if result.device != args[0].device:
+        raise NotFollowed
+    return Again(Tensor.to, [find(args[0]), result.dtype])
+
+
+def _max_pool(dimensions: int) -> Rule:
+    """Max-pooling over so many dimensions: the kept indices say which values were the largest."""
+
+    def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+        node: Any = result.grad_fn
+        if type(node).__name__ == "SqueezeBackward1":  # one dimension is pooled as two
+            node = node.next_functions[0][0]
+        if type(node).__name__ not in _MAX_POOLS or not result.numel():
+            raise NotFollowed
+        x = find(args[0] if args else kwargs["input"])
+        shape = (*result.shape[: result.dim() - dimensions], -1)
+        return Again(_gathered, [x, *_saved(node, "result1"), shape, result.shape], fresh=True)
+
+    return rule
+
+
+def _gathered(x: Tensor, indices: Tensor, flat: tuple[int, ...], shape: torch.Size) -> Tensor:
+    return x.reshape(flat).gather(-1, indices.reshape(flat)).view(shape)
+
+
+def _dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """The kept mask says which values were dropped."""
+    node: Any = result.grad_fn
+    x = args[0] if args else kwargs["input"]
+    if type(node).__name__ == "MulBackward0":
+        return Again(torch.mul, [find(x), *_saved(node, "other")], fresh=True)
+    if type(node).__name__ == "NativeDropoutBackward0" and (share := dropped_share(node)) is not None:
+        return Again(_masked, [find(x), *_saved(node, "result1"), 1 / (1 - share)], fresh=True)
+    raise NotFollowed
+
+
+def _alpha_dropout(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:
+    """x * mask * a + b, where b is of two values: one where x was dropped, and one elsewhere."""
+    node: Any = result.grad_fn
+    product: Any = node.next_functions[0][0] if type(node).__name__ == "AddBackward0" else None
+    if type(product).__name__ != "MulBackward0":
+        raise NotFollowed
+    given = dict(zip(("input", "p"), args, strict=False)) | kwargs
+    mask = _saved(product, "other")
+    return Again(_dropped_to_alpha, [find(given["input"]), *mask, given.get("p", 0.5)], fresh=True)
+
+
+def _dropped_to_alpha(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """As PyTorch computes it. `mask`: 0 where x was dropped, otherwise a."""
+    alpha = 1.7580993408473766
+    a = 1 / ((alpha * alpha * p + 1) * (1 - p)) ** 0.5
+    b = (mask != 0).to(mask.dtype).add_(-1).mul_(alpha * a).add_(alpha * a * p)
+    return (x * mask).add_(b)
+
+
+def _masked(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return (x * mask).mul_(scale)
+
+
+def _register(make: Callable[[Function], Rule], *functions: Function, like: Function | None = None) -> None:
+    """Give each function the rule `make(function)`; with `like`, give all of them the rule `make(like)`."""
+    for function in functions:
+        FOLLOWED[function] = make(like or function)
+
+
+_register(_activation, F.relu, F.relu6, F.hardtanh, F.leaky_relu, F.elu, F.selu, F.celu)
+_register(_activation, F.silu, F.mish, F.hardswish, F.hardsigmoid)
+_register(_activation, F.threshold)
+_register(_activation, *_RELUS, like=F.relu)
+for _plain in (F.leaky_relu, F.elu, F.selu, F.celu):
+    _register(_activation, getattr(F, _plain.__name__ + "_"), like=_plain)
+_register(_made, torch.sigmoid, torch.sigmoid_, Tensor.sigmoid, Tensor.sigmoid_, like=torch.sigmoid)
+_register(_made, torch.tanh, torch.tanh_, Tensor.tanh, Tensor.tanh_, like=torch.tanh)
+_register(_made, F.layer_norm, torch.layer_norm, F.group_norm, torch.group_norm, F.rms_norm, torch.rms_norm)
+_register(_made, F.sigmoid, F.tanh, F.gelu, F.softplus, F.logsigmoid)
+_register(_repeated, torch.clone, torch.reshape, torch.flatten, torch.roll, F.pad, F.pixel_shuffle, F.pixel_unshuffle)
+_register(_repeated, Tensor.contiguous, Tensor.clone, Tensor.reshape, Tensor.flatten, Tensor.roll)
+for _name, _operator in (("mul", "mul"), ("add", "add"), ("sub", "sub"), ("div", "truediv")):
+    _methods = [_name, f"{_name}_", f"__{_operator}__", f"__i{_operator}__"]
+    _methods += [f"__r{_operator}__"] if _name in ("mul", "add") else []  # the others swap their arguments
+    _function = getattr(torch, _name)
+    _register(_made, _function, *(getattr(Tensor, method) for method in _methods), like=_function)
+for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf pow clamp masked_fill".split():
+    _function = getattr(torch, _name)
+    _register(_made, _function, getattr(Tensor, _name), getattr(Tensor, f"{_name}_"), like=_function)
+for _name in "neg abs square reciprocal sqrt rsqrt exp log1p erf clamp".split():
+    _register(_made, getattr(torch, f"{_name}_"), like=getattr(torch, _name))
+_register(_made, Tensor.__neg__, like=torch.neg)
+_register(_made, Tensor.__abs__, like=torch.abs)
+_register(_made, Tensor.__pow__, like=torch.pow)
+_register(_made, Tensor.__rsub__, torch.rsub, Tensor.__rpow__, Tensor.__rtruediv__, torch.where, Tensor.where)
+_register(_made, torch.mean, Tensor.mean, F.prelu, F.glu)
+_register(_made, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
+_register(_made, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+_register(_joined, torch.cat, torch.concat, torch.concatenate, torch.stack)
+FOLLOWED |= dict.fromkeys((Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16), _cast)
+FOLLOWED |= dict.fromkeys((F.max_pool1d, F.adaptive_max_pool1d), _max_pool(1))
+FOLLOWED |= dict.fromkeys((F.max_pool2d, torch.max_pool2d, F.adaptive_max_pool2d), _max_pool(2))
+FOLLOWED[F.max_pool3d] = _max_pool(3)
+FOLLOWED |= {F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+FOLLOWED |= dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d), _dropout)
+FOLLOWED |= dict.fromkeys((F.alpha_dropout, F.feature_alpha_dropout), _alpha_dropout)
+FOLLOWED[F.interpolate] = _repeated(F.interpolate, lend=True)
+for _name in "matmul mm bmm addmm baddbmm softmax log_softmax".split():
+    EXPENSIVE[getattr(torch, _name)] = _made(getattr(torch, _name))
+for _name in "matmul __matmul__ mm bmm addmm baddbmm softmax log_softmax".split():
+    EXPENSIVE[getattr(Tensor, _name)] = _made(getattr(Tensor, _name))
+EXPENSIVE[torch.einsum] = _repeated(torch.einsum)  # which may only permute, and return a view
+for _function in (*CONVOLUTIONS, F.linear, F.softmax, F.log_softmax, F.grid_sample):
+    EXPENSIVE[_function] = _made(_function)
+EXPENSIVE[F.scaled_dot_product_attention] = _unless(F.scaled_dot_product_attention, 4, "dropout_p")
+EXPENSIVE[F.embedding] = _unless(F.embedding, 3, "max_norm")

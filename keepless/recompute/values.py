@@ -1,0 +1,313 @@
+"""Values of a forward pass that its backward pass reads: kept, or computed again from others."""
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..saved import Kept, check_version
+from ..torch_internals import Hooks, at_end_of_backward, backward_runs, without_function_modes
+
+Positive = Callable[[Tensor], Tensor]  # which values count as positive: activations differ in NaN
+
+
+class Value:
+    """A tensor of the forward pass, for the operations and recipes that read it in a backward pass.
+
+    It is computed again (or unpacked) once per backward pass: for its first reader, and held until the last has read.
+    """
+
+    __slots__ = (
+        *("__weakref__", "bytes", "computed", "number", "positive", "readers", "reads", "recipes", "sign_readers"),
+        *("source", "storage", "version"),
+    )
+
+    def __init__(self, source: "Kept | Recipe | Signs", storage: int = 0, bytes: int = 0):
+        self.source = source
+        self.storage = storage  # of a kept tensor
+        self.bytes = bytes  # of that memory; 0 for leaves with a gradient, which stay anyway
+        self.recipes = 0  # that may yet read it
+        self.number = -1  # in the trace of a step, if there is one
+        self.readers = 0
+        self.sign_readers = 0  # readers that only ask which values are positive
+        self.positive: Positive | None = None  # how they ask it
+        self.reads = 0  # since it was computed
+        self.computed: Tensor | None = None
+        self.version = 0  # of the computed tensor
+
+    @property
+    def depth(self) -> int:
+        """The number of recipes between this value and kept ones."""
+        return self.source.depth if isinstance(self.source, Recipe) else 0
+
+    @property
+    def unread(self) -> bool:
+        """Whether nobody needs it yet: what it keeps is freed with its tensor."""
+        return not (self.readers or self.recipes or isinstance(self.source, Recipe))
+
+    def add_reader(self) -> None:
+        values = [self]
+        while values:
+            value = values.pop()
+            value.readers += 1
+            if value.readers == 1 and isinstance(value.source, Recipe):
+                values += value.source.inputs()
+
+    def remove_reader(self) -> None:
+        values = [self]
+        while values:
+            value = values.pop()
+            value.readers -= 1
+            if value.readers == 0 and isinstance(value.source, Recipe):
+                values += value.source.inputs()
+
+    def become(self, recipe: "Recipe") -> None:
+        """Forget the tensor, or another recipe: from now on this recipe computes it."""
+        before, self.source = self.source, recipe
+        if self.readers:
+            for value in recipe.inputs():
+                value.add_reader()
+            for value in before.inputs() if isinstance(before, Recipe) else ():
+                value.remove_reader()
+
+    def settle(self, hooks: Hooks | None, at_end: bool = False) -> bool:
+        """Keep only signs if all readers ask for signs alone; otherwise give the tensor to the outer hooks.
+
+        False while a recipe may still read it, which ends with the forward pass.
+        """
+        kept = self.source
+        if not isinstance(kept, Kept) or kept.hooks is not None or kept.is_modified():
+            return True
+        if self.sign_readers == self.readers:
+            if self.recipes and not at_end:
+                return False
+            assert self.positive is not None
+            self.source, self.storage = Signs(kept.get(), self.positive, hooks), 0
+        elif hooks is not None:
+            self.source = Kept(kept.get(), hooks)
+        return True
+
+    def reads_storage(self, storage: int) -> bool:
+        """Whether it is kept in a storage (given by its address), or computed from a value that is."""
+        seen: set[Value] = set()
+        values = [self]
+        while values:
+            value = values.pop()
+            if isinstance(value.source, Recipe):
+                values += [other for other in value.source.inputs() if other not in seen]
+                seen.update(value.source.inputs())
+            elif value.storage == storage:
+                return True
+        return False
+
+    def get(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError if a tensor that it needs was modified in place."""
+        if isinstance(self.source, Kept) and self.source.hooks is None:
+            return self.source.get()
+        calls, tensor = [self.steps()], None  # no recursion: chains may be long
+        while True:
+            try:
+                calls.append(calls[-1].send(tensor).steps())
+                tensor = None
+            except StopIteration as returned:
+                tensor = returned.value
+                calls.pop()
+                if not calls:
+                    return tensor
+
+    def steps(self) -> Generator["Value", Any, Tensor]:
+        """Yields the values that it needs, and is sent their tensors. Returns its own."""
+        tensor = self.computed
+        if tensor is None:
+            source = self.source
+            tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
+            self.version = tensor._version
+        else:
+            check_version(tensor, self.version)  # a backward function may write over what it gets
+        self.reads += 1
+        if self.reads == self.readers or not backward_runs():  # not in a backward pass
+            self.drop()
+        elif self.computed is None:
+            self.computed = tensor
+            # Not all readers read in a backward pass through a part of the graph.
+            at_end_of_backward(partial(_drop, weakref.ref(self)))
+        return tensor
+
+    def drop(self) -> None:
+        """Forget the computed tensor."""
+        self.computed, self.reads = None, 0
+
+
+def unread_bytes(values: Iterable[Value]) -> int:
+    """Bytes of kept memory that these values need, and that no operation reads so far, except for signs."""
+    seen: set[Value] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if value.readers == value.sign_readers and value not in seen:
+            seen.add(value)
+            waiting += value.source.inputs() if isinstance(value.source, Recipe) else ()
+    return sum(value.bytes for value in seen if isinstance(value.source, Kept))
+
+
+def _drop(reference: "weakref.ref[Value]") -> None:
+    if (value := reference()) is not None:
+        value.drop()
+
+
+class Form:
+    """What autograd holds in place of a tensor whose shape and strides its gradient needs, but not its values."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
+
+    def __init__(self, tensor: Tensor):
+        self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def get(self) -> Tensor:
+        """Any values. With the same strides, the same algorithm is chosen."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Signs:
+    """Which values of a tensor are positive, in one bit each."""
+
+    __slots__ = ("bits", "form")
+
+    def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
+        self.form = Form(tensor)
+        with torch.no_grad(), without_function_modes():
+            positive = positive_of(tensor).flatten()
+            positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
+            self.bits = Kept((positive * _bits(tensor.device)).sum(-1, dtype=torch.uint8), hooks)
+
+    @property
+    def bytes(self) -> int:
+        return -(-self.form.shape.numel() // 8)
+
+    def get(self) -> Tensor:
+        """1 where the tensor is positive, otherwise 0."""
+        with torch.no_grad(), without_function_modes():
+            ones = (self.bits.get().unsqueeze(-1) & _bits(self.form.device)).ne(0).flatten()
+            tensor = ones[: self.form.shape.numel()].view(self.form.shape).to(self.form.dtype)
+            return laid_out(tensor, self.form.stride)
+
+
+def _bits(device: torch.device) -> Tensor:
+    """1, 2, 4 … 128."""
+    return torch.ones(8, dtype=torch.uint8, device=device) << torch.arange(8, dtype=torch.uint8, device=device)
+
+
+class Saved:
+    """What autograd holds in place of a saved tensor: its value, until the tensor's memory is overwritten."""
+
+    __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
+
+    def __init__(self, value: Value):
+        self.value = value
+        self.number = -1  # in the trace of a step, if there is one
+        self.overwritten = False
+        self.reads_signs = False
+        value.add_reader()
+
+    def read_instead(self, value: Value) -> None:
+        """Replace the value."""
+        self.value.remove_reader()
+        self.value = value
+        value.add_reader()
+
+    def get(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError if it, or a tensor that it needs, was modified in place."""
+        if self.overwritten:
+            raise RuntimeError("a tensor needed for the gradient was modified by an inplace operation")
+        return self.value.get()
+
+
+class Recipe:
+    """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
+
+    __slots__ = ("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "stride")
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        arguments: Sequence[Any],
+        like: Tensor,
+        *,
+        fresh: bool = False,
+        can_overwrite: bool = False,
+    ):
+        """`like`: the original tensor; the result gets its dtype and strides.
+
+        `fresh`: nothing else ever holds the function's result or shares its memory. `can_overwrite`: the function is
+        elementwise and takes `inplace=True`, which is used where nobody else reads its first argument.
+        """
+        self.function = function
+        self.arguments = tuple(arguments)
+        self.device = like.device.type
+        self.dtype = like.dtype
+        self.stride = like.stride()
+        self.autocast = autocast_of(self.device)
+        self.fresh = fresh
+        self.can_overwrite = can_overwrite
+        self.depth = 1
+        for value in self.inputs():
+            value.recipes += 1
+            self.depth = max(self.depth, 1 + value.depth)
+
+    def __del__(self) -> None:
+        for value in self.inputs():
+            value.recipes -= 1
+
+    def inputs(self) -> list[Value]:
+        return [argument for argument in self.arguments if isinstance(argument, Value)]
+
+    def steps(self) -> Generator[Value, Any, Tensor]:
+        """Compute the tensor: see `Value.steps`. RuntimeError if an argument was modified in place."""
+        options = {"inplace": True} if self.can_overwrite and _is_spare(self.arguments[0]) else {}
+        arguments = []
+        for argument in self.arguments:
+            if isinstance(argument, Value):
+                kept = argument.source
+                argument = kept.get() if isinstance(kept, Kept) and kept.hooks is None else (yield argument)
+            elif isinstance(argument, Kept):
+                argument = argument.get()
+            arguments.append(argument)
+        enabled, dtype = self.autocast
+        as_then = autocast_of(self.device) == self.autocast
+        autocast: Any = nullcontext() if as_then else torch.autocast(self.device, dtype, enabled)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), autocast:
+            result = self.function(*arguments, **options)
+            return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
+
+
+def _is_spare(argument: object) -> bool:
+    """Whether a recipe's argument is computed for this recipe alone, in memory of its own."""
+    if not isinstance(argument, Value) or argument.readers != 1:
+        return False
+    return isinstance(argument.source, Recipe) and argument.source.fresh
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides: itself, or a copy."""
+    if all(
+        ours == wanted or size == 1 for ours, wanted, size in zip(tensor.stride(), stride, tensor.shape, strict=True)
+    ):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def autocast_of(device: str) -> tuple[bool, torch.dtype | None]:
+    """Whether autocast is enabled for a type of device, and its dtype then."""
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
+        return True, torch.get_autocast_dtype(device)
+    return False, None
+
+
+@cache
+def _has_autocast(device: str) -> bool:
+    """Not e.g. meta."""
+    return torch.amp.is_autocast_available(device)

@@ -1,0 +1,253 @@
+"""Any network in less memory, exactly: cheap activations are computed again instead of kept."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .budget.budget import Budget, Plans, checked
+from .budget.planned_recording import PlannedRecording
+from .inputs import check_module, tensors_in
+from .recompute.recording import Recording, is_running
+from .recompute.report import KeptTensor, Report, summary
+from .reversible.couplings import Coupling
+from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled
+
+
+def recompute_activations(
+    network: nn.Module, *, checkpointed_only: bool = False, budget: Budget | None = None, example: Any = None
+) -> nn.Module:
+    """Make a network compute cheap activations again in its backward pass, instead of keeping them.
+
+    Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
+    upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
+    `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
+    read it. No module is replaced, and outputs and gradients do not change. Of what frozen convolutions and norms read,
+    the shape is kept, and of what only ReLU or LeakyReLU reads, one bit per value.
+
+    It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
+    compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
+    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
+
+    Tensors that the backward pass reads may not be modified in place before it: this raises PyTorch's error about an
+    in-place operation, also under other hooks. (Small parameters that PyTorch alone would not keep are copied, so they
+    may change.) Changes through `.data` cannot be seen, here as elsewhere in autograd.
+
+    Args:
+        network: any but a compiled one, returned with two hooks around its forward pass, which `undo` removes. The
+            branches of couplings inside are prepared as well, because they run again by themselves.
+        checkpointed_only: only the outputs of `CheckpointedABN` (the paper's checkpointing).
+        budget: the most bytes that a step may take, such as "6GiB" or an int, or a share of the plain network's, such
+            as 0.3: at the peak of the forward and backward pass, beyond what was allocated before and with gradients
+            already there (zeroed, not None). Convolutions, matrix products, attention and the like are then computed
+            again as well, where that costs the least time. The second step of a shape is traced, and slower; a plan is
+            in force from the third on (see `plan`). If no plan is within the budget, a warning names the least.
+        example: an input, as `plan` takes it. Inputs like it have a plan from the first step on, which is made on fake
+            tensors, without the bytes that operators take while they run. For a network that does not fit otherwise.
+
+    Raises:
+        ValueError: the budget is not valid, or is given with `checkpointed_only`; an example is given without a budget,
+            or the network does not run on fake tensors like it.
+    """
+    check_module(network, "recompute_activations")
+    if budget is not None:
+        budget = checked(budget)
+        if checkpointed_only:
+            raise ValueError(f"budget={budget} with checkpointed_only=True: expected one of them")
+    elif example is not None:
+        raise ValueError("an example is given without a budget: expected budget=…, such as '6GiB'")
+    if is_compiled(network):
+        _say_that_the_compiler_decides(None)
+        return network
+    plans = None if budget is None else Plans(budget)
+    if plans is not None and example is not None:
+        plans.plan_for(network, example)
+    for module in _recorded_by_themselves(network):
+        _take_off(module)
+        hooks = _Hooks(checkpointed_only, plans if module is network else None)
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True)
+        module.register_forward_hook(hooks.leave, always_call=True)
+        module.__dict__[_PREPARES_SCRIPT] = hooks.refuse_script
+    return network
+
+
+def undo(network: nn.Module) -> nn.Module:
+    """Undo `recompute_activations`: return the network without its hooks, also where a part was prepared by itself."""
+    check_module(network, "undo")
+    for module in network.modules():
+        _take_off(module)
+    return network
+
+
+def report(network: nn.Module) -> Report:
+    """What the last forward pass of a prepared network kept: call it after a training step, and print the result.
+
+    Within a budget it says why: something was planned, or it cannot be computed again.
+
+    ValueError if the network is not prepared, or has not run with gradients yet.
+    """
+    check_module(network, "report")
+    hooks: list[Any] = [getattr(hook, "__self__", None) for hook in network._forward_hooks.values() if _is_ours(hook)]
+    if not hooks or hooks[0].kept is None:
+        raise ValueError(
+            "there is nothing to report: call recompute_activations(network), then the network itself with gradients"
+        )
+    return summary(hooks[0].kept, network)
+
+
+@contextmanager
+def recomputing() -> Iterator[None]:
+    """Context in which cheap activations are not kept, for code that is no `nn.Module`. See `recompute_activations`.
+
+    It does nothing where gradients are not recorded, or inside a prepared network's forward pass.
+    """
+    _drop_abandoned()
+    with Recording() if _can_record() else nullcontext():
+        yield
+
+
+def _recorded_by_themselves(network: nn.Module) -> list[nn.Module]:
+    couplings = [module for module in network.modules() if isinstance(module, Coupling)]
+    return [network, *(branch for coupling in couplings for branch in coupling.children())]
+
+
+def _take_off(module: nn.Module) -> None:
+    """Remove our hooks from a module."""
+    for registered in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in registered.items() if _is_ours(hook)]:
+            del registered[key]
+            for options in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_always_called):
+                options.pop(key, None)
+    module.__dict__.pop(_PREPARES_SCRIPT, None)
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _Hooks)
+
+
+_UNSEEN_OUTPUTS = (
+    "the network returns no tensor with a graph (in lists, tuples, dictionaries or dataclasses): the budget is planned "
+    "without the memory of its backward pass, which may take more"
+)
+_PREPARES_SCRIPT = "__prepare_scriptable__"  # the method that `torch.jit.script` calls first
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a prepared module. `frame`: of the call that runs it."""
+
+    module: nn.Module
+    recording: Recording | None  # None: it needs none
+    frame: FrameType
+
+
+class _Open(threading.local):
+    """The forward passes that run in a thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.passes: list[_Pass] = []
+
+
+_open = _Open()
+
+
+class _Hooks:
+    """Module hooks that record a forward pass."""
+
+    def __init__(self, checkpointed_only: bool, plans: Plans | None = None):
+        self.checkpointed_only = checkpointed_only
+        self.plans = plans
+        self.kept: list[KeptTensor] | None = None  # by the last forward pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        plans = None if self.plans is None else Plans(self.plans.budget)
+        return {"checkpointed_only": self.checkpointed_only, "plans": plans, "kept": None}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start recording, before the module's forward pass."""
+        if torch.compiler.is_compiling():
+            if not self.checkpointed_only:
+                call_at_compilation(_say_that_the_compiler_decides)
+            return
+        _drop_abandoned()
+        recording: Recording | None = None
+        frame = sys._getframe(1)
+        if _can_record():
+            recording = self._recording(module, (args, kwargs), frame)
+            recording.__enter__()
+        _open.passes.append(_Pass(module, recording, frame))
+
+    def _recording(self, module: nn.Module, arguments: object, frame: FrameType) -> Recording:
+        inputs = tensors_in(arguments)
+        copied, planned = _is_sharded(module), None
+        if self.plans is not None and current_hooks() is None:  # others decide what is kept
+            planned = self.plans.of_pass(module, inputs)
+        if planned is not None:
+            return PlannedRecording(planned, copy_parameters=copied, inputs=inputs, frame=frame)
+        only = self.checkpointed_only
+        return Recording(checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        """End the recording, after the module's forward pass, also when it raised."""
+        if torch.compiler.is_compiling():
+            return
+        if _open.passes and _open.passes[-1].module is module:  # not if an earlier hook raised
+            recording = _open.passes.pop().recording
+            if recording is not None:
+                recording.__exit__(None, None, None)
+                self.kept = recording.kept
+                if isinstance(recording, PlannedRecording) and recording.trace is not None:
+                    outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+                    if not outputs and recording.trace.saved:
+                        warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
+                    recording.trace.watch_backward(outputs, recording.start)
+
+    def refuse_script(self) -> NoReturn:
+        raise RuntimeError(
+            "torch.jit.script cannot read the hooks of recompute_activations: call undo(network) before, "
+            "or use torch.jit.trace"
+        )
+
+
+def _can_record() -> bool:
+    """Whether gradients are recorded, hooks are allowed, and no recording sees the calls already."""
+    allowed = torch.is_grad_enabled() and hooks_are_allowed() and not torch.jit.is_tracing()
+    return allowed and not torch.compiler.is_compiling() and not _is_recorded()
+
+
+def _drop_abandoned() -> None:
+    """Drop the passes that Ctrl-C has ended, as far as no other context was entered on top of them."""
+    while _open.passes and not is_running(_open.passes[-1].frame):
+        recording = _open.passes[-1].recording
+        if recording is not None and not recording.leave_abandoned():
+            return
+        _open.passes.pop()
+
+
+def _say_that_the_compiler_decides(_: object) -> None:
+    """Called while a graph is traced."""
+    warnings.warn(
+        "recompute_activations does nothing inside torch.compile, where the compiler decides what to keep: set "
+        "torch._functorch.config.activation_memory_budget, e.g. to 0.5, or train without torch.compile",
+        stacklevel=1,
+    )
+
+
+def _is_sharded(network: nn.Module) -> bool:
+    """Whether FSDP shards parameters of a network, and frees the gathered ones after each use."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not dist.is_initialized():
+        return False
+    return any(isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)) for module in network.modules())
+
+
+def _is_recorded() -> bool:
+    """Whether a recording's hooks are in effect, and no others inside it."""
+    hooks = current_hooks()
+    return hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Recording)

@@ -1,0 +1,1 @@
+"""The interface and weights of the released package `inplace_abn`."""

@@ -1,0 +1,86 @@
+"""The functions of the released package `inplace_abn`, with its scale: |weight| + eps."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..norms.activations import Activation, check_activation
+from ..norms.bn_act import BatchNormActivation, Call, Strategy
+from ..norms.synchronisation import synchronised_group
+
+_KEEP_OUTPUT = Strategy(keep="z")
+
+
+def inplace_abn(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+) -> Tensor:
+    """phi((|weight| + eps) * (x - mean) / sqrt(var + eps) + bias), keeping the output alone for the backward pass.
+
+    As in the released package, but x stays as it is: the output is a new tensor, and just as much is kept.
+
+    Args:
+        x: (N, C, *spatial), float64, float32, bfloat16 or float16.
+        weight, bias: (C,), float32 (float64 for float64 inputs); None: 1 and 0.
+        running_mean, running_var: (C,), updated if `training` (with the unbiased variance); None: not tracked.
+        training: use the minibatch's statistics, and not the running ones.
+        activation: leaky_relu (slope `activation_param`), elu (alpha `activation_param`), identity, sigmoid or tanh.
+
+    ValueError: the activation cannot be inverted, x is not (N, C, *spatial), or there are no statistics to use.
+    """
+    call = Call(training, momentum, eps, Activation(activation, activation_param))
+    return _normalised(x, weight, bias, running_mean, running_var, call)
+
+
+def inplace_abn_sync(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str = "leaky_relu",
+    activation_param: float = 0.01,
+    group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """`inplace_abn` with the minibatch statistics of all processes of `group`; None: the default group."""
+    group = synchronised_group(group) if training else None
+    call = Call(training, momentum, eps, Activation(activation, activation_param), group)
+    return _normalised(x, weight, bias, running_mean, running_var, call)
+
+
+def _normalised(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    call: Call,
+) -> Tensor:
+    check_activation(call.activation, invertible=True)
+    sizes = {len(each) for each in (weight, bias, running_mean, running_var) if each is not None}
+    if x.dim() < 2 or sizes - {x.shape[1]}:
+        raise ValueError(
+            f"inplace_abn got an input of shape {tuple(x.shape)}: expected (N, {max(sizes, default='C')}, …)"
+        )
+    if not call.use_batch_statistics and (running_mean is None or running_var is None):
+        raise ValueError("inplace_abn with training=False needs running_mean and running_var")
+    if call.use_batch_statistics and call.group is None and x.numel() <= x.shape[1]:
+        raise ValueError(f"inplace_abn got an input of shape {tuple(x.shape)}: expected several values per channel")
+    scale = None if weight is None else released_scale(weight, call.eps)
+    return BatchNormActivation.apply(x, scale, bias, running_mean, running_var, call, _KEEP_OUTPUT)
+
+
+def released_scale(weight: Tensor, eps: float) -> Tensor:
+    """|weight| + eps. Its gradient at 0 is 1, as in the released package, and not 0."""
+    return torch.where(weight < 0, -weight, weight) + eps

@@ -1,0 +1,151 @@
+"""The state that a forward pass depends on beside its inputs, restored to repeat the pass."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..norms.inplace_abn import OWN_LAYERS
+from ..norms.statistics import BATCH_NORMS, has_running_statistics
+from ..saved import check_version
+from ..torch_internals import without_dispatch_modes
+
+# In training their outputs do not depend on their buffers.
+_KNOWN_NORMS = frozenset([*OWN_LAYERS, *BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
+
+
+class _Buffer(NamedTuple):
+    """A buffer that a repetition must not change. `start`: its first values; None if they have no effect."""
+
+    owner: nn.Module
+    name: str
+    values: Tensor
+    version: int
+    start: Tensor | None
+
+    def is_constant(self) -> bool:
+        """Whether the forward pass, which has ended, left it alone. Other passes move running statistics."""
+        same = self.owner._buffers[self.name] is self.values and self.values._version == self.version
+        return same and not has_running_statistics(self.owner)
+
+
+class Environment:
+    """Autocast, random numbers, parameters, modes and buffers at the start of a forward pass.
+
+    `modules` run on `tensors`, and draw the same random numbers again with `preserve_rng_state`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], tensors: Iterable[Tensor], preserve_rng_state: bool = True):
+        devices = {tensor.device for tensor in tensors}
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in {"cpu", *(device.type for device in devices)} - {"meta"}
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.cuda = [device for device in devices if device.type == "cuda"]
+        self.random = self._random() if preserve_rng_state else None
+        parts = [part for module in modules for part in module.modules()]
+        self.modes = [(part, part.training) for part in parts]
+        self.constants: list[tuple[nn.Module, str, Tensor, int]] = [  # which may not change before the repetition
+            (part, name, parameter, parameter._version)
+            for part in parts
+            for name, parameter in part._parameters.items()
+            if parameter is not None
+        ]
+        self.buffers = [buffer for part in parts for buffer in _buffers(part)]
+
+    def forward_pass_ended(self) -> None:
+        """Keep only what is needed: no random numbers (5 KB) if none were drawn, no copies of unchanged buffers."""
+        if self.random is not None and all(map(_equal, self.random, self._random())):
+            self.random = None
+        self.constants += [buffer[:4] for buffer in self.buffers if buffer.is_constant()]
+        self.buffers = [buffer for buffer in self.buffers if not buffer.is_constant()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Context of a repetition: the state of the forward pass, and at the end the present one again.
+
+        RuntimeError if a parameter, or a buffer that the forward pass left alone, was modified or replaced since.
+        """
+        self._check_constants()
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, self.cache))
+            if self.random is not None:
+                stack.enter_context(torch.random.fork_rng(self.cuda))
+                torch.set_rng_state(self.random[0])
+                for device, state in zip(self.cuda, self.random[1:], strict=True):
+                    torch.cuda.set_rng_state(state, device)
+            changed = [(part, part.training) for part, mode in self.modes if part.training != mode]
+            stack.callback(_set_modes, changed)
+            _set_modes([(part, not mode) for part, mode in changed])
+            stack.enter_context(_swapped(self.buffers))
+            yield
+
+    def _check_constants(self) -> None:
+        for part, name, tensor, version in self.constants:
+            present = part._parameters.get(name, part._buffers.get(name))
+            if present is tensor:
+                check_version(tensor, version, f"{type(part).__name__}.{name}")
+            elif "DTensor" not in (type(present).__name__, type(tensor).__name__):  # FSDP's shards
+                raise RuntimeError(
+                    f"{type(part).__name__}.{name} of a reversible module is another tensor than in the forward "
+                    f"pass (as after torch.func.functional_call): keep it until the backward pass has ended"
+                )
+
+    def _random(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.cuda)]
+
+
+@contextmanager
+def statistics_kept(*modules: nn.Module) -> Iterator[None]:
+    """Context in which forward passes of some modules do not change the running statistics of their norms."""
+    parts = [part for module in modules for part in module.modules()]
+    norms = [part for part in parts if part.training and has_running_statistics(part)]
+    if not torch.compiler.is_compiling():
+        with _swapped([buffer for norm in norms for buffer in _buffers(norm)]):
+            yield
+        return
+    # A graph cannot replace buffers. Writing over them needs no care there: it checks no versions.
+    buffers = [values for norm in norms for values in norm._buffers.values() if values is not None]
+    before = [values.clone() for values in buffers]
+    yield
+    for values, value in zip(buffers, before, strict=True):
+        values.copy_(value)
+
+
+def _buffers(module: nn.Module) -> list[_Buffer]:
+    """The buffers that a forward pass may change, or that may change before it is repeated."""
+    found = [(name, values) for name, values in module._buffers.items() if values is not None]
+    if type(module) in _KNOWN_NORMS and module.training:  # the minibatch's statistics count
+        return [_Buffer(module, name, values, values._version, None) for name, values in found]
+    return [_Buffer(module, name, values, values._version, values.clone()) for name, values in found]
+
+
+@contextmanager
+def _swapped(buffers: Sequence[_Buffer]) -> Iterator[None]:
+    """Context in which copies of their first values replace buffers."""
+    present = [buffer.owner._buffers[buffer.name] for buffer in buffers]
+    copies: dict[int, Tensor] = {}  # one of a tensor that is a buffer of several modules
+    try:
+        for buffer, values in zip(buffers, present, strict=True):
+            start = values if buffer.start is None else buffer.start
+            if start is not None:
+                start = copies.setdefault(id(buffer.values), start.clone())
+            buffer.owner._buffers[buffer.name] = start
+        yield
+    finally:
+        for buffer, values in reversed(list(zip(buffers, present, strict=True))):
+            buffer.owner._buffers[buffer.name] = values
+
+
+def _set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
+    for module, mode in modes:
+        module.training = mode
+
+
+def _equal(state: Tensor, other: Tensor) -> bool:
+    with without_dispatch_modes():  # the states are real under fake tensors too
+        return torch.equal(state, other)

@@ -1,0 +1,124 @@
+"""Parts of a forward pass whose activations are dropped, and computed again in the backward pass.
+
+In a `Section` every tensor that autograd would save gets an empty slot. When the backward pass asks for the first, that
+part of the network runs again and fills all slots. As the graph is the ordinary one, parameters that are tied, frozen,
+unused or not registered, hooks, and gradients of a part work as usual.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..saved import Kept, check_version
+from ..torch_internals import keeps_graph
+
+
+class _Slot:
+    """The place of one saved tensor: empty until the section is repeated."""
+
+    def __init__(self, repeat: Callable[[], None], tensor: Tensor):
+        self.repeat = repeat
+        self.form = _form(tensor)
+        self.tensor: Tensor | None = None
+        self.version = 0
+
+    def fill(self, tensor: Tensor) -> None:
+        if _form(tensor) != self.form:
+            raise RuntimeError(f"{_CHANGED}: it saved a tensor {_form(tensor)}, at first {self.form}")
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def take(self) -> Tensor:
+        """The tensor; an empty slot repeats its section first. RuntimeError if the repetition was different."""
+        if self.tensor is None:
+            self.repeat()
+        tensor = self.tensor
+        if tensor is None:
+            raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
+        check_version(tensor, self.version)
+        if keeps_graph():
+            self.tensor = None  # the next backward pass computes it again
+        return tensor
+
+
+class Section:
+    """One part of a forward pass. Autograd holds the slots until it has used or freed them."""
+
+    def __init__(self) -> None:
+        self.slots: list[weakref.ref[_Slot]] = []
+
+    def is_asked_for(self) -> bool:
+        """Whether some slot is empty that a backward pass may still ask for."""
+        return any(slot is not None and slot.tensor is None for slot in (reference() for reference in self.slots))
+
+    @contextmanager
+    def dropping(self, repeat: Callable[[], None]) -> Iterator[None]:
+        """Context of the first run: saved tensors get slots. `repeat` runs the part again, in `filling`."""
+        ended = False
+
+        def pack(tensor: Tensor) -> _Slot | Kept:
+            if isinstance(tensor, nn.Parameter):
+                return Kept(tensor, None)
+            slot = _Slot(repeat, tensor)
+            self.slots.append(weakref.ref(slot))
+            return slot
+
+        def unpack(packed: _Slot | Kept) -> Tensor:
+            if not ended:
+                raise RuntimeError(
+                    "a branch of a reversible module asks for gradients in its forward pass, when its activations are "
+                    "already dropped: give disable=True to keep them"
+                )
+            return packed.get() if isinstance(packed, Kept) else packed.take()
+
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            ended = True
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Context of the repetition: saved tensors fill the slots. RuntimeError if they differ in number or form.
+
+        The graph made here is for nothing else, and cannot be differentiated after the context has ended.
+        """
+        slots, ended = iter(self.slots), False
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, nn.Parameter):
+                reference = next(slots, None)
+                if reference is None:
+                    raise RuntimeError(f"{_CHANGED}: it saved more tensors than at first")
+                slot = reference()
+                if slot is not None:
+                    slot.fill(tensor)
+            return tensor.detach()
+
+        def unpack(tensor: Tensor) -> Tensor:
+            if ended:
+                raise RuntimeError(
+                    "a value that a branch of a reversible module left behind was differentiated after the branch had "
+                    "run again in a backward pass: differentiate only what the module returns"
+                )
+            return tensor
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            ended = True
+        if next(slots, None) is not None:
+            raise RuntimeError(f"{_CHANGED}: it saved fewer tensors than at first")
+
+
+def _form(tensor: Tensor) -> tuple:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+_CHANGED = (
+    "a module computed something else when the backward pass repeated its forward pass; it must do the same each time"
+)

@@ -1,0 +1,171 @@
+"""Tensors that a graph keeps for its backward pass: keep more of them, and count them."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .torch_internals import FakeTensor, Hooks, StorageWeakRef, address, has_storage
+
+T = TypeVar("T")
+
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)  # other subclasses may compute anything
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor has a storage and a version counter. Sparse, nested, batched and inference tensors do not."""
+    return type(tensor) in _PLAIN and has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy that keeps expanded (stride 0) dimensions."""
+    tensor = tensor.detach()
+    size = tensor.untyped_storage().nbytes()
+    if size >= tensor.nbytes:
+        return tensor.clone()
+    whole = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
+    return whole.clone().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def size_text(count: int) -> str:
+    """Bytes for people, such as 1.50 GiB, 20.0 MiB or 0.5 KiB."""
+    for unit, size, digits in (("GiB", 2**30, 2), ("MiB", 2**20, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count / 2**10:.1f} KiB"
+
+
+class Kept:
+    """A tensor kept as autograd would keep it: packed by `hooks`, if any, and refused if it was modified in place.
+
+    Autograd checks no versions under hooks. Here a tensor that they give back is checked if it shares the memory of the
+    original, as with `save_on_cpu` on a CPU.
+    """
+
+    __slots__ = ("counter", "hooks", "name", "packed", "shape", "spoilt", "storage", "version")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, name: str = "a tensor"):
+        self.version = tensor._version
+        if tensor.grad_fn is not None:  # with its graph, an operation's own output would keep itself alive
+            tensor = tensor.detach()
+        self.hooks = hooks
+        self.name = name
+        self.shape = None if tensor.is_nested else tuple(tensor.shape)
+        self.packed: Any = tensor
+        self.counter: Tensor | None = tensor  # has the memory's version
+        self.storage: StorageWeakRef | None = None
+        self.spoilt = False  # packed too late or again, from modified memory
+        if hooks is not None:
+            with torch.no_grad():
+                self.packed = hooks[0](tensor)
+            self.counter = None
+            if is_ordinary(tensor):
+                self.counter = tensor.detach()
+                self.counter.data = tensor.new_empty(0)  # keeps the version, but not the memory
+                self.storage = StorageWeakRef(tensor.untyped_storage())
+
+    def is_modified(self) -> bool:
+        """Whether the memory was modified since."""
+        return self.counter is not None and self.counter._version != self.version
+
+    def spoil(self) -> None:
+        """Refuse the tensor from now on."""
+        self.spoilt = True
+
+    def get(self) -> Tensor:
+        """The tensor. RuntimeError if it was modified in place."""
+        tensor = self.packed if self.hooks is None else self.hooks[1](self.packed)
+        if self.spoilt or (self.is_modified() and (self.hooks is None or self._is_same_memory(tensor))):
+            assert self.counter is not None
+            raise _modified(self.name, self.shape, self.counter._version, self.version)
+        return tensor
+
+    def _is_same_memory(self, tensor: Tensor) -> bool:
+        if self.storage is None or not is_ordinary(tensor):
+            return False
+        return address(tensor.untyped_storage()) == self.storage.cdata
+
+
+def check_version(tensor: Tensor, version: int, name: str = "a tensor") -> None:
+    """Raise RuntimeError if a tensor was modified in place since it had this version. `name` begins the message."""
+    if tensor._version != version:
+        raise _modified(name, tuple(tensor.shape), tensor._version, version)
+
+
+def _modified(name: str, shape: tuple[int, ...] | None, found: int, expected: int) -> RuntimeError:
+    return RuntimeError(
+        f"{name} of shape {shape} needed for the gradient was modified by an inplace operation: it is at "
+        f"version {found}, expected version {expected}"
+    )
+
+
+class _Packed:
+    """A tensor that autograd has saved, for as long as it holds it."""
+
+    __slots__ = ("__weakref__", "place", "tensor")
+
+    def __init__(self, tensor: Tensor, place: str):
+        self.tensor = tensor.detach()  # with its graph, an operation's own output would keep itself alive
+        self.place = place
+
+
+class SavedTensor(NamedTuple):
+    """A tensor that a graph keeps."""
+
+    tensor: Tensor
+    place: str
+
+
+class SavedTensors(saved_tensors_hooks):
+    """Context that sees what autograd saves for the backward pass. Tensors may be fake.
+
+    Args:
+        place: called for every saved tensor; says where the program is, e.g. in which module.
+    """
+
+    def __init__(self, place: Callable[[], str] = str):
+        self.place = place
+        self.packed: list[weakref.ref[_Packed]] = []
+        super().__init__(self._pack, attrgetter("tensor"))
+
+    def __enter__(self) -> "SavedTensors":  # type: ignore[override]  # torch's returns nothing
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> _Packed:
+        packed = _Packed(tensor, self.place())
+        self.packed.append(weakref.ref(packed))
+        return packed
+
+    def kept(self, without: Iterable[Tensor] = ()) -> list[SavedTensor]:
+        """A tensor for each storage that the graphs made here keep now, with the place that saved it first.
+
+        Not counted: the storages of the tensors `without`, e.g. parameters, and what autograd saved and dropped again,
+        e.g. between two reversible modules.
+        """
+        left_out = {address(tensor.untyped_storage()) for tensor in without}
+        found: dict[int, SavedTensor] = {}
+        for packed in (reference() for reference in self.packed):
+            if packed is not None and (storage := address(packed.tensor.untyped_storage())) not in left_out:
+                found.setdefault(storage, SavedTensor(packed.tensor, packed.place))
+        return list(found.values())
+
+
+def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
+    """Run a forward pass; return its result, which must hold the graph, and what it keeps: see `SavedTensors.kept`."""
+    with SavedTensors() as saved:
+        result = forward()
+    return result, [entry.tensor for entry in saved.kept(without)]
+
+
+def kept_bytes(network: nn.Module, forward: Callable[[], object], inputs: Iterable[Tensor] = ()) -> int:
+    """Bytes that the graph of a forward pass keeps, without the network's parameters and inputs.
+
+    What `forward` returns must hold the graph, e.g. the loss or the outputs.
+    """
+    result, saved = saved_for_backward(forward, [*network.parameters(), *inputs])
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved)

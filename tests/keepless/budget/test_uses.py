@@ -1,0 +1,197 @@
+"""What may happen around a traced step, and to a network with a budget: each is like the plain network."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from keepless import plan, recompute_activations
+from keepless.budget.budget import traced_step
+from keepless.budget.costs import peak_bytes
+from keepless.budget.simulation import plain_peak
+from keepless.saved import kept_bytes
+
+
+class Layers(nn.Module):
+    """`call` is called first, with the number of the forward pass."""
+
+    def __init__(self, call=lambda number: None, dropout: float = 0.0):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.call, self.dropout, self.calls = call, dropout, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = F.gelu(self.first(x))
+        self.call(self.calls)
+        y = F.gelu(self.second(y))
+        if self.dropout:
+            y = F.scaled_dot_product_attention(y, y, y, dropout_p=self.dropout)
+        return self.second(y)
+
+
+X = torch.linspace(-1, 1, 4 * 40 * 16, dtype=torch.float64).view(4, 40, 16)
+
+
+def pair(**options) -> tuple[nn.Module, nn.Module]:
+    """The network within a budget, and the plain one."""
+    torch.manual_seed(0)
+    plain = Layers(**options).double()
+    return recompute_activations(copy.deepcopy(plain), budget=1.0), plain
+
+
+def plans(network: nn.Module) -> int:
+    (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
+    return sum(len(shape.plans) for shape in hooks.plans._shapes.values())
+
+
+def gradients(network: nn.Module, x: Tensor = X) -> list[Tensor]:
+    output = network(x)
+    loss = output.values() if output.is_nested and output.layout == torch.jagged else output
+    loss = loss.to_padded_tensor(0.0) if loss.is_nested else loss
+    return list(torch.autograd.grad(loss.square().mean(), list(network.parameters())))
+
+
+def assert_like_plain(within: nn.Module, plain: nn.Module, x: Tensor = X) -> None:
+    for ours, theirs in zip(gradients(within, x), gradients(plain, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_measuring_operators_draws_no_random_numbers():
+    within, plain = pair(dropout=0.3)
+    found = []
+    for network in (within, plain):
+        torch.manual_seed(1)
+        found.append([(*gradients(network), torch.rand(3)) for _ in range(4)])
+    for ours, theirs in zip(*found, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert plans(within) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_traced_step_that_raises_is_traced_again(error, at_once):
+    """Also if it raises before it calls a function, or is ended by Ctrl-C, after which modules call no hooks."""
+
+    def call(number: int) -> None:
+        if number == 2:
+            raise error
+
+    within, plain = pair(call=call)
+    if at_once:
+        for network in (within, plain):
+            network.first.register_forward_pre_hook(lambda layer, args, n=network: call(n.calls))
+    for network in (within, plain):
+        gradients(network)
+        with pytest.raises(error):
+            network(X)
+    for _ in range(3):
+        assert_like_plain(within, plain)
+    assert plans(within) == 1
+
+
+def test_forward_passes_without_a_backward_pass_take_no_traces():
+    within, plain = pair()
+    for _ in range(20):
+        within(X)
+    for _ in range(2):
+        assert_like_plain(within, plain)
+    assert plans(within) == 1
+
+
+def test_a_step_that_is_profiled_is_not_traced():
+    """One profiler inside another would end it, and in its warm-up crash the process."""
+    within, plain = pair()
+    gradients(within)
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profile:
+        with pytest.warns(UserWarning, match="a profiler of PyTorch runs: the budget is planned once it has ended"):
+            assert_like_plain(within, plain)
+        profile.step()
+        assert_like_plain(within, plain)
+        profile.step()
+    assert plans(within) == 0
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        for _ in range(2):
+            assert_like_plain(within, plain)
+        torch.ones(3).erfinv()
+    assert "aten::erfinv" in {event.name for event in profile.events()} and plans(within) == 0
+    for _ in range(2):
+        assert_like_plain(within, plain)
+    assert plans(within) == 1
+
+
+def test_threads_measure_one_after_the_other():
+    """Two that start a profiler at once crash the process."""
+    within, plain = pair()
+    raised: list[BaseException] = []
+
+    def work(size: int) -> None:
+        try:
+            for _ in range(10):
+                assert_like_plain(within, plain, X[:size])
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=work, args=(size,)) for size in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not raised
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_kept_as_they_are(layout):
+    within, plain = pair()
+    for network in (within, recompute_activations(copy.deepcopy(plain))):
+        for _ in range(4):
+            x = torch.nested.nested_tensor([X[0, :3], X[1, :5]], layout=layout)
+            assert_like_plain(network, plain, x)
+
+
+def test_a_plan_leaves_its_example_alone():
+    network = Layers().double()
+    x = X.clone().requires_grad_()
+    y = x * x  # its graph has one backward pass
+    plan(network, x)
+    plan(network, y)
+    y.sum().backward()
+    assert torch.equal(x.grad, 2 * x)
+
+
+class Beside(nn.Module):
+    """Layers without gradient, whose tensors come and go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(32, 32), nn.Linear(32, 256).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        with torch.no_grad():
+            weights = self.teacher(x)
+            scale = weights.square().mean()
+        return x * scale
+
+
+def test_the_plain_peak_has_what_is_computed_without_gradient():
+    network, x = Beside(), torch.randn(64, 4, 32)
+    for parameter in network.layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step, _ = traced_step(network, (x,), {})
+    measured = peak_bytes(lambda: network(x).square().mean().backward(), "cpu")
+    assert plain_peak(step) == pytest.approx(measured, rel=0.05)
+
+
+def test_long_vectors_are_traced():
+    """An LSTM saves one. What it takes besides while it runs differs between versions of PyTorch, and is not known."""
+    network, x = nn.LSTM(32, 32), torch.randn(64, 4, 32)
+    step, _ = traced_step(network, (x,), {})
+    saved = sum(step.memories[memory] for memory in {saved.memory for saved in step.saved})
+    assert saved == pytest.approx(kept_bytes(network, lambda: network(x), [x]), rel=0.02)

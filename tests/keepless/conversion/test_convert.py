@@ -1,0 +1,432 @@
+"""Conversions: equal outputs and gradients, the same Parameters, every reason for not replacing a layer."""
+
+import copy
+import logging
+import re
+from functools import partial
+from itertools import cycle
+
+import pytest
+import torch
+import torchvision
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
+from keepless.conversion.convert import Report, to_inplace, to_standard
+from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2
+
+C = 4
+
+
+NETWORKS = [
+    partial(small_resnext, classes=5),
+    partial(small_resnet, classes=5),
+    partial(small_wider_a2, dropout=(0.0,) * 6),
+    small_segmentation,
+]
+NORMS = {
+    "std": ABN,
+    "std-elu": partial(ABN, activation="elu", activation_param=1.0),
+    "std-scale-fixed": partial(ABN, learn_scale=False),
+    "inplace-1": partial(InPlaceABN, variant="I", gamma_floor=1e-3),
+    "inplace-2": InPlaceABN,
+    "inplace-sync": InPlaceABNSync,
+    "checkpoint": CheckpointedABN,
+    "checkpoint-x-hat": partial(CheckpointedABN, store="x_hat", activation="tanh"),
+}
+
+
+def trained(network: nn.Module) -> nn.Module:
+    """Give the norms random positive and negative scales, random shifts and random running statistics."""
+    generator = torch.Generator().manual_seed(0)
+    for module in network.modules():
+        if isinstance(module, (ABN, nn.modules.batchnorm._BatchNorm)):
+            ranges = {"weight": (0.5, 1.5), "bias": (-0.5, 0.5), "running_mean": (-0.5, 0.5), "running_var": (0.5, 2.0)}
+            for name, ends in ranges.items():
+                if (values := getattr(module, name)) is not None:
+                    values.data.uniform_(*ends, generator=generator)
+            if module.weight is not None:
+                module.weight.data *= torch.randint(0, 2, module.weight.shape, generator=generator) * 2 - 1
+    return network
+
+
+def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, Report]:
+    reports = []
+    network = convert(network, report=reports.append, **options)
+    (report,) = reports
+    return network, report
+
+
+def state_of(network: nn.Module) -> tuple[dict[str, int], list]:
+    """What a conversion must preserve: {name: the tensor itself}, and the order of names in the state dict."""
+    tensors = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: id(tensor) for name, tensor in tensors.items()}, list(network.state_dict())
+
+
+def assert_left(network: nn.Module, reason: str, name: str | None = None, **options) -> None:
+    """Nothing is replaced, and the layer `name`, by default the only one that could be, is left for this reason."""
+    modules, state = list(network.modules()), state_of(network)
+    result, report = converted(to_inplace, network, **options)
+    assert result is network and list(network.modules()) == modules and state_of(network) == state
+    if name is None:
+        (name,) = report.kept
+    assert not report.replaced and re.search(reason, report.kept[name]), report
+    assert type(network.get_submodule(name)).__name__ in report.kept[name]
+
+
+def outputs(network: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)  # for dropout
+    output = network(x)
+    return output["out"] if isinstance(output, dict) else output
+
+
+def gradients(network: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Output of a training step, and the gradients of the input and all parameters."""
+    x = x.clone().requires_grad_()
+    z = outputs(network, x * 1)
+    dz = torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(0))
+    return [z, *torch.autograd.grad(z, [x, *network.parameters()], dz)]
+
+
+TO_INPLACE = [(to_inplace, norm) for norm in NORMS if not norm.startswith("inplace")]
+TO_STANDARD = [(to_standard, norm) for norm in NORMS if not norm.startswith("std")]
+
+
+@pytest.mark.parametrize("way, build", list(zip([*TO_INPLACE, *TO_STANDARD], cycle(NETWORKS))))
+def test_networks_of_ours_keep_their_outputs_and_gradients(way, build):
+    convert, norm = way
+    expected = InPlaceABN if convert is to_inplace else ABN
+    torch.manual_seed(0)
+    network = trained(build(NORMS[norm]))
+    layers = [name for name, module in network.named_modules() if isinstance(module, ABN)]
+    x = torch.randn(2, 3, 33, 33)
+    before = network.eval()(x)
+    reference, state = copy.deepcopy(network), state_of(network)
+
+    result, report = converted(convert, network)
+    assert result is network and state_of(network) == state and not report.kept
+    for name in layers:
+        layer = network.get_submodule(name)
+        assert type(layer) is expected
+        assert not layer.training and layer.sync == (norm == "inplace-sync")
+        original = reference.get_submodule(name)
+        assert (name in report.replaced) == (type(layer) is not type(original))
+        assert layer.extra_repr().startswith(original.extra_repr().split(", variant")[0].split(", store")[0])
+    torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
+    x = x.double()
+    theirs, ours = gradients(reference.double().train(), x), gradients(network.double().train(), x)
+    torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(list(network.buffers()), list(reference.buffers()))
+
+
+def test_eval_outputs_are_equal_for_zero_and_tiny_scales():
+    torch.manual_seed(0)
+    network = trained(small_resnet(ABN)).eval()
+    special = torch.tensor([0.0, -0.0, 1e-30, -1e-12, 1e-6, -1e-5, 1.0, -1.0])
+    for module in network.modules():
+        if isinstance(module, ABN):
+            module.weight.data.copy_(special[torch.randint(8, module.weight.shape)])
+    x = torch.randn(2, 3, 33, 33)
+    before, random_state = network(x), torch.get_rng_state()
+    for convert in (to_inplace, to_standard, to_inplace):
+        assert any(isinstance(module, InPlaceABN) for module in convert(network).modules()) == (convert is to_inplace)
+        torch.testing.assert_close(network(x), before, rtol=0, atol=1e-6)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    weights = torch.cat([module.weight for module in network.modules() if isinstance(module, ABN)])
+    assert torch.isin(weights, special).all()  # no weight was floored or lost its sign
+
+
+def test_layers_that_need_no_conversion_are_left_as_they_are():
+    layers = [InPlaceABN(C, overwrite_input=True, variant="I"), InPlaceABNSync(C)]
+    network, report = converted(to_inplace, nn.Sequential(*layers))
+    assert list(network) == layers and not report.replaced and not report.kept
+    layers = [ABN(C), nn.BatchNorm2d(C), nn.LeakyReLU()]
+    network, report = converted(to_standard, nn.Sequential(*layers, InPlaceABN(C, overwrite_input=True)))
+    assert list(network)[:3] == layers and type(network[3]) is ABN
+    assert list(report.replaced) == ["3"] and not report.kept
+
+
+ACTIVATIONS = {
+    "leaky_relu": (nn.LeakyReLU(0.2), 0.2),
+    "leaky_relu, in place": (nn.LeakyReLU(0.2, inplace=True), 0.2),
+    "elu": (nn.ELU(0.7), 0.7),
+    "sigmoid": (nn.Sigmoid(), None),
+    "tanh": (nn.Tanh(), None),
+    "identity": (nn.Identity(), None),
+}
+
+
+def changed(module: nn.Module, **attributes: object) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def with_hidden_statistics(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+    for name, buffer in norm.named_buffers():
+        norm.register_buffer(name, buffer, persistent=False)
+    return norm
+
+
+BATCH_NORMS = {
+    "1d": (partial(nn.BatchNorm1d, C), nn.Conv1d, 1),
+    "2d": (partial(nn.BatchNorm2d, C), nn.Conv2d, 2),
+    "3d": (partial(nn.BatchNorm3d, C), nn.Conv3d, 3),
+    "sync": (partial(nn.SyncBatchNorm, C), nn.Conv2d, 2),
+    "not affine": (partial(nn.BatchNorm2d, C, affine=False), nn.Conv2d, 2),
+    "without shift": (lambda: changed(nn.BatchNorm2d(C), bias=None), nn.Conv2d, 2),
+    "untracked since": (lambda: changed(nn.BatchNorm2d(C), track_running_stats=False), nn.Conv2d, 2),
+    "buffers outside the state dict": (lambda: with_hidden_statistics(nn.BatchNorm2d(C)), nn.Conv2d, 2),
+    "batch statistics always": (partial(nn.BatchNorm2d, C, track_running_stats=False), nn.Conv2d, 2),
+    "averages": (partial(nn.BatchNorm2d, C, momentum=None, eps=0.1), nn.Conv2d, 2),
+}
+
+
+@pytest.mark.parametrize("kind, activation", list(zip(BATCH_NORMS, cycle(ACTIVATIONS))))
+def test_pytorch_layers_in_a_sequential(kind, activation):
+    torch.manual_seed(0)
+    build, conv, dims = BATCH_NORMS[kind]
+    module, param = ACTIVATIONS[activation]
+    network = nn.Sequential(conv(3, C, 3), build(), copy.deepcopy(module), conv(C, 2, 1))
+    trained(network).double()
+    reference, state = copy.deepcopy(network), state_of(network)
+    result, report = converted(to_inplace, network)
+    assert result is network and state_of(network) == state
+    assert list(report.replaced) == ["1"] and not report.kept
+    layer = network[1]
+    assert type(layer) is InPlaceABN and type(network[2]) is nn.Identity
+    assert (layer.activation, layer.sync) == (activation.split(",")[0], kind == "sync")
+    assert param is None or layer.activation_param == param
+    assert (layer.eps, layer.momentum) == (reference[1].eps, reference[1].momentum)
+
+    x = torch.randn(3, 3, *(7,) * dims, dtype=torch.float64)
+    if kind == "sync" and not torch.distributed.is_initialized():  # PyTorch's own needs CUDA in training mode
+        reference[1] = nn.BatchNorm2d(C).double()
+        reference.load_state_dict(network.state_dict())
+    for step in range(2):
+        torch.testing.assert_close(gradients(network, x + step), gradients(reference, x + step), rtol=0, atol=1e-9)
+    torch.testing.assert_close(network.eval()(x), reference.eval()(x), rtol=0, atol=1e-12)
+
+
+def test_the_process_group_goes_along():
+    group = object()  # nothing is exchanged here
+    network = nn.Sequential(nn.SyncBatchNorm(C, process_group=group), act())
+    for convert in (to_inplace, to_standard):
+        layer = convert(network)[0]
+        assert layer.sync and layer.group is group
+
+
+def bn() -> nn.BatchNorm2d:
+    return nn.BatchNorm2d(C)
+
+
+def act() -> nn.LeakyReLU:
+    return nn.LeakyReLU(0.1)
+
+
+def test_nested_sequentials_are_one_sequence():
+    network = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, C, 1), bn()),
+        act(),
+        nn.ModuleDict({"inner": nn.Sequential(bn(), nn.Sequential(), nn.Sequential(nn.Sequential(act())))}),
+        torchvision.ops.Conv2dNormActivation(C, C, activation_layer=nn.ELU),
+    )
+    shared = nn.Sequential(bn())  # followed by different activations
+    network.append(nn.Sequential(shared, act()))
+    network.append(nn.Sequential(shared, nn.Tanh()))
+    network.extend([with_hook(nn.Sequential(bn())), act()])
+    keys = list(network.state_dict())
+    _, report = converted(to_inplace, network)
+    assert list(report.replaced) == ["0.1", "2.inner.0", "3.1"]
+    assert network[3][1].activation == "elu"
+    assert report.kept.keys() == {"4.0.0", "6.0"} and all("nothing follows" in why for why in report.kept.values())
+    assert list(network.state_dict()) == keys
+
+
+def test_an_activation_behind_an_identity():
+    network, report = converted(to_inplace, nn.Sequential(bn(), nn.Identity(), act(), nn.Conv2d(C, C, 1)))
+    assert network[0].activation == "leaky_relu" and type(network[2]) is nn.Identity and len(report.replaced) == 1
+    network, _ = converted(to_inplace, nn.Sequential(bn(), nn.Identity(), nn.SiLU()))
+    assert network[0].activation == "identity" and type(network[2]) is nn.SiLU
+
+
+def test_modules_in_several_places():
+    """One activation, one sequence and one layer of ours stay one module."""
+    one = act()
+    network = nn.Sequential(bn(), one, nn.Conv2d(C, C, 1), bn(), one, nn.Conv2d(C, C, 1), one)
+    reference = copy.deepcopy(network)
+    _, report = converted(to_inplace, network)
+    assert list(report.replaced) == ["0", "3"] and network[6] is one
+    x = torch.randn(2, C, 3, 3)
+    torch.testing.assert_close(network(x), reference(x))
+
+    network = nn.Module()
+    network.features = nn.Sequential(bn(), act())
+    network.stages = nn.ModuleList([network.features])
+    _, report = converted(to_inplace, network)
+    assert network.stages[0][0] is network.features[0] and isinstance(network.features[0], InPlaceABN)
+    assert list(report.replaced) == ["features.0"]
+
+    one = ABN(C)
+    network = to_inplace(nn.ModuleList([one, nn.Conv2d(C, C, 1), one]))
+    assert isinstance(network[0], InPlaceABN) and network[0] is network[2] and network[0].weight is one.weight
+
+
+def test_relu_becomes_leaky_only_when_asked():
+    def build():
+        return nn.Sequential(nn.BatchNorm2d(C), nn.ReLU(inplace=True), ABN(C, activation="relu"))
+
+    network, report = converted(to_inplace, build())
+    assert not report.replaced and all("relu_slope=0.01" in why for why in report.kept.values())
+    network, report = converted(to_inplace, build(), relu_slope=0.02)
+    assert not report.kept
+    for layer in (network[0], network[2]):
+        assert (type(layer), layer.activation, layer.activation_param) == (InPlaceABN, "leaky_relu", 0.02)
+    with pytest.raises(ValueError, match=r"relu_slope=0: expected a slope above 0"):
+        to_inplace(build(), relu_slope=0)
+
+
+def with_hook(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, args, output: None)
+    return module
+
+
+class Own(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)
+
+
+def with_own_forward(module: nn.Module) -> nn.Module:
+    return changed(module, forward=lambda x: x)
+
+
+def subclassed(module: nn.Module) -> nn.Module:
+    return parametrizations.weight_norm(module, dim=None)
+
+
+KEPT = {
+    "not in a sequential": (lambda: nn.ModuleDict({"0": bn(), "1": act()}), "ModuleDict: the order of calls is unkn"),
+    "sequential with its own forward": (lambda: Own(bn(), act()), "not in a plain nn.Sequential, but in Own"),
+    "sequential with another forward": (lambda: with_own_forward(nn.Sequential(bn(), act())), "not in a plain nn.Seq"),
+    "last": (lambda: nn.Sequential(bn()), "nothing follows"),
+    "before a convolution": (lambda: nn.Sequential(bn(), nn.Conv2d(C, C, 1)), "followed by Conv2d, not by"),
+    "before relu6": (lambda: nn.Sequential(bn(), nn.ReLU6()), "followed by ReLU6, not by"),
+    "slope of zero": (lambda: nn.Sequential(bn(), nn.LeakyReLU(0.0)), "expected a slope above 0"),
+    "negative alpha": (lambda: nn.Sequential(bn(), nn.ELU(-1.0)), "expected a number above 0"),
+    "two places": (lambda: nn.Sequential(*[bn(), act()] * 2), "registered at 2 places"),
+    "half precision": (lambda: nn.Sequential(bn(), act()).bfloat16(), r"torch.bfloat16: .*\.float\(\)"),
+    "mixed": (
+        lambda: nn.Sequential(changed(bn(), running_mean=torch.zeros(C).double()), act()),
+        "float32, torch.float",
+    ),
+    "lazy": (lambda: nn.Sequential(nn.LazyBatchNorm2d(), act()), "number of channels is not known"),
+    "subclass": (lambda: nn.Sequential(subclassed(bn()), act()), "subclass, whose forward pass"),
+    "subclass of ours": (lambda: nn.Sequential(subclassed(ABN(C)), act()), "subclass, whose forward pass"),
+    "hooks": (lambda: nn.Sequential(with_hook(bn()), act()), "it has hooks"),
+    "hooks of ours": (lambda: nn.Sequential(with_hook(ABN(C)), act()), "it has hooks"),
+    "hooks of the activation": (lambda: nn.Sequential(bn(), with_hook(act())), "the LeakyReLU that follows has hooks"),
+    "hooks in between": (lambda: nn.Sequential(bn(), with_hook(nn.Identity()), act()), "the Identity that follows has"),
+    "own forward": (lambda: nn.Sequential(with_own_forward(bn()), act()), "it has hooks"),
+    "own buffer": (lambda: nn.Sequential(changed(bn(), mask=nn.Buffer(torch.ones(C))), act()), "buffers or modules of"),
+    "overwritten": (lambda: nn.Sequential(bn(), act(), nn.Dropout(inplace=True)), "overwritten by the Dropout"),
+    "overwritten view": (lambda: nn.Sequential(bn(), act(), nn.Flatten(), nn.ReLU(inplace=True)), "by the ReLU that"),
+    "overwritten identity": (lambda: nn.Sequential(bn(), nn.Identity(), nn.Hardtanh(inplace=True)), "by the Hardtanh"),
+    "overwritten output of ours": (lambda: nn.Sequential(ABN(C), nn.ReLU(inplace=True)), "overwritten by the ReLU"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_every_reason_for_leaving_a_layer(case):
+    build, reason = KEPT[case]
+    assert_left(build(), reason)
+
+
+def test_to_standard_reports_what_it_leaves():
+    layers = with_hook(InPlaceABN(C)), subclassed(InPlaceABN(C)), CheckpointedABN(C)
+    network, report = converted(to_standard, nn.Sequential(*layers))
+    assert type(network[2]) is ABN and list(report.replaced) == ["2"]
+    assert "hooks" in report.kept["0"] and "subclass" in report.kept["1"]
+
+
+def test_single_layers_are_returned():
+    layer = trained(ABN(C, activation="tanh")).eval()
+    inplace, report = converted(to_inplace, layer)
+    assert type(inplace) is InPlaceABN and inplace.weight is layer.weight and not inplace.training
+    assert report.replaced == {"": "ABN(tanh) -> InPlaceABN(tanh)"} and "(the module itself)" in str(report)
+    assert type(to_standard(inplace)) is ABN
+    batch_norm = bn()
+    result, report = converted(to_inplace, batch_norm)
+    assert result is batch_norm and "not in a plain nn.Sequential" in report.kept[""]
+
+
+def test_on_the_meta_device_and_in_float64():
+    network = to_inplace(nn.Sequential(nn.BatchNorm2d(C, device="meta", dtype=torch.float64), nn.ELU()))
+    assert {(t.device.type, t.dtype) for t in network[0].parameters()} == {("meta", torch.float64)}
+    assert network(torch.empty(2, C, 3, 3, device="meta", dtype=torch.float64)).shape == (2, C, 3, 3)
+
+
+def test_a_torchvision_network_and_its_report(caplog):
+    with torch.device("meta"):
+        densenet = torchvision.models.densenet121()
+    _, report = converted(to_inplace, densenet, relu_slope=0.01)
+    assert list(report.replaced) == ["features.norm0", *(f"features.transition{i}.norm" for i in (1, 2, 3))]
+    text = str(report)
+    assert "replaced: 4\n  4 x BatchNorm2d + ReLU -> InPlaceABN(leaky_relu)\n      features.norm0, " in text
+    assert "not replaced: 117" in text and "and 112 more" in text
+
+    with caplog.at_level(logging.INFO):
+        to_inplace(densenet)
+        to_inplace(nn.Sequential(bn(), act()))
+    warning, information = caplog.records
+    assert warning.levelno == logging.WARNING and "not replaced: 117" in warning.getMessage()
+    assert information.levelno == logging.INFO and "BatchNorm2d + LeakyReLU" in information.getMessage()
+
+
+PIECES = {
+    "conv": lambda: nn.Conv2d(C, C, 1),
+    "bn": bn,
+    "bn without state": lambda: nn.BatchNorm2d(C, affine=False, track_running_stats=False),
+    "ABN": lambda: ABN(C, activation="identity"),
+    "leaky": act,
+    "leaky in place": lambda: nn.LeakyReLU(0.3, inplace=True),
+    "elu": nn.ELU,
+    "tanh": nn.Tanh,
+    "relu in place": lambda: nn.ReLU(inplace=True),
+    "identity": nn.Identity,
+    "dropout in place": lambda: nn.Dropout(0.0, inplace=True),
+    "view": lambda: nn.Unflatten(1, (C,)),
+}
+SEQUENCES = st.recursive(
+    st.sampled_from(sorted(PIECES)), lambda pieces: st.lists(pieces, max_size=6), max_leaves=12
+).filter(lambda pieces: isinstance(pieces, list))
+
+
+def sequential(pieces) -> nn.Module:
+    return nn.Sequential(*map(sequential, pieces)) if isinstance(pieces, list) else PIECES[pieces]()
+
+
+@settings(max_examples=50)
+@given(pieces=SEQUENCES)
+def test_any_sequential(pieces):
+    """A network that trains before conversion trains after it, with the same gradients; every norm is reported."""
+    torch.manual_seed(0)
+    network = trained(nn.Sequential(nn.Conv2d(C, C, 1), sequential(pieces), nn.Conv2d(C, C, 1))).double()
+    x = torch.randn(3, C, 4, 4, dtype=torch.float64)
+    reference, state = copy.deepcopy(network), state_of(network)
+    kinds = {name: type(module) for name, module in network.named_modules()}
+    _, report = converted(to_inplace, network)
+    assert state_of(network) == state
+    for name, kind in kinds.items():
+        if kind in (nn.BatchNorm2d, ABN):
+            assert (name in report.replaced) != (name in report.kept)
+            assert isinstance(network.get_submodule(name), InPlaceABN if name in report.replaced else kind)
+    try:
+        theirs = gradients(reference, x)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+        assume(False)
+    torch.testing.assert_close(gradients(network, x), theirs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(network.eval()(x), reference.eval()(x), rtol=1e-9, atol=1e-9)

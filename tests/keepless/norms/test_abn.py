@@ -1,0 +1,367 @@
+"""Every strategy against PyTorch's batch normalisation, activation and autograd."""
+
+from functools import partial
+from itertools import cycle, product
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from keepless import ABN, CheckpointedABN, InPlaceABN
+from keepless.norms import abn as abn_module
+from keepless.norms.bn_act import Strategy, floored
+from keepless.saved import saved_for_backward
+from tests.norms import IN_PLACE, OVERWRITING, STRATEGIES
+
+CHANNELS = 6
+ACTIVATIONS = {"leaky_relu": 0.01, "elu": 1.0, "identity": 0.0, "sigmoid": 0.0, "tanh": 0.0}
+
+
+PHI = {"leaky_relu": F.leaky_relu, "elu": F.elu, "identity": lambda y, _: y, "relu": lambda y, _: y.relu()}
+PHI |= {"sigmoid": lambda y, _: y.sigmoid(), "tanh": lambda y, _: y.tanh()}
+
+
+def randomise(layer: ABN) -> ABN:
+    """Scales of both signs with |gamma| in 0.5 … 1.5, shifts within 0.5."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        if layer.weight is not None:
+            layer.weight.copy_((0.5 + torch.rand(CHANNELS)) * torch.tensor([1.0, -1.0]).repeat(CHANNELS // 2))
+        if layer.bias is not None:
+            layer.bias.copy_(torch.rand(CHANNELS) - 0.5)
+        if layer.running_var is not None:
+            layer.running_mean.normal_()
+            layer.running_var.uniform_(0.5, 2.0)
+    return layer.double()
+
+
+def reference(layer: ABN, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+    """Batch normalisation written out, for autograd to differentiate."""
+    shape = (1, -1, *(1,) * (x.dim() - 2))
+    others = [d for d in range(x.dim()) if d != 1]
+    if layer.training or layer.running_mean is None:
+        mean, var = x.mean(others), x.var(others, correction=0)
+    else:
+        mean, var = layer.running_mean, layer.running_var
+    x_hat = (x - mean.view(shape)) / torch.sqrt(var.view(shape) + layer.eps)
+    return PHI[layer.activation](gamma.view(shape) * x_hat + beta.view(shape), layer.activation_param)
+
+
+LAYERS = STRATEGIES | OVERWRITING
+FORMATS = [torch.contiguous_format, torch.channels_last]
+SCALES = [{"affine": False}, {"learn_scale": False}, {"track_running_stats": False}]
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", LAYERS)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_equals_autograd_in_float64(strategy, training):
+    """Each activation with a scale; missing vectors with one activation, since they are filled in before it.
+
+    One gradient is expanded, as `sum().backward()` passes it. In eval mode no pass may move the running statistics.
+    """
+    activations = [*ACTIVATIONS, *([] if strategy.startswith("inplace") else ["relu"])]
+    cases = [(activation, {}) for activation in activations] + [("leaky_relu", scale) for scale in SCALES]
+    for (activation, scale), memory_format in product(cases, FORMATS):
+        param = ACTIVATIONS.get(activation, 0.0)
+        layer = randomise(LAYERS[strategy](CHANNELS, activation=activation, activation_param=param, **scale))
+        layer.train(training)
+        x = torch.randn(4, CHANNELS, 5, 7, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
+        named = {name: p.detach().clone().requires_grad_() for name, p in layer.named_parameters()}
+        ones = torch.ones(CHANNELS, dtype=torch.float64)
+        expected = reference(layer, x, named.get("weight", ones), named.get("bias", 0 * ones))
+        dz = torch.randn_like(expected)
+        dz = dz[:1, :, :1, :1].expand_as(expected) if "learn_scale" in scale else dz
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert_close(layer(x * 1), expected)
+        z = layer(x * 1)  # not x itself: a leaf must not be overwritten
+        assert_close(z, expected)
+        wanted = torch.autograd.grad(expected, [x, *named.values()], dz)
+        for retain in (True, False):  # the first backward pass leaves the graph as it was
+            assert_close(torch.autograd.grad(z, [x, *layer.parameters()], dz, retain_graph=retain), wanted)
+        assert z.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("strategy", LAYERS)
+def test_running_statistics_are_those_of_batchnorm2d(strategy):
+    for momentum in (0.1, None):
+        layer, standard = LAYERS[strategy](CHANNELS, momentum=momentum), nn.BatchNorm2d(CHANNELS, momentum=momentum)
+        for _ in range(3):
+            x = torch.randn(2, CHANNELS, 4, 4) * 3 + 1
+            standard(x)
+            layer(x.clone())
+        for name, buffer in standard.named_buffers():
+            torch.testing.assert_close(getattr(layer, name), buffer)
+        layer.load_state_dict(standard.state_dict())  # and the names are the same
+        # A memory planner traces networks on the meta device.
+        assert layer.to("meta")(torch.empty(2, CHANNELS, 8, 8, device="meta")).shape == (2, CHANNELS, 8, 8)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dropped", [[], ["num_batches_tracked"], ["running_mean", "running_var"]], ids=len)
+@pytest.mark.parametrize("flag", [True, False], ids=["tracked", "untracked"])
+def test_statistics_switched_off_later_act_as_in_batchnorm2d(strategy, momentum, dropped, flag):
+    layer = STRATEGIES[strategy](CHANNELS, momentum=momentum, activation="identity")
+    standard = nn.BatchNorm2d(CHANNELS, momentum=momentum)
+    for norm in (layer, standard):
+        norm.track_running_stats = flag
+        for name in dropped:
+            setattr(norm, name, None)
+    x = torch.randn(2, CHANNELS, 4, 4) * 3 + 1
+    for training in (True, False):
+        torch.testing.assert_close(layer.train(training)(x), standard.train(training)(x))
+    for name in {"running_mean", "running_var"} - {*dropped}:
+        torch.testing.assert_close(getattr(layer, name), getattr(standard, name))
+
+
+def saved_bytes(layer: nn.Module, x: torch.Tensor) -> tuple[int, int, list[int]]:
+    """Bytes that a layer keeps for its backward pass: of its output, of its input, and of each other storage."""
+    z, saved = saved_for_backward(lambda: layer(x))
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    of_output, of_input = (storages.pop(tensor.untyped_storage().data_ptr(), 0) for tensor in (z, x))
+    return of_output, of_input, sorted(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_saves_its_output_and_three_vectors(dtype):
+    cases = zip(ACTIVATIONS, cycle([{"variant": "I"}, {"variant": "II"}, {"overwrite_input": True}]), strict=False)
+    for activation, options in cases:
+        layer = InPlaceABN(64, activation=activation, activation_param=1.0, **options)
+        source = torch.randn(2, 64, 8, 8, dtype=dtype, requires_grad=True)
+        # gamma, beta, 1 / sigma
+        assert saved_bytes(layer, source * 1) == saved_bytes(layer.eval(), source * 1) == (source.nbytes, 0, [256] * 3)
+    of_output, of_input, others = saved_bytes(ABN(64), source.float())  # standard layers save their input too
+    assert of_output == of_input == source.numel() * 4 and max(others) <= 64 * 4
+
+
+class Results(TorchDispatchMode):
+    """Keeps the tensors that operations return, so that no two of them get the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.tensors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        self.tensors += filter(torch.is_tensor, tree_leaves(results))
+        return results
+
+
+@pytest.mark.parametrize("strategy", [*IN_PLACE, *OVERWRITING])
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_the_input_is_left_as_it_was_or_gives_its_buffer_to_the_output(strategy, memory_format):
+    layer, overwrites = LAYERS[strategy](CHANNELS), strategy in OVERWRITING
+    x = torch.randn(4, CHANNELS, 8, 8).to(memory_format=memory_format)
+    before = x.clone()
+    with Results() as results:
+        z = layer(x)
+    storages = [tensor.untyped_storage() for tensor in (*results.tensors, x)]
+    assert len({each.data_ptr() for each in storages if each.nbytes() >= x.nbytes}) == (1 if overwrites else 2)
+    assert (z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == overwrites
+    assert torch.equal(x, z if overwrites else before)
+
+
+STRIDED = {
+    "transposed": lambda: torch.randn(4, CHANNELS, 7, 5).transpose(2, 3) * 1,
+    "channels sliced": lambda: torch.randn(4, 2 * CHANNELS, 5, 7)[:, :CHANNELS],
+    "columns skipped": lambda: torch.randn(4, CHANNELS, 5, 14)[..., ::2],
+    "channels last, cropped": lambda: torch.randn(4, CHANNELS, 9, 9).to(memory_format=torch.channels_last)[
+        ..., 2:7, 1:8
+    ],
+    "matrix, transposed": lambda: torch.randn(CHANNELS, 40).t(),
+    "volume, channels last": lambda: torch.randn(2, CHANNELS, 3, 4, 5).to(memory_format=torch.channels_last_3d),
+}
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+def test_every_memory_layout(layout):
+    torch.manual_seed(0)
+    for overwrite_input, training in product((False, True), (True, False)):
+        x = STRIDED[layout]().double()
+        layer = randomise(InPlaceABN(CHANNELS, overwrite_input=overwrite_input)).train(training)
+        source = x.clone().requires_grad_()
+        expected = reference(layer, source, layer.weight, layer.bias)
+        dz = torch.randn_like(expected)
+        leaf = torch.zeros((), dtype=torch.float64, requires_grad=True)
+        given = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).copy_(x).add_(leaf)
+        assert given.stride() == x.stride()
+        z = layer(given)
+        assert_close(z, expected)
+        assert (z.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()) == overwrite_input
+        (sum_of_dx,) = torch.autograd.grad(z, leaf, dz)
+        assert_close(sum_of_dx, torch.autograd.grad(expected, source, dz)[0].sum(), atol=1e-9)
+
+
+def odd_strides(shape: tuple[int, ...], strides: tuple[int, ...]):
+    """A tensor that PyTorch takes for channels_last, though not by the strides of its sizes of 1."""
+    x = torch.empty_strided(shape, strides, dtype=torch.float64)
+    assert not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+    return x.copy_(torch.randn(shape, dtype=torch.float64))
+
+
+MISREAD = [  # shapes and strides
+    ((1, CHANNELS, 1, 5), (CHANNELS, 1, 1, CHANNELS)),
+    ((3, CHANNELS, 1, 5), (5 * CHANNELS, 1, 1, CHANNELS)),
+    ((1, CHANNELS, 1, 3, 1), (CHANNELS, 1, 1, CHANNELS, CHANNELS)),
+]
+
+
+@pytest.mark.parametrize("strategy", LAYERS)
+def test_strides_that_pytorch_misreads(strategy):
+    """PyTorch's batch normalisation gives wrong gradients for such an input."""
+    for (shape, strides), training in product(MISREAD, (True, False)):
+        layer = randomise(LAYERS[strategy](CHANNELS, activation="identity")).train(training)
+        x, dz = odd_strides(shape, strides), torch.randn(shape, dtype=torch.float64)
+        results = []
+        for source in (x.contiguous(), x):
+            leaf = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype).copy_(source).requires_grad_()
+            z = layer(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype).copy_(leaf))
+            results.append((z, *torch.autograd.grad(z, [leaf, *layer.parameters()], dz)))
+        assert_close(*results)
+
+
+def test_gradients_that_pytorch_misreads():
+    """The gradient's strides fit both memory formats, and PyTorch assumes the wrong one."""
+    x, gradient = torch.randn(1, 3, 1, 10)[..., :5], torch.randn(5, 3, 1, 1).transpose(0, 3)
+    for layer in (InPlaceABN(3, activation="identity"), CheckpointedABN(3, activation="identity")):
+        found = []
+        for dz in (gradient, gradient.contiguous()):
+            leaf = x.detach().requires_grad_()
+            layer(leaf).backward(dz)
+            found.append(leaf.grad)
+        torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_only_misread_inputs_are_copied():
+    layer = ABN(CHANNELS)
+    batch = torch.randn(2, CHANNELS, 3, 4).to(memory_format=torch.channels_last)
+    for x in (batch, batch[:1], batch[:1, :, :1], batch[..., ::2], batch.contiguous(), batch.contiguous()[:1, :, :1]):
+        z = layer(x.requires_grad_(False).clone(memory_format=torch.preserve_format).requires_grad_())
+        node = z.grad_fn.next_functions[0][0]
+        assert "BatchNorm" in node.name() and "AccumulateGrad" in node.next_functions[0][0].name()
+    z = layer(odd_strides(*MISREAD[0]).float().requires_grad_())
+    assert "AccumulateGrad" not in z.grad_fn.next_functions[0][0].next_functions[0][0].name()
+
+
+def test_overwriting_what_an_earlier_operation_kept_raises():
+    for first in (nn.ReLU(), *(LAYERS[strategy](CHANNELS) for strategy in IN_PLACE)):
+        x = torch.randn(2, CHANNELS, 4, 4, requires_grad=True)
+        z = InPlaceABN(CHANNELS, overwrite_input=True)(first(x))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+
+
+@pytest.mark.parametrize("variant", ["I", "II"])
+def test_scale_of_zero_is_floored_in_training_and_recovers(variant):
+    """gamma = copysign(max(|w|, floor), w); dL/dw is dL/dgamma, so a weight of zero moves."""
+    layer = InPlaceABN(CHANNELS, variant=variant, gamma_floor=1e-3).double()
+    weight = torch.tensor([0.0, -0.0, 1e-4, -1e-4, 0.5, -0.5], dtype=torch.float64)
+    gamma = torch.tensor([1e-3, -1e-3, 1e-3, -1e-3, 0.5, -0.5], dtype=torch.float64)
+    assert torch.equal(floored(weight, 1e-3), gamma)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    x = torch.randn(4, CHANNELS, 5, 5, dtype=torch.float64, requires_grad=True)
+    dz = torch.randn_like(x)
+    z, expected = layer(x), reference(layer, x, gamma.requires_grad_(), torch.zeros_like(gamma))
+    assert_close(z, expected, atol=1e-12)
+    ours = torch.autograd.grad(z, [x, layer.weight], dz)
+    assert_close(ours, torch.autograd.grad(expected, [x, gamma], dz))
+    assert (ours[1] != 0).all()
+    standard = ABN(CHANNELS).double().eval()  # in eval mode the scale is the weight itself
+    standard.load_state_dict(layer.state_dict())
+    assert torch.equal(layer.eval()(x), standard(x))
+    torch.testing.assert_close(*(torch.autograd.grad(norm(x).sum(), x) for norm in (layer, standard)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_activations_with_float32_parameters(dtype):
+    standard, x = ABN(CHANNELS), torch.randn(8, CHANNELS, 16, 16)
+    dz = torch.randn_like(x)
+    expected_input = x.clone().requires_grad_()
+    expected = torch.autograd.grad(standard(expected_input), [expected_input, *standard.parameters()], dz)
+    for strategy in IN_PLACE:
+        layer, low = LAYERS[strategy](CHANNELS), x.to(dtype).requires_grad_()
+        z = layer(low)
+        gradients = torch.autograd.grad(z, [low, *layer.parameters()], dz.to(dtype))
+        assert z.dtype == gradients[0].dtype == dtype
+        assert gradients[1].dtype == gradients[2].dtype == layer.running_mean.dtype == torch.float32
+        for gradient, reference_gradient in zip(gradients, expected, strict=True):
+            error = (gradient.float() - reference_gradient).norm() / reference_gradient.norm()
+            assert error < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("cls", [ABN, InPlaceABN])
+def test_one_value_per_channel_and_unfit_inputs_are_refused(cls):
+    layer = cls(CHANNELS)
+    for shape in ((1, CHANNELS), (1, CHANNELS, 1, 1)):
+        with pytest.raises(ValueError, match="at least two crops"):
+            layer.train()(torch.randn(shape))
+        assert layer.num_batches_tracked == 0
+        assert layer.eval()(torch.randn(shape)).shape == shape
+    x = torch.randn(2, CHANNELS, 4, 4)
+    unfit = {r"\(2, 5, 4, 4\).*expected \(N, 6": x[:, :5], r"\.double\(\)": x.double()}
+    for message, inputs in (unfit | {"torch.int64 input: expected float64": x.long()}).items():
+        with pytest.raises(ValueError, match=message):
+            layer(inputs)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "running_mean", "running_var"])
+def test_every_parameter_and_buffer_must_have_the_right_dtype(name):
+    """FSDP2, for example, casts parameters but not buffers."""
+    dtypes = (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float64)
+    for training, (inputs, own) in product((True, False), dtypes):
+        layer = InPlaceABN(CHANNELS).train(training)
+        values = getattr(layer, name)
+        setattr(layer, name, nn.Parameter(values.to(own)) if isinstance(values, nn.Parameter) else values.to(own))
+        with pytest.raises(ValueError, match=f"{inputs} input.*{name} is {own}.*expected float64 .*float32.*autocast"):
+            layer(torch.randn(2, CHANNELS, 4, 4, dtype=inputs))
+        assert layer.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize(
+    "cls, options, message",
+    [
+        (InPlaceABN, {"activation": "relu"}, "cannot recover.*leaky_relu"),
+        (InPlaceABN, {"activation": "swish"}, "'swish' is not known; choose one of leaky_relu"),
+        (InPlaceABN, {"activation": "leaky_relu", "activation_param": 0.0}, "slope above 0"),
+        (InPlaceABN, {"activation": "elu", "activation_param": -1.0}, "above 0"),
+        (InPlaceABN, {"activation_param": float("nan")}, "slope above 0"),
+        (InPlaceABN, {"activation_param": float("inf")}, "slope above 0"),
+        (InPlaceABN, {"variant": "III"}, "'III': expected 'I' or 'II'"),
+        (InPlaceABN, {"gamma_floor": 0.0}, "gamma_floor=0.0"),
+        (ABN, {"eps": 0.0}, "eps=0.0: expected a number above 0"),
+        (ABN, {"activation_param": -0.1}, "not a valid slope.*0 or more"),
+        (CheckpointedABN, {"activation_param": float("nan")}, "not a valid slope.*0 or more"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls(CHANNELS, **options)
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_a_synchronised_standard_norm_computes_on_the_backend_that_it_was_given(backend, monkeypatch):
+    strategies: list[Strategy] = []
+    captured = SimpleNamespace(apply=lambda x, *arguments: strategies.append(arguments[-1]) or x)
+    monkeypatch.setattr(abn_module, "synchronised_group", lambda group: object())
+    monkeypatch.setattr(abn_module, "BatchNormActivation", captured)
+    ABN(4, sync=True, backend=backend)(torch.randn(2, 4, 3, 3))
+    assert [strategy.backend for strategy in strategies] == [backend]
+
+
+@pytest.mark.parametrize("cls", [ABN, InPlaceABN, CheckpointedABN])
+def test_an_empty_minibatch_has_empty_gradients_and_no_statistics(cls):
+    """As of a detector that proposed no regions."""
+    for backend, training, shape in product(("auto", "compiled"), (True, False), ((0, 4, 5, 5), (2, 4, 0, 5))):
+        norm = cls(4, backend=backend).train(training)
+        x = torch.randn(shape, requires_grad=True)
+        z = norm(x)
+        z.sum().backward()
+        assert z.shape == x.grad.shape == x.shape and not norm.weight.grad.any()
+        assert not norm.running_mean.any() and norm.running_var.eq(1).all() and not norm.num_batches_tracked

@@ -1,0 +1,82 @@
+"""The layers on a CUDA device against float64 on the CPU; `make test PYTEST="-m gpu"`."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from keepless import ABN
+from keepless.norms import abn as abn_module
+from tests.cuda import NEEDS_CUDA
+from tests.norms import OVERWRITING, STRATEGIES
+
+pytestmark = NEEDS_CUDA
+
+LAYERS = STRATEGIES | {"inplace_overwrite": OVERWRITING["inplace_overwrite"]}
+each_layer = pytest.mark.parametrize("strategy", LAYERS)
+each_backend = pytest.mark.parametrize("backend", ["auto", "eager"])
+
+
+def gradients(layer, x, dz) -> list[torch.Tensor]:
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    z = layer(x * 1)
+    return [z, *torch.autograd.grad(z, [x, *layer.parameters()], dz)]
+
+
+@each_layer
+@each_backend
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_equals_the_cpu_in_float64(strategy, backend, training, memory_format, dtype):
+    torch.manual_seed(0)
+    reference = ABN(32).double().train(training)
+    with torch.no_grad():
+        reference.weight.uniform_(0.5, 1.5).mul_(torch.randn(32).sign())
+        reference.bias.uniform_(-0.5, 0.5)
+    layer = LAYERS[strategy](32, backend=backend).to("cuda", torch.promote_types(dtype, torch.float32)).train(training)
+    layer.load_state_dict(reference.state_dict())
+    x, dz = torch.randn(2, 4, 32, 16, 16, dtype=torch.float64).unbind()
+    x, dz = (tensor.to(memory_format=memory_format) for tensor in (x, dz))
+    expected = gradients(reference, x, dz)
+    results = gradients(layer, x.to("cuda", dtype), dz.to("cuda", dtype))
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 5e-3}[dtype]
+    for result, wanted in zip(results, expected, strict=True):
+        assert (result.double().cpu() - wanted).norm() <= tolerance * wanted.norm()
+    assert results[0].is_contiguous(memory_format=memory_format)
+
+
+@pytest.fixture
+def shared(monkeypatch) -> Iterator[None]:
+    """Synchronised layers compute as in a larger group, in an NCCL group of this process alone."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    monkeypatch.setattr(abn_module, "synchronised_group", lambda group: dist.group.WORLD)
+    yield
+    dist.destroy_process_group()
+
+
+@each_layer
+@each_backend
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_layer_never_waits_for_the_device_and_a_captured_graph_replays_it(strategy, backend, sync, shared):
+    layer = LAYERS[strategy](32, backend=backend, sync=sync).to("cuda")
+    x, dz = torch.randn(2, 4, 32, 16, 16, device="cuda").unbind()
+    gradients(layer, x, dz)  # compiles, and checks the count of values
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients(layer, x, dz)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        expected = gradients(layer, x, dz)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = gradients(layer, x, dz)
+    graph.replay()
+    assert layer.num_batches_tracked == 4
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,110 @@
+"""Which backend computes a layer, and that a layer computes the same with each."""
+
+import warnings
+from functools import cache
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from keepless import ABN, CheckpointedABN, InPlaceABN
+from keepless.norms import backends, bn_act
+from keepless.norms.backends import backend_for
+from keepless.norms.backends.compiled import CompiledBackend
+from keepless.norms.backends.eager import EagerBackend
+from tests.backend_cases import need_a_compiler, run_formulas_as_they_stand
+from tests.norms import STRATEGIES
+
+LARGE, SMALL = (2, 64, 96, 96), (2, 8, 8, 8)
+
+
+def test_auto_takes_compiled_loops_for_large_tensors_where_there_is_a_compiler(monkeypatch):
+    """But not where tools look at operations."""
+    monkeypatch.setattr(backends, "compiler_available", lambda device_type: True)
+    assert isinstance(backend_for("auto", torch.empty(LARGE)), CompiledBackend)
+    assert isinstance(backend_for("auto", torch.empty(SMALL)), EagerBackend)
+    assert isinstance(backend_for("auto", torch.empty(LARGE, device="meta")), EagerBackend)
+    for tool, name in ((FakeTensorMode(), "compiled"), (FlopCounterMode(display=False), "auto")):
+        with tool:
+            assert isinstance(backend_for(name, torch.empty(LARGE)), EagerBackend)
+    monkeypatch.setattr(backends, "compiler_available", lambda device_type: False)
+    assert isinstance(backend_for("auto", torch.empty(LARGE)), EagerBackend)
+
+
+@pytest.mark.parametrize("error", [None, "Failed to find C compiler. Please specify\nor otherwise."])
+def test_auto_on_cuda_tries_triton_once_and_otherwise_computes_eagerly(monkeypatch, error):
+    probe = Mock(side_effect=error and RuntimeError(error))
+    fused, x = EagerBackend(), SimpleNamespace(device=torch.device("cuda:1"))  # no CUDA here: a tensor by its device
+    kernels = SimpleNamespace(probe=probe, runs_on=lambda x: True, TritonBackend=lambda: fused)
+    monkeypatch.setattr(backends, "_triton", lambda: kernels)
+    monkeypatch.setattr(backends, "_triton_launches", cache(backends._triton_launches.__wrapped__))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        chosen = [backends._fastest(x) for _ in range(3)]
+    probe.assert_called_once_with(torch.device("cuda:1"))
+    assert all((backend is fused) == (error is None) for backend in chosen)
+    assert len(caught) == (error is not None)
+    for line in (str(warning.message) for warning in caught):
+        assert "cuda:1 (Failed to find C compiler. Please" in line and "backend='eager'" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backend_that_cannot_compute_says_so(strategy):
+    layer = STRATEGIES[strategy]
+    with pytest.raises(ValueError, match="backend='cuda' is not known; choose one of auto, eager, compiled, triton"):
+        layer(4, backend="cuda")
+    if backends._triton() is None:
+        with pytest.raises(ValueError, match="needs the package triton"):
+            layer(4, backend="triton")
+    elif not backends._triton().INTERPRETED:
+        with pytest.raises(ValueError, match="float32 tensor on cpu: expected .* on CUDA"):
+            layer(4, backend="triton")(torch.randn(2, 4, 3, 3))
+
+
+@pytest.mark.parametrize("op_by_op", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_layers_equal_eager_ones(strategy, op_by_op, monkeypatch):
+    run_formulas_as_they_stand(monkeypatch) if op_by_op else need_a_compiler()
+    x, dz = torch.randn(2, 3, 16, 9, 9, generator=torch.Generator().manual_seed(0)).unbind()
+    for training in (True, False):
+        results = []
+        for backend in ("eager", "compiled"):
+            layer = STRATEGIES[strategy](16, backend=backend).train(training)
+            with torch.no_grad():
+                layer.weight.copy_(torch.linspace(-1.5, 1.4, 16))
+                layer.bias.copy_(torch.linspace(-0.5, 0.5, 16))
+            leaf = x.clone().requires_grad_()
+            z = layer(leaf)
+            gradients = torch.autograd.grad(z, [leaf, layer.weight, layer.bias], dz)
+            results.append([z, *gradients, layer.running_mean, layer.running_var])
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cls", [CheckpointedABN, InPlaceABN])
+def test_backends_are_given_vectors_without_gaps(cls, monkeypatch):
+    """Kernels assume contiguous vectors; weights may be columns of a matrix (e.g. from a hypernetwork)."""
+    backend = Mock(wraps=EagerBackend())
+    monkeypatch.setattr(bn_act, "backend_for", lambda name, x: backend)
+    vectors = {"weight": torch.rand(4, 2)[:, 0], "bias": torch.tensor(0.3).expand(4)}
+    layer, x = cls(4), torch.randn(2, 4, 3, 3)
+    z = torch.func.functional_call(layer, vectors, x)
+    gamma, beta, _ = backend.forward.call_args.args[1]
+    assert gamma.is_contiguous() and beta.is_contiguous()
+    torch.testing.assert_close(z, torch.func.functional_call(ABN(4), vectors, x))
+
+
+@pytest.mark.parametrize(
+    "backend, memory_format",
+    [(EagerBackend(), torch.contiguous_format), (CompiledBackend(), torch.channels_last)],  # not by compiled formulas
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_statistics_of_half_precision_inputs_are_not_rounded(backend, memory_format, dtype):
+    x = torch.randn(4, 8, 16, 16).to(dtype, memory_format=memory_format)
+    mean, var = backend.moments(x)
+    expected_var, expected_mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    assert mean.dtype == var.dtype == torch.float32
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(var.double(), expected_var, rtol=1e-5, atol=0)

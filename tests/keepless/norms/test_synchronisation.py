@@ -1,0 +1,325 @@
+"""Several processes that share a minibatch compute what one process does with all of it.
+
+Networks that compute activations again have, in several processes too, the gradients of plain ones.
+"""
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync, layer_health, recompute_activations
+from keepless.released import stand_in
+from keepless.saved import kept_bytes
+from tests.cuda import FSDP2_ON_CPUS
+from tests.host_reads import host_reads
+from tests.keepless.recompute.test_uses import IMAGES, assert_same, both, gradients, loss_of, small
+from tests.keepless.reversible import test_modules as reversible
+from tests.norms import STRATEGIES
+from tests.ranks import Ranks
+
+WORLD_SIZE = 3
+CHANNELS = 5
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    started = Ranks(WORLD_SIZE, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
+def layer_of(strategy: str, **options) -> ABN:
+    layer = STRATEGIES[strategy](CHANNELS, **options).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1.5, 1.4, CHANNELS))
+        layer.bias.copy_(torch.linspace(-0.5, 0.5, CHANNELS))
+    return layer
+
+
+assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
+
+
+def minibatch(crops: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(crops)
+    x, dz = torch.randn(2, crops, CHANNELS, 3, 4, generator=generator, dtype=torch.float64).unbind()
+    return 2 * x + 30, dz
+
+
+def forward_and_backward(layer: ABN, x: torch.Tensor, dz: torch.Tensor) -> list[torch.Tensor]:
+    """z, dx, dweight, dbias and the running statistics."""
+    x = x.clone().requires_grad_()
+    z = layer(x)
+    gradients = torch.autograd.grad(z, [x, layer.weight, layer.bias], dz)
+    return [z.detach(), *gradients, layer.running_mean, layer.running_var]
+
+
+def share(rank: int, strategy: str, activation: str, minibatches: list[list[int]], group_of: list[list[int]]):
+    """One rank's part of the minibatches of its group, which follow each other; the results of the last."""
+    group = None
+    for members in group_of:
+        made = dist.new_group(members)
+        group = made if rank in members else group
+    mine = next((members for members in group_of if rank in members), list(range(WORLD_SIZE)))
+    for crops in minibatches:
+        parts = (t.split([crops[r] for r in mine])[mine.index(rank)] for t in minibatch(sum(crops[r] for r in mine)))
+        results = forward_and_backward(layer_of(strategy, activation=activation, sync=True, group=group), *parts)
+    return [t.numpy() for t in results]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "activation, group_of", [("leaky_relu", []), ("tanh", [[0, 2], [1]])], ids=["all", "a given group"]
+)
+def test_ranks_with_unequal_counts_equal_one_process(ranks, strategy, activation, group_of):
+    """Of the second minibatch; on rank 1 it has as many crops as the first, and the other ranks' numbers change."""
+    crops = [4, 1, 2]
+    found = ranks.run(share, strategy, activation, [[2, 1, 3], crops], group_of)
+    results = [[torch.from_numpy(t) for t in r] for r in found]
+    for members in group_of or [[0, 1, 2]]:
+        x, dz = minibatch(sum(crops[r] for r in members))
+        expected = forward_and_backward(layer_of(strategy, activation=activation), x, dz)
+        z, dx, dweight, dbias, *statistics = zip(*(results[r] for r in members), strict=True)
+        assert_close([torch.cat(z), torch.cat(dx), sum(dweight), sum(dbias)], expected[:4])
+        for ours, theirs in zip(statistics, expected[4:], strict=True):
+            assert_close([*ours], [theirs] * len(members), rtol=1e-12, atol=1e-12)
+
+
+def with_shapes(rank: int, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+    """Pass a different shape on every rank; the group still works even if that raised."""
+    layer = layer_of("inplace", sync=True)
+    try:
+        return layer(torch.randn(shapes[rank], dtype=torch.float64)).sum()
+    finally:
+        x, dz = minibatch(2)
+        forward_and_backward(layer, x, dz)
+        assert layer.num_batches_tracked == 1
+
+
+TOO_FEW = "at least two values per channel on every rank of its group, but rank 1 has"
+
+
+@pytest.mark.parametrize(
+    "shape, values, own", [((0, 5, 1, 1), 0, TOO_FEW), ((1, 5, 1, 1), 1, TOO_FEW), ((2, 6), 0, "expected (N, 5")]
+)
+def test_a_rank_that_refuses_its_input_does_not_leave_the_others_waiting(ranks, shape, values, own):
+    """If it has too few values, all ranks raise the same error."""
+    errors = ranks.run(with_shapes, [(2, CHANNELS, 3, 3), shape, (2, CHANNELS, 3, 3)])
+    assert all(isinstance(error, ValueError) for error in errors), errors
+    assert str(errors[0]) == str(errors[2]) and f"{TOO_FEW} {values}" in str(errors[0])
+    assert own in str(errors[1]) and (own != TOO_FEW or str(errors[1]) == str(errors[0]))
+
+
+def reads_of_steps(rank: int, strategy: str, crops: list[list[int]]) -> list[int]:
+    """Host reads of each forward and backward pass, with crops[step][rank] crops."""
+    network = nn.Sequential(*(layer_of(strategy, sync=True, group=dist.new_group([0, 1, 2])) for _ in range(3)))
+    for layer in network[1:]:
+        layer.group = network[0].group
+    counts = []
+    for each in crops:
+        with host_reads() as reads:
+            network(minibatch(each[rank])[0].requires_grad_()).sum().backward()
+        counts.append(len(reads))
+    return counts
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_layer_waits_for_the_device_after_the_first_step(ranks, strategy):
+    steps = [[2, 2, 2], [2, 2, 2], [2, 3, 2], [2, 3, 1]]
+    # Once for all layers and each number of values that the rank did not have before.
+    expected = [[1, 0, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]
+    assert ranks.run(reads_of_steps, strategy, steps) == expected
+
+
+def needs_no_other_rank(rank: int) -> bool:
+    """A different one on each rank, so any collective would hang, since the others do not join."""
+    if rank == 0:
+        layer = partial(InPlaceABN, sync=True)
+        network = nn.Sequential(nn.Conv2d(3, 4, 3), layer(4), nn.Conv2d(4, 4, 3), layer(4))
+        return set(layer_health(network, torch.randn(2, 3, 8, 8))) > {"smallest_gamma"}
+    if rank == 1:
+        forward_and_backward(layer_of("inplace", sync=True).eval(), *minibatch(2))
+    return True
+
+
+def test_running_statistics_and_layer_health_need_no_other_rank_and_copies_share_the_group(ranks):
+    assert ranks.run(needs_no_other_rank) == ranks.run(copies_share_the_group) == [True] * WORLD_SIZE
+
+
+def copies_share_the_group(rank: int) -> bool:
+    layer = InPlaceABN(CHANNELS, sync=True, group=dist.new_group([0, 1, 2]))
+    return {copy.deepcopy(layer).group, AveragedModel(nn.Sequential(layer)).module[0].group} == {layer.group}
+
+
+def small_network(strategy: str, **options) -> nn.Module:
+    torch.manual_seed(0)
+    convolutions = nn.Conv2d(3, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, 4, 3)
+    network = nn.Sequential(convolutions[0], layer_of(strategy, **options), convolutions[1])
+    return recompute_activations(network).double()
+
+
+def step(network: nn.Module, rank: int | None = None) -> list[torch.Tensor]:
+    """Gradients of a minibatch, or of one rank's share of it."""
+    images = torch.randn(2 * WORLD_SIZE, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    network(images if rank is None else images.chunk(WORLD_SIZE)[rank]).square().mean().backward()
+    return [p.grad for p in network.parameters()]
+
+
+def parallel_steps(rank: int, strategy: str) -> list:
+    """Of a network with synchronised layers, and of one that is converted."""
+    networks = small_network(strategy, sync=True), InPlaceABNSync.convert(small_network(strategy))
+    return [[gradient.numpy() for gradient in step(DistributedDataParallel(n), rank)] for n in networks]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_distributed_data_parallel_equals_one_process(ranks, strategy):
+    expected = step(small_network(strategy))
+    for made, converted in ranks.run(parallel_steps, strategy):
+        assert_close([torch.from_numpy(gradient) for gradient in made], expected)
+        assert all((a == b).all() for a, b in zip(made, converted, strict=True))
+
+
+def outside_its_group(rank: int) -> None:
+    group = dist.new_group([0])
+    layer_of("inplace", sync=True, group=group)(minibatch(2)[0])
+
+
+def test_a_rank_outside_the_given_group_is_told(ranks):
+    first, *others = ranks.run(outside_its_group)
+    assert first is None
+    assert all(isinstance(error, ValueError) and "not in the process group" in str(error) for error in others), others
+
+
+def test_conversion_keeps_the_layers_and_reports_every_norm(caplog):
+    from torchvision.ops import FrozenBatchNorm2d  # here, because every rank imports this module
+
+    class Own(InPlaceABN):
+        pass
+
+    ours = [InPlaceABN(3), ABN(3, activation="elu"), CheckpointedABN(3), Own(3), InPlaceABNSync(3)]
+    others = [nn.BatchNorm2d(3), nn.SyncBatchNorm(3), FrozenBatchNorm2d(3), nn.InstanceNorm2d(3), nn.GroupNorm(1, 3)]
+    network, reports = nn.Sequential(*ours, *others, nn.Conv2d(3, 3, 1)), []
+    parameters = [*network.parameters()]
+    assert InPlaceABNSync.convert(network, report=reports.append) is network
+    assert list(network)[:5] == ours and all(layer.sync for layer in ours)
+    assert all(a is b for a, b in zip(network.parameters(), parameters, strict=True))
+    assert [type(layer) for layer in ours] == [InPlaceABNSync, ABN, CheckpointedABN, Own, InPlaceABNSync]
+    (report,) = reports
+    assert list(report.replaced) == ["0", "1", "2", "3", "4"] and list(report.kept) == ["5", "6", "7"]
+    assert report.replaced["0"] == "InPlaceABN(leaky_relu) -> InPlaceABNSync(leaky_relu, sync=True)"
+    assert report.replaced["1"] == "ABN(elu) -> ABN(elu, sync=True)"
+    assert report.kept["5"].startswith("BatchNorm2d: ") and "convert_sync_batchnorm" in report.kept["5"]
+    assert "its own process_group" in report.kept["6"] and "FrozenBatchNorm2d" in report.kept["7"]
+
+    with caplog.at_level(logging.INFO):
+        InPlaceABNSync.convert(nn.Sequential(ABN(3)))
+        InPlaceABNSync.convert(nn.BatchNorm2d(3))
+    assert type(InPlaceABNSync.convert(InPlaceABN(3))) is InPlaceABNSync
+    assert type(stand_in.InPlaceABNSync.convert(InPlaceABN(3))) is InPlaceABNSync  # whose scale stays the weight
+    assert [record.levelno for record in caplog.records] == [logging.INFO, logging.WARNING]
+    assert "(the module itself)" in caplog.records[1].getMessage()
+
+
+def test_without_processes_a_synchronised_layer_is_alone():
+    x, dz = minibatch(3)
+    assert all(map(torch.equal, *(forward_and_backward(layer_of("inplace", sync=s), x, dz) for s in (True, False))))
+    assert isinstance(InPlaceABNSync(CHANNELS), InPlaceABN) and InPlaceABNSync(CHANNELS).sync
+
+
+def _data_parallel(rank: int, wrapper: str) -> list[list[Tensor]]:
+    """Gradients of prepared and plain networks, each wrapped, of a rank's own images: the last of three steps.
+
+    The second prepared network has a budget, whose plan is in force then.
+    """
+    results = []
+    within = recompute_activations(small(), budget=0.6)
+    for network in (*both(small()), within):
+        if wrapper == "ddp":
+            parallel = DistributedDataParallel(network)
+        else:
+            parallel = network
+            for block in network:
+                fully_shard(block, reshard_after_forward=True)
+            fully_shard(network)
+        for _ in range(3):
+            network.zero_grad()
+            loss_of(parallel, IMAGES * (rank + 1)).backward()
+        found = [parameter.grad for parameter in network.parameters()]
+        results.append([gradient.full_tensor() if wrapper == "fsdp2" else gradient for gradient in found])
+    return results
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp2", marks=FSDP2_ON_CPUS)])
+def test_data_parallel(ranks, wrapper):
+    """FSDP has freed a norm's parameters when the layer after it asks for the norm's output."""
+    for found, expected, within in ranks.run(_data_parallel, wrapper):
+        assert_same(found, expected)
+        assert_same(within, expected)
+
+
+class Synchronised(nn.BatchNorm2d):
+    """What `nn.SyncBatchNorm` calls, which itself refuses CPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        group = dist.group.WORLD
+        return SyncBatchNorm.apply(
+            x, self.weight, self.bias, self.running_mean, self.running_var, self.eps, 0.1, group, dist.get_world_size()
+        )
+
+
+def _synchronised(rank: int) -> list[tuple[list[Tensor], list[Tensor], list[int]]]:
+    """Gradients and kept bytes of prepared and plain networks with synchronised norms, then with frozen biases."""
+    library = torch.library.Library("aten", "IMPL")  # CPUs lack these kernels
+    dims = [0, 2, 3]
+    kernels = {  # the last three could be any functions
+        "batch_norm_stats": lambda x, eps: (x.mean(dims), torch.rsqrt(x.var(dims, unbiased=False) + eps)),
+        "batch_norm_elemt": lambda x, w, b, mean, invstd, eps: F.batch_norm(x, mean, invstd**-2, w, b, eps=0.0),
+        "batch_norm_gather_stats_with_counts": lambda x, means, invstds, *rest: (means.mean(0), invstds.mean(0)),
+        "batch_norm_backward_reduce": lambda dy, x, *rest: tuple((dy * x**i).sum(dims) for i in range(4)),
+        "batch_norm_backward_elemt": lambda dy, x, *rest: dy * x,
+    }
+    for name, kernel in kernels.items():
+        library.impl(name, kernel, "CPU")
+    answers = []
+    for frozen in (False, True):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 4, 3), Synchronised(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+        plain[1].bias.requires_grad_(not frozen)
+        networks = both(plain)
+        kept = [kept_bytes(network, lambda n=network: loss_of(n, IMAGES), [IMAGES]) for network in networks]
+        answers.append((*(gradients(network, IMAGES * (rank + 1)) for network in networks), kept))
+    return answers
+
+
+def test_synchronised_norms(ranks):
+    """A frozen bias is not in the node, so what follows from it is kept."""
+    for answers in ranks.run(_synchronised):
+        for found, expected, _ in answers:
+            assert_same(found, expected, 1e-10)
+        (_, _, trained), (_, _, frozen) = answers
+        assert trained[0] < 0.7 * trained[1] and frozen[0] == frozen[1]
+
+
+def _whole_and_share(rank: int) -> list:
+    """Gradients and statistics of a rank with synchronised norms, and its share of the minibatch."""
+    network, _ = reversible.twins("sequence", partial(reversible.additive, norm=partial(InPlaceABN, sync=True)))
+    parallel = DistributedDataParallel(network)
+    parallel(reversible.IMAGES.repeat(2, 1, 1, 1).split([1, 2, 3])[rank]).square().sum().backward()
+    return [t.detach().numpy() for t in (*(p.grad for p in network.parameters()), *network.buffers())]
+
+
+def test_reversible_modules_with_synchronised_norms_are_one_network(ranks):
+    _, network = reversible.twins("sequence", reversible.additive)
+    (network(reversible.IMAGES.repeat(2, 1, 1, 1)).square().sum() / WORLD_SIZE).backward()
+    expected = dict(enumerate([*(p.grad for p in network.parameters()), *network.buffers()]))
+    for result in ranks.run(_whole_and_share):
+        reversible.assert_same(dict(enumerate(map(torch.from_numpy, result))), expected, 1e-10)

@@ -1,0 +1,532 @@
+"""The Triton kernels against eager float64: interpreted on the CPU, compiled with `-m gpu` on a device.
+
+Interpreted kernels come from a second copy of the module, decorated while Triton's `interpret` is on, even if Triton
+was imported before. The regular module stays unchanged; tests without a device compile it to cubins.
+"""
+
+import importlib.util
+import re
+import subprocess
+from collections import defaultdict, namedtuple
+from functools import partial
+from itertools import cycle, product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keepless import InPlaceABN  # noqa: E402
+from keepless.norms import backends
+from keepless.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
+from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
+from models.bodies import resnext101, wider_resnet38, wider_resnet38_a2
+from models.heads import DeepLabV3
+from tests.backend_cases import (
+    EAGER,
+    PARAMS,
+    assert_backward,
+    assert_close,
+    assert_forward,
+    assert_pieces,
+    case,
+    double,
+    keep,
+)
+from tests.cuda import NEEDS_CUDA
+
+triton = pytest.importorskip("triton")
+from keepless.norms.backends import triton_kernels  # noqa: E402
+
+FORMATS = CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+KEPT = [(name, "z") for name in INVERTIBLE_ACTIVATIONS] + [(name, "x") for name in ACTIVATIONS]
+
+
+def interpret(patch: pytest.MonkeyPatch) -> None:
+    """Let Triton interpret the kernels that are defined from now on."""
+    if hasattr(triton, "knobs"):
+        patch.setattr(triton.knobs.runtime, "interpret", True)
+    else:  # Triton before 3.4
+        patch.setenv("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module")
+def copies():
+    """The module `triton_kernels`, for each device; for the CPU a copy with interpreted kernels."""
+    spec = importlib.util.spec_from_file_location(f"{triton_kernels.__name__}_interpreted", triton_kernels.__file__)
+    interpreted = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch)
+        spec.loader.exec_module(interpreted)
+    return {"cpu": interpreted, "cuda": triton_kernels}
+
+
+NOT_INTERPRETED = pytest.mark.skipif(triton_kernels.INTERPRETED, reason="TRITON_INTERPRET is set")
+CUDA = pytest.param("cuda", marks=[*NEEDS_CUDA, NOT_INTERPRETED])
+
+
+@pytest.fixture(params=["cpu", CUDA])
+def device(request, copies, monkeypatch) -> str:
+    """Where a test computes.
+
+    On the CPU the functions of `triton.language` itself (sum, zeros) are interpreted too, until the patch is undone.
+    The interpreter does not revert its own changes to `triton.language.core`, after which nothing would compile, so the
+    patch restores those as well.
+    """
+    if request.param == "cpu":
+        interpret(monkeypatch)
+        for module in (triton.language, triton.language.core):
+            for name, function in filter(lambda item: callable(item[1]), vars(module).copy().items()):
+                again = triton.jit(function.fn) if isinstance(function, triton.JITFunction) else function
+                monkeypatch.setattr(module, name, again)
+    return request.param
+
+
+@pytest.fixture
+def backend(device, copies):
+    return copies[device].TritonBackend()
+
+
+@pytest.fixture
+def many_parts(device, copies, monkeypatch):
+    """Small tiles, so small tensors have several tiles per part and several parts per channel."""
+    module = copies[device]
+    monkeypatch.setattr(module, "BYTES_PER_THREAD", 4)
+    monkeypatch.setattr(module, "_processors", lambda device: 2)
+    module.plan.cache_clear()
+    yield
+    module.plan.cache_clear()
+
+
+def test_every_activation_in_one_and_in_pieces(backend, device, many_parts):
+    """Elements are activated in tiles of any shape, so each activation needs one memory format."""
+    for activation, memory_format in zip(ACTIVATIONS, cycle(FORMATS), strict=False):
+        example = case((3, 2, 3, 7), device, memory_format=memory_format, activation=activation)
+        assert_forward(backend, example)
+        for kept in (*(kept for name, kept in KEPT if name == activation), "x_hat"):
+            assert_pieces(backend, example, keep(example, kept))
+
+
+@pytest.mark.parametrize("activation, kept", [("leaky_relu", "z"), ("elu", "z"), ("tanh", "z"), ("sigmoid", "x")])
+def test_half_precision_tensors_with_float32_vectors(backend, device, activation, kept):
+    for dtype, memory_format in ((torch.bfloat16, CONTIGUOUS), (torch.float16, CHANNELS_LAST)):
+        example = case((3, 4, 2, 7), device, dtype, memory_format, activation)
+        assert_forward(backend, example)
+        assert_backward(backend, example, keep(example, kept))
+
+
+@pytest.mark.parametrize(
+    "shape, memory_format",
+    [
+        ((2, 1), CONTIGUOUS),
+        ((1, 3), CONTIGUOUS),  # a single value per channel
+        ((5, 2, 7), CONTIGUOUS),
+        ((1, 5, 1, 1), CONTIGUOUS),
+        ((2, 3, 1, 6), CHANNELS_LAST),
+        ((4, 5, 3, 2), CHANNELS_LAST),
+        ((1, 1, 7, 4), CHANNELS_LAST),
+        ((3, 2, 5, 1, 2), CONTIGUOUS),
+        ((2, 5, 2, 3, 3), torch.channels_last_3d),
+    ],
+    ids=str,
+)
+def test_shapes(backend, device, many_parts, shape, memory_format):
+    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
+    example = case(shape, device, memory_format=memory_format)
+    assert_forward(backend, example)
+    assert_backward(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
+
+
+@pytest.mark.parametrize(
+    "shape, memory_format",
+    [
+        ((5, 2, 3, 43), CONTIGUOUS),  # several tiles in L, the second almost empty
+        ((21, 2, 3, 13), CONTIGUOUS),  # several in N, a ragged one in both
+        ((700, 3), CONTIGUOUS),
+        ((3, 20, 5, 11), CHANNELS_LAST),
+    ],
+)
+def test_several_parts(backend, device, copies, many_parts, shape, memory_format):
+    example = case(shape, device, memory_format=memory_format, seed=1)
+    for reads in (1, 2):
+        plan = copies[device]._plan_for(example.x, reads)
+        assert plan.parts > 1 and plan.tiles_per_part > 1
+    assert_forward(backend, example)
+    assert_pieces(backend, example, keep(example, "z"))
+    assert_moments(backend, example.x, 1e-5)
+
+
+def assert_moments(backend, x: Tensor, tolerance: float, least: float = 0.0) -> None:
+    (mean, var), (wanted_mean, wanted_var) = backend.moments(x), EAGER.moments(x.double())
+    assert_close(mean, wanted_mean, 1e-6, x.double().abs().mean((0, *range(2, x.dim()))).clamp(min=1))
+    assert_close(var, wanted_var, tolerance, wanted_var + least)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_moments_do_not_cancel(backend, device, many_parts, memory_format):
+    x = case((6, 3, 5, 30), device, memory_format=memory_format).x + 1000
+    assert_moments(backend, x, 1e-5)
+    x[0] = 0  # an image unlike the others
+    x[:, 1] = 3000
+    x[:, 2] = x[:, 2] - torch.linspace(900, 1100, 6, device=device).view(-1, 1, 1)  # a different mean in each image
+    assert_moments(backend, x, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_running_statistics_are_those_of_pytorch(backend, device, many_parts, memory_format):
+    bn = nn.BatchNorm2d(4, momentum=0.3).to(device).double()
+    running_mean, running_var = torch.zeros(4, device=device), torch.ones(4, device=device)
+    for seed in range(2):
+        x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format, seed=seed)
+        x = x * 2 + 5
+        bn(x.double())
+        backend.forward(x, Affine(gamma, beta, activation), 1e-5, Running(running_mean, running_var, 0.3))
+    torch.testing.assert_close(running_mean.double(), bn.running_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(running_var.double(), bn.running_var, rtol=1e-5, atol=0)
+
+    huge_mean, huge_var = torch.full((2, 4), 3e7, device=device).unbind()  # with momentum 1 the old ones do not matter
+    for mean, var in ((running_mean, running_var), (huge_mean, huge_var)):
+        _, of_minibatch, _ = backend.forward(x, Affine(gamma, beta, activation), 1e-5, Running(mean, var, 1.0))
+        assert torch.equal(mean, of_minibatch)
+    assert torch.equal(running_var, huge_var)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_writes_over_its_input(backend, device, many_parts, memory_format):
+    x, _, gamma, beta, activation = case((3, 4, 5, 6), device, memory_format=memory_format)
+    affine = Affine(gamma, beta, activation)
+    wanted, mean, invstd = backend.forward(x, affine, 1e-5, UNTRACKED)
+    for write in (
+        lambda out: backend.forward(out, affine, 1e-5, UNTRACKED, out=out)[0],
+        lambda out: backend.normalise(out, mean, invstd, affine, out=out),
+    ):
+        out = x.clone(memory_format=torch.preserve_format)
+        assert write(out) is out
+        assert torch.allclose(out, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "training, with_gaps",
+    [
+        (True, lambda x: x.repeat(1, 2, 1, 1)[:, :4]),  # between channels
+        (True, lambda x: x.repeat(1, 1, 2, 1)[:, :, :5]),  # between rows
+        (False, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3)),
+    ],
+)
+def test_a_layer_writes_over_an_input_with_gaps(device, copies, monkeypatch, training, with_gaps):
+    monkeypatch.setattr(backends, "_triton", lambda: copies[device])
+    example = case((3, 4, 5, 6), device)
+    results = []
+    for overwrite_input in (False, True):
+        layer = InPlaceABN(4, overwrite_input=overwrite_input, backend="triton").to(device).train(training)
+        layer.load_state_dict({"weight": example.gamma, "bias": example.beta}, strict=False)
+        leaf = example.x.clone().requires_grad_()
+        x = with_gaps(leaf * 1) if overwrite_input else leaf
+        z = layer(x)
+        assert (z.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == overwrite_input
+        results.append((z, *torch.autograd.grad(z, [leaf, layer.weight, layer.bias], example.dz)))
+    torch.testing.assert_close(*results)
+
+
+def test_the_probe_launches_a_kernel(device, copies, monkeypatch):
+    """`backend="auto"` asks it whether Triton works."""
+    copies[device].probe(torch.device(device))
+
+    def refuse(*args, **options):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(copies[device], "_launch", refuse)
+    with pytest.raises(RuntimeError, match="C compiler"):
+        copies[device].probe(torch.device(device))
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_gradients_in_another_memory_format(backend, device, memory_format):
+    example = case((3, 4, 5, 6), device, memory_format=memory_format)
+    kept = keep(example, "z")
+    for dz in (
+        example.dz.contiguous(memory_format=CHANNELS_LAST if memory_format == CONTIGUOUS else CONTIGUOUS),
+        example.dz[:, :, :1, :1].expand(3, 4, 5, 6),
+        torch.ones((), device=device).expand(3, 4, 5, 6),
+        example.dz.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert_backward(backend, example, kept, dz)
+
+
+@pytest.mark.parametrize("gamma", [-1e-3, 1e-5])
+def test_tiny_gamma(backend, device, gamma):
+    """The inverse divides z's rounding errors by gamma; with beta = 0 they stay relative to x_hat."""
+    gamma, beta = torch.full((4,), gamma, device=device), torch.zeros(4, device=device)
+    example = case((3, 4, 3, 4), device)._replace(gamma=gamma, beta=beta)
+    assert_forward(backend, example)
+    assert_backward(backend, example, keep(example, "z"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_saturated_values_give_finite_gradients(backend, device, dtype):
+    for activation, asymptotes in (("elu", [-1.0]), ("sigmoid", [0.0, 1.0]), ("tanh", [-1.0, 1.0])):
+        example = case((3, 4, 2, 3), device, dtype, activation=activation)
+        kept = keep(example, "z")
+        for i, asymptote in enumerate(asymptotes):
+            kept.values[i] = asymptote
+        kept.values[:, 3] = asymptotes[0]  # a whole channel
+        assert all(result.isfinite().all() for result in backend.backward(kept, example.dz))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_to_the_last_places(backend, device, activation):
+    """Near zero, where exp(y) - 1 and log(1 + y) cancel, and far from it."""
+    size = torch.logspace(-7, 1, 400, dtype=torch.float64).float()
+    y = torch.cat([-size, size]).reshape(-1, 1).to(device)
+    zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+    phi = Activation(activation, PARAMS.get(activation, 0.01))
+    z = backend.normalise(y, zero, one, Affine(one, zero, phi))
+    exact = EAGER.normalise(y.double(), zero.double(), one.double(), Affine(one.double(), zero.double(), phi))
+    tolerance = 1e-6 if device == "cpu" else 2e-6  # a device's exponential is good to 2^-22
+    assert_close(z, exact, tolerance, exact.abs())
+    if activation in INVERTIBLE_ACTIVATIONS:
+        small = y.abs().squeeze() < 4
+        z, y = z[small], y[small]
+        kept = BackwardInputs(z, True, zero, one, one, zero, one, phi)
+        inverse = backend.input_gradient(kept, torch.zeros_like(z), zero, -one)  # x_hat * 1 = y
+        wanted = EAGER.input_gradient(double(kept), torch.zeros_like(z).double(), zero.double(), -one.double())
+        assert_close(inverse, wanted, tolerance, wanted.abs() + (0.2 if activation == "sigmoid" else 0))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_not_a_number_is_not_hidden(backend, device, activation):
+    example = case((2, 3, 4, 5), device, activation=activation)
+    x, dz = example.x.clone(), example.dz.clone()
+    x[0, 0, 0, 0] = dz[0, 1, 0, 0] = torch.nan
+    z, _, _ = backend.forward(x, example.affine, 1e-5, UNTRACKED)
+    assert z[:, 0].isnan().all() and z[:, 1:].isfinite().all()
+    dx, dgamma, dbeta = backend.backward(keep(example, "x")._replace(values=x), dz)
+    assert dx[:, 1].isnan().all() and dgamma[1].isnan() and dbeta[1].isnan() and dx[:, 2].isfinite().all()
+    assert dx[:, 0].isnan().all()
+
+
+# Compiled without a device
+
+PROCESSORS = {80: 108, 90: 132}  # A100, H100
+SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10}  # bytes of a multiprocessor, of which each program takes 1 KB more
+
+
+Binary = namedtuple("Binary", "registers spilled shared ptx")  # spilled: bytes a thread; shared: bytes a program
+Compiled = namedtuple("Compiled", "name plan architecture binary")
+
+
+class Compiler:
+    """Compiles launches for sm_80 or sm_90, with the same specialisation, and each specialisation once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.binaries: dict[str, Binary] = {}
+
+    def compile(self, kernel, architecture: int, arguments, num_warps, maxnreg, **constants) -> Binary:
+        types = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+        signature, constexprs, attributes = {}, {}, {}
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | constants
+        for i, name in enumerate(kernel.arg_names):
+            value = values[name]
+            specialise = not kernel.params[i].do_not_specialize
+            if name in constants or value is None or (isinstance(value, int) and value == 1 and specialise):
+                signature[name], constexprs[(i,)] = "constexpr", value
+            elif isinstance(value, float):
+                signature[name] = "fp32"
+            else:
+                is_tensor = isinstance(value, Tensor)
+                signature[name] = types[value.dtype] if is_tensor else "i32"
+                if is_tensor or (value % 16 == 0 and specialise):
+                    attributes[(i,)] = [["tt.divisibility", 16]]
+        options = {"num_warps": num_warps, "maxnreg": maxnreg}
+        key = str((kernel.__name__, architecture, signature, constexprs, attributes, options))
+        if key not in self.binaries:
+            source = triton.compiler.ASTSource(kernel, signature, constexprs, attributes)
+            target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
+            compiled = triton.compile(source, target=target, options=options)
+            usage = self.usage(compiled.asm["cubin"])
+            self.binaries[key] = Binary(*usage, compiled.metadata.shared, compiled.asm["ptx"])
+        return self.binaries[key]
+
+    def usage(self, cubin: bytes) -> tuple[int, int]:
+        """Registers per thread, and bytes of its stack, which holds only spilled registers."""
+        path = self.folder / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", path]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+        return int(registers), int(stack)
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    """Compile the kernels that forward and backward launch for a tensor, and list them."""
+    if triton_kernels.INTERPRETED:
+        pytest.skip("TRITON_INTERPRET is set")
+    try:
+        assert triton.knobs.nvidia.ptxas.path and triton.knobs.nvidia.cuobjdump.path
+    except (RuntimeError, AttributeError) as error:
+        pytest.skip(str(error))  # which of NVIDIA's tools is missing, or that Triton is older than 3.4
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    compiler, launches = Compiler(tmp_path), []
+    for name, kernel in vars(triton_kernels).copy().items():
+        if isinstance(kernel, triton.JITFunction) and name.endswith("_kernel"):
+            launch = partial(
+                lambda kernel, *arguments, **options: launches.append((kernel, arguments, options)), kernel
+            )
+            monkeypatch.setattr(triton_kernels, name, defaultdict(lambda launch=launch: launch))  # for any grid
+
+    def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
+        monkeypatch.setattr(triton_kernels, "_processors", lambda device: PROCESSORS[architecture])
+        triton_kernels.plan.cache_clear()
+        launches.clear()
+        x = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=memory_format)
+        vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
+        phi = Activation(activation, PARAMS.get(activation, 0.01))
+        backend = triton_kernels.TritonBackend()
+        backend.forward(x, Affine(*vectors[:2], phi), 1e-5, Running(*vectors[2:4], 0.1))
+        backend.backward(BackwardInputs(x, kept == "z", *vectors, phi), torch.empty_like(x))
+        plans = [triton_kernels._plan_for(x, reads) for reads in (1, 1, 2, 2)]
+        compiled = [
+            Compiled(kernel.__name__, plan, architecture, compiler.compile(kernel, architecture, arguments, **options))
+            for plan, (kernel, arguments, options) in zip(plans, launches, strict=True)
+        ]
+        names = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
+        assert [kernel.name for kernel in compiled] == names
+        return compiled
+
+    yield compile_all
+    triton_kernels.plan.cache_clear()
+
+
+def assert_wide(compiled: list[Compiled], vector: str) -> None:
+    """128-bit accesses, or the widest that L allows."""
+    for kernel in compiled:
+        loads = re.findall(r"ld\.global\S*\.(v\d)\.b\d+", kernel.binary.ptx)
+        assert loads and set(loads) >= {vector}, f"{kernel.name}: {set(loads)}"
+        if kernel.name in ("_normalise_kernel", "_input_gradient_kernel"):
+            assert re.search(rf"st\.global\S*\.{vector}\.b32", kernel.binary.ptx), kernel.name
+
+
+def assert_resident(compiled: list[Compiled], spilled: int = 0) -> None:
+    """A multiprocessor holds the programs that the plan counts on, and a thread spills at most `spilled` bytes.
+
+    Registers are allocated to warps by 256, which is 8 per thread. (At 64 registers ptxas may spill a word or two more,
+    of those that only the beginning and the end of a program need.)
+    """
+    for kernel in compiled:
+        name = f"{kernel.name}, sm_{kernel.architecture}, {kernel.plan}"
+        resident, threads, binary = kernel.plan.resident, 32 * kernel.plan.num_warps, kernel.binary
+        registers = -(-binary.registers // 8) * 8
+        assert binary.spilled <= max(spilled, 8 if registers == 64 else 0), f"{binary.spilled} bytes spilled: {name}"
+        assert resident * threads * registers <= 65536, f"{registers} registers: {name}"
+        assert resident * (binary.shared + 1024) <= SHARED_MEMORY[kernel.architecture], f"{binary.shared} bytes: {name}"
+
+
+# Both architectures compile the same code: each case needs one of them here, and the slow tests take both.
+@pytest.mark.parametrize(
+    "architecture, shape, memory_format, vector",
+    [
+        (80, (16, 256, 56, 56), CONTIGUOUS, "v4"),
+        (90, (16, 256, 56, 56), CHANNELS_LAST, "v4"),
+        (80, (64, 512, 56, 56), CHANNELS_LAST, "v4"),
+        (90, (4, 4096, 109, 109), CHANNELS_LAST, "v4"),  # few parts of many channels
+        (90, (32, 1024, 14, 14), CONTIGUOUS, "v2"),  # rows of 392 bytes
+        (80, (4, 256, 109, 109), CONTIGUOUS, None),  # odd maps: each element is an access of its own
+        (90, (32, 1024, 7, 7), CONTIGUOUS, None),  # with short rows
+    ],
+)
+def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape, memory_format, vector):
+    compiled = compile_for(shape, torch.bfloat16, memory_format, "leaky_relu", "z", architecture)
+    if vector:
+        assert_wide(compiled, vector)
+    assert_resident(compiled)
+
+
+def network_shapes() -> list[torch.Size]:
+    """Inputs of all norms: 32 images of 224 pixels through the classifiers, 4 crops through the segmentation networks.
+
+    Crops of 872 pixels are the paper's, 512 are the default for Cityscapes.
+    """
+    seen: set[torch.Size] = set()
+
+    class Norm(nn.Identity):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.add(x.shape)
+            return x * 1
+
+    with torch.device("meta"):
+        for body in (resnext101, wider_resnet38):
+            body(Norm)(torch.empty(32, 3, 224, 224))
+        for body, output_stride in product((resnext101, wider_resnet38_a2), (8, 16)):
+            features = body(Norm, output_stride=output_stride)
+            head = DeepLabV3(features.out_channels, norm_act=Norm)
+            for side in (872, 512):
+                head(features(torch.empty(4, 3, side, side)))
+    return sorted(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_programs_of_both_networks_are_resident(compile_for, architecture, dtype, memory_format):
+    for shape, kept in product(network_shapes(), ("z", "x")):
+        assert_resident(compile_for(shape, dtype, memory_format, "leaky_relu", kept, architecture))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 40, 40), (64, 1, 1, 1), (1, 40, 1, 1), (2, 40, 7, 7)])
+def test_compiles_where_sizes_are_one(compile_for, shape):
+    """Triton turns sizes of 1 into constants; the interpreter does not."""
+    compile_for(shape, torch.float32, CONTIGUOUS, "elu", "x", 90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation, kept", KEPT)
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_everything_compiles(compile_for, activation, kept, dtype, memory_format, architecture):
+    for shape in ((16, 256, 56, 56), (16, 64, 28, 28)):
+        compiled = compile_for(shape, dtype, memory_format, activation, kept, architecture)
+        assert_wide(compiled, "v4")
+        assert_resident(compiled, spilled=16)  # tanh is longer than what both networks use
+
+
+# On a device
+
+on_a_device = pytest.mark.parametrize("device", [CUDA], indirect=True)
+
+
+@on_a_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize(
+    "shape",
+    [(16, 64, 112, 112), (8, 256, 65, 65), (8, 1024, 28, 28), (32, 2048, 7, 7), (4, 256, 97, 97), (256, 2048, 1, 1)],
+)
+def test_realistic_shapes(backend, device, shape, memory_format, dtype):
+    for activation, kept in (("leaky_relu", "z"), ("elu", "z"), ("relu", "x")):
+        example = case(shape, device, dtype, memory_format, activation)
+        assert_forward(backend, example)
+        assert_backward(backend, example, keep(example, kept))
+
+
+@on_a_device
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_more_than_two_billion_elements(backend, device, memory_format):
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free device memory")
+    shape = (33, 64, 1024, 1024)
+    x = torch.empty(shape, dtype=torch.bfloat16, device=device, memory_format=memory_format).normal_()
+    gamma, beta = torch.full((64,), -0.5, device=device), torch.full((64,), 0.1, device=device)
+    phi = Activation("leaky_relu")
+    z, mean, invstd = backend.forward(x, Affine(gamma, beta, phi), 1e-5, UNTRACKED)
+    assert mean.abs().max() < 1e-3 and (invstd - 1).abs().max() < 1e-3
+    kept = BackwardInputs(z, True, beta, 1 / gamma, gamma, beta, invstd, phi)
+    dx = backend.input_gradient(kept, z, beta, beta)
+    for image in (0, 31, 32):  # offsets pass 2^31 in the last
+        part = slice(image, image + 1)
+        wanted = EAGER.normalise(x[part], mean, invstd, Affine(gamma, beta, phi))
+        torch.testing.assert_close(z[part], wanted, rtol=2**-7, atol=1e-2)
+        wanted = EAGER.input_gradient(kept._replace(values=z[part]), z[part], beta, beta)
+        torch.testing.assert_close(dx[part], wanted, rtol=2**-6, atol=1e-2)

@@ -1,0 +1,242 @@
+"""Memory that is modified between the forward and the backward pass: gradients are right, or PyTorch's error is raised.
+
+Also where no call can be seen, and under other saved-tensor hooks, where autograd itself checks nothing.
+"""
+
+import copy
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cache, partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from keepless import recompute_activations
+from keepless.saved import kept_bytes
+
+ERROR = "modified by an inplace operation"
+
+
+class Annealed(nn.Module):
+    """Activations whose options are tensors, which change after the forward pass."""
+
+    def __init__(self, activation: Callable[..., Tensor], by_name: str | None):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.register_buffer("option", torch.tensor(0.1))
+        self.activation, self.by_name = activation, by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = {} if self.by_name is None else {self.by_name: self.option}
+        x = self.norm(self.first(x))
+        return self.last(self.activation(x, **options) if options else self.activation(x, self.option))
+
+
+@pytest.mark.parametrize(
+    "activation, by_name",
+    [(F.leaky_relu, None), (F.leaky_relu, "negative_slope"), (F.elu, None), (F.celu, "alpha")],
+)
+def test_options_that_are_tensors_may_change(activation, by_name):
+    def run(network: Annealed) -> Tensor:
+        loss = network(torch.linspace(-2, 2, 30).view(5, 6)).square().sum()
+        network.option *= 0.5
+        return loss
+
+    assert_right_or_refused(Annealed(activation, by_name), run, right=True)
+
+
+@pytest.mark.parametrize("options", [((0.5, 2.0), {}), ((0.5, 2.0, 3.0), {}), ((), {"scale": 2.0})], ids=str)
+def test_more_options_than_the_function_that_is_called_again_has(options):
+    args, named = options
+    network = Annealed(lambda x, _: F.elu_(x, *args, **named), None)
+    assert_right_or_refused(network, lambda n: n(torch.linspace(-2, 2, 30).view(5, 6)).square().sum(), right=True)
+
+
+class Joined(nn.Module):
+    """Concatenates a value f with another one and, where `write` says so, writes over f."""
+
+    def __init__(self, write: Callable[[Tensor], object] = id):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1)
+        self.write = write
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        f = self.first(x)
+        y = self.last(torch.cat([f, f * 2], 1))
+        self.write(f)
+        return f, y
+
+
+def found(network: nn.Module, run: Callable[[nn.Module], Tensor]) -> list[Tensor] | str:
+    """The gradients of a loss, or the error's message."""
+    try:
+        return list(torch.autograd.grad(run(network), list(network.parameters())))
+    except RuntimeError as error:
+        return str(error)
+
+
+def assert_right_or_refused(plain: nn.Module, run: Callable[[nn.Module], Tensor], right: bool) -> None:
+    """`right`: whether no error is accepted. Gradients are compared to the bit."""
+    expected, ours = (found(n, run) for n in (plain, recompute_activations(copy.deepcopy(plain))))
+    assert not isinstance(expected, str)
+    if right or not isinstance(ours, str):
+        assert not isinstance(ours, str), ours
+        assert all(map(torch.equal, ours, expected))
+    else:
+        assert ERROR in ours
+
+
+IMAGES = torch.linspace(-3, 3, 2 * 3 * 4 * 4).sin().view(2, 3, 4, 4)
+SAME = partial(saved_tensors_hooks, lambda tensor: tensor, lambda tensor: tensor)
+ALIAS = partial(saved_tensors_hooks, lambda tensor: tensor.data, lambda tensor: tensor)
+COPY = partial(saved_tensors_hooks, lambda tensor: tensor.clone(), lambda tensor: tensor)
+
+
+@pytest.mark.parametrize("hooks", [nullcontext, save_on_cpu, SAME, ALIAS, COPY])
+def test_what_the_caller_writes_over_is_refused_under_other_hooks_as_well(hooks):
+    """Hooks that make a copy keep the right values."""
+    plain = Joined()
+
+    def run(network: nn.Module) -> Tensor:
+        with hooks():
+            f, y = network(IMAGES)
+        f.relu_()
+        return y.sum()
+
+    assert_right_or_refused(plain, run, right=hooks is COPY)
+
+
+@torch.library.custom_op("in_place_abn::halved", mutates_args=["x"])
+def halved(x: Tensor) -> None:
+    x.mul_(0.5)
+
+
+def halve(x: Tensor) -> Tensor:
+    return x.mul_(0.5)
+
+
+@cache
+def script() -> Callable[[Tensor], Tensor]:
+    return torch.jit.script(halve)
+
+
+def without_functions(x: Tensor) -> None:
+    with torch._C.DisableTorchFunction():
+        x.relu_()
+
+
+def in_another_thread(x: Tensor) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(torch.no_grad()(x.relu_)).result()
+
+
+SEEN = {
+    "operator": lambda f: torch.ops.aten.add_.Tensor(f, f),
+    "operator's overloads": lambda f: torch.ops.aten.relu_(f),
+    "operator by name": lambda f: torch.ops.aten.relu_.default(self=f),
+    "custom operator": lambda f: halved(f.detach()),
+    "operator with out": lambda f: torch.ops.aten.sin.out(f.detach(), out=f.detach()),
+}
+UNSEEN = {"script": lambda f: script()(f), "thread": in_another_thread, "no functions": without_functions}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("around", ["nothing", "checkpoint", "save_on_cpu"])
+@pytest.mark.parametrize("write", SEEN | UNSEEN)
+def test_writes_by_operators_are_seen_and_others_refused(write, around):
+    def run(network: nn.Module) -> Tensor:
+        if around == "checkpoint":
+            return checkpoint(network, IMAGES, use_reentrant=False)[1].square().sum()
+        with save_on_cpu() if around == "save_on_cpu" else nullcontext():
+            return network(IMAGES)[1].square().sum()
+
+    assert_right_or_refused(Joined((SEEN | UNSEEN)[write]), run, right=write in SEEN)
+
+
+@pytest.mark.parametrize("p, training", [(0.0, True), (0.5, False)])
+def test_dropout_in_place_that_drops_nothing_writes_nothing(p, training):
+    """As in timm's TNT: what sigmoid saved is right, and the parts of the concatenation are not copied."""
+
+    def drop(f: Tensor) -> None:
+        F.dropout(f, p, training, inplace=True)
+
+    class Drops(Joined):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            f, y = super().forward(x)
+            z = torch.sigmoid(y)
+            self.write(z)
+            return f, z
+
+    assert_right_or_refused(Drops(drop), lambda network: network(IMAGES)[1].square().sum(), right=True)
+    networks = [recompute_activations(Joined(write)) for write in (drop, id)]
+    assert len({kept_bytes(network, lambda n=network: n(IMAGES)[1], [IMAGES]) for network in networks}) == 1
+
+
+def outside(fill: str) -> tuple[Tensor, Callable[[], object]]:
+    """Two images in memory that others may fill again, without a new version; and how they do it."""
+    if fill == "storage":
+        images = IMAGES[:, :2].clone()
+        return images, lambda: images.untyped_storage().fill_(63)
+    array = IMAGES[:, :2].numpy().copy()
+    return (torch.from_dlpack if fill == "dlpack" else torch.from_numpy)(array), lambda: array.fill(5.0)
+
+
+class Reads(nn.Module):
+    """Reads images and a list of numbers for each pixel, which autograd does not keep; `how` makes them meet."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.first, self.last, self.how = nn.Conv2d(3, 4, 1), nn.Conv2d(6, 2, 1), how
+
+    def forward(self, x: Tensor, images: Tensor) -> Tensor:
+        f = F.silu(self.first(x))
+        if self.how == "joined":
+            y = torch.cat([f, images], 1)
+        elif self.how == "slice joined":
+            y = torch.cat([f, images[:, :1].expand(-1, 2, -1, -1)], 1)
+        elif self.how == "joined with what was made of it":
+            with torch.no_grad():
+                cosines = images.cos()
+            y = torch.cat([f, cosines], 1)
+        elif self.how == "upsampled":
+            y = torch.cat([f, F.interpolate(images, scale_factor=2.0)[..., ::2, ::2]], 1)
+        else:  # a sum with few values
+            y = F.silu(torch.cat([f, f[:, :2]], 1) + images[:1, :1, :1, :1])
+        return self.last(y)
+
+
+@pytest.mark.parametrize("fill", ["numpy", "dlpack", "storage"])
+@pytest.mark.parametrize("how", ["joined", "slice joined", "joined with what was made of it", "upsampled", "sum"])
+def test_memory_of_others_may_be_filled_again_before_the_backward_pass(how, fill):
+    def run(network: nn.Module) -> Tensor:
+        images, fill_again = outside(fill)
+        output = network(IMAGES, images)
+        fill_again()
+        return output.square().sum()
+
+    assert_right_or_refused(Reads(how), run, right=True)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True)], ids=str)
+def test_an_optimiser_may_change_what_the_backward_pass_of_a_plain_norm_does_not_read(norm):
+    """As with two losses and a step in between. The bias is copied; and a weight that autograd repeats first."""
+    plain = nn.Sequential(nn.Conv2d(3, 4, 1), norm, nn.ReLU(), nn.Conv2d(4, 2, 1))
+
+    def run(network: nn.Module) -> Tensor:
+        loss = network(images).square().sum()
+        with torch.no_grad():
+            network[1].bias.add_(1)
+        return loss
+
+    images = IMAGES.repeat(1, 1, 4, 4)
+    assert_right_or_refused(plain, run, right=True)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    kept = [kept_bytes(network, lambda n=network: run(n), [images]) for network in (plain, prepared)]
+    assert (
+        kept[0] - kept[1] == 2 * 4 * 16 * 16 * 4 - (2 if isinstance(norm, nn.InstanceNorm2d) else 1) * norm.bias.nbytes
+    )

@@ -1,0 +1,518 @@
+"""Small networks that compute activations again: bytes, gradients, and whatever else surrounds a forward pass.
+
+Then ways in which it could go wrong, found by trying: each is like the plain network, or an error as there.
+"""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+from torch.overrides import _get_current_function_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from keepless import CheckpointedABN, InPlaceABN, recompute_activations, recomputing, report, undo
+from keepless.recompute.recording import Recording
+from keepless.saved import kept_bytes
+from keepless.torch_internals import current_hooks
+from models.blocks import IdentityResidualBlock
+from tests.norms import CHECKPOINTED, STRATEGIES
+
+
+def loss_of(network: nn.Module, images: Tensor) -> Tensor:
+    torch.manual_seed(1)  # for dropout
+    output = network(images)
+    return output.square().mean() + output.mean()
+
+
+def gradients(network: nn.Module, images: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss_of(network, images), [p for p in network.parameters() if p.requires_grad]))
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    largest = max(gradient.abs().max().item() for gradient in expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * max(1.0, largest))
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int = 4):
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.GroupNorm(2, channels)
+        self.conv1, self.conv2 = nn.Conv2d(channels, channels, 3, padding=1), nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv1(F.relu(self.norm1(x)))
+        y = F.silu(self.norm2(y))
+        return x + self.conv2(y * y.mean((2, 3), keepdim=True).sigmoid())
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Block(), Block(), nn.Conv2d(4, 2, 1)).double()
+
+
+IMAGES = torch.linspace(-1, 1, 2 * 3 * 10 * 10, dtype=torch.float64).sin().view(2, 3, 10, 10)
+
+
+def both(plain: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """A network in float64, prepared and plain."""
+    plain = plain.double()
+    return recompute_activations(copy.deepcopy(plain)), plain
+
+
+@pytest.fixture
+def networks() -> tuple[nn.Module, nn.Module]:
+    return both(small())
+
+
+def planned(plain: nn.Module, images: Tensor = IMAGES, budget: float = 0.5) -> tuple[nn.Module, nn.Module]:
+    """A network within a budget, whose plan is in force for these images; and the plain one."""
+    plain = plain.double()
+    prepared = recompute_activations(copy.deepcopy(plain), budget=budget)
+    for network in (plain, prepared):
+        for _ in range(2):
+            loss_of(network, images).backward()
+        network.zero_grad()
+    return prepared, plain
+
+
+@pytest.fixture(params=["standard", "budget", *CHECKPOINTED])
+def any_networks(request, networks) -> tuple[nn.Module, nn.Module]:
+    """Prepared and plain; of checkpointed layers nothing but their outputs is computed again."""
+    if request.param == "standard":
+        return networks
+    if request.param == "budget":
+        return planned(small())
+    norm = STRATEGIES[request.param]
+    block = IdentityResidualBlock(4, (4, 8), norm_act=norm)
+    prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 3), block, norm(8), nn.Conv2d(8, 2, 1), nn.Sigmoid()))
+    return recompute_activations(prepared, checkpointed_only=True), plain
+
+
+class Operators(TorchDispatchMode):
+    """Context that counts calls of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_each_value_is_computed_once_per_backward_pass(networks):
+    loss = loss_of(networks[0], IMAGES)
+    for retain in (True, True, False):
+        with Operators() as operators:
+            loss.backward(retain_graph=retain)
+        assert [operators.calls[name] for name in ("native_batch_norm", "silu", "native_group_norm")] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU6(), nn.ReLU6(True), nn.LeakyReLU(0.1), nn.Hardtanh(-1, 1)], ids=str)
+def test_an_activation_overwrites_what_only_it_reads(activation):
+    """Its gradient follows from its result, so that nobody else reads the normalised values."""
+    network = recompute_activations(nn.Sequential(nn.BatchNorm2d(3), activation, nn.Conv2d(3, 3, 1)))
+    loss = loss_of(network, torch.randn(2, 3, 4, 4, requires_grad=True))
+    name = "leaky_relu" if isinstance(activation, nn.LeakyReLU) else "hardtanh"
+    with Operators() as operators:
+        loss.backward()
+    assert operators.calls["native_batch_norm"] == operators.calls[name + "_"] == 1
+    assert operators.calls[name] == operators.calls["clone"] == operators.calls["copy_"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_transposed_inputs_of_matrix_products_are_not_copied_for_the_backward_pass(dtype):
+    """`nn.MultiheadAttention` with batch_first transposes normalised values; its projection copies them."""
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=True).to(dtype)
+    prepared = recompute_activations(copy.deepcopy(plain))
+    x = torch.randn(2, 10, 16, dtype=dtype, requires_grad=True)
+    kept = [kept_bytes(network, lambda n=network: n(x).sum(), [x]) for network in (plain, prepared)]
+    assert kept[0] - kept[1] == 2 * x.nbytes  # both normalised values, the first in its transposed copy
+    assert all(map(torch.equal, gradients(prepared, x), gradients(plain, x)))
+
+
+def test_a_graph_can_be_used_twice_and_in_parts(any_networks):
+    prepared, plain = any_networks
+    loss, parameters = loss_of(prepared, IMAGES), list(prepared.parameters())
+    expected = gradients(plain, IMAGES)
+    for part, retain in ((slice(-2, None), True), (slice(None), True), (slice(3), True), (slice(None), False)):
+        assert_same(list(torch.autograd.grad(loss, parameters[part], retain_graph=retain)), expected[part])
+
+
+def test_two_forward_passes_before_a_backward_pass_and_a_module_used_twice(networks):
+    results = []
+    for network in networks:
+        twice = network[3](network[1](network[1](network[0](IMAGES)))).mean()
+        loss = loss_of(network, IMAGES) + loss_of(network, 2 * IMAGES) + twice
+        results.append(list(torch.autograd.grad(loss, network.parameters())))
+    assert_same(*results)
+
+
+def test_a_graph_freed_in_part_still_gives_the_other_part():
+    """Two heads on one body: the first backward pass frees the body's nodes, and the second one needs only a head."""
+
+    class Heads(nn.Sequential):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = F.silu(self[0](x))
+            return self[1](x), self[2](x)
+
+    results = []
+    for network in both(Heads(Block(), nn.Conv2d(4, 1, 1), nn.Conv2d(4, 1, 1))):
+        first, second = network(IMAGES[:, :1].expand(-1, 4, -1, -1))
+        first.sum().backward()
+        results.append(list(torch.autograd.grad(second.square().sum(), network[2].parameters())))
+    assert_same(*results)
+
+
+def test_second_derivatives(networks):
+    results = []
+    for network in networks:
+        network[1].norm1.eval(), network[2].norm1.eval()
+        x = IMAGES.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(network, x), x, create_graph=True)
+        results.append([gradient, *torch.autograd.grad(gradient.square().sum(), x)])
+    assert_same(*results)
+
+
+def backward(network: nn.Module, loss: Tensor) -> list[Tensor]:
+    """Gradients; a reentrant checkpoint gives them only to `backward`."""
+    network.zero_grad()
+    loss.backward()
+    return [parameter.grad for parameter in network.parameters()]
+
+
+class Head(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, norm = self
+        return norm(torch.cat([first(x), second(x)], dim=1)).sum()
+
+
+def test_the_parts_of_a_concatenation_that_is_written_over_are_not_kept():
+    """As in DeepLabV3's head, whose first in-place norm takes the concatenated branches."""
+    head = Head(nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), InPlaceABN(16))
+    prepared, plain = (kept_bytes(network, lambda n=network: n(IMAGES), [IMAGES]) for network in both(head))
+    assert prepared == plain
+
+
+class Inside(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.silu(self[0](x))
+        return self[3](checkpoint(nn.Sequential(self[1], self[2]), x, use_reentrant=self.use_reentrant).relu())
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints_outside_save_their_bytes_and_may_be_inside(networks, use_reentrant):
+    results, kept = [], []
+    for network in networks:
+
+        def loss(n=network) -> Tensor:
+            x = IMAGES.clone().requires_grad_()
+            return checkpoint(n, x, use_reentrant=use_reentrant).square().mean()
+
+        results.append(backward(network, loss()))
+        kept.append(kept_bytes(network, loss, []))
+    assert_same(*results)
+    assert kept[0] == kept[1]
+    inside = Inside(*networks[1])
+    inside.use_reentrant = use_reentrant
+    assert_same(*(backward(network, loss_of(network, IMAGES)) for network in both(inside)))
+
+
+def test_hooks_around_it_are_asked_once_for_what_they_keep(any_networks):
+    """The hooks of `torch.utils.checkpoint`, for example, may refuse to unpack a tensor twice."""
+    unpacked = []
+
+    def unpack(pair: tuple[object, Tensor]) -> Tensor:
+        unpacked.append(pair[0])
+        return pair[1]
+
+    prepared, plain = any_networks
+    expected = gradients(plain, IMAGES)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (object(), tensor), unpack):
+        assert_same(gradients(prepared, IMAGES), expected)
+    assert 0 < len(unpacked) == len(set(unpacked))
+    with torch.autograd.graph.save_on_cpu():
+        assert_same(gradients(prepared, IMAGES), expected)
+    loss = checkpoint(lambda images: loss_of(prepared, images), IMAGES, use_reentrant=False)
+    assert_same(list(torch.autograd.grad(loss, list(prepared.parameters()))), expected)
+
+
+def test_no_gradients_no_cost(networks):
+    for mode in (torch.no_grad, torch.inference_mode):
+        outputs, calls = [], []
+        for network in networks:
+            with mode(), Operators() as operators:
+                outputs.append(network(IMAGES))
+            calls.append(operators.calls)
+        assert torch.equal(*outputs) and calls[0] == calls[1]
+
+
+def test_a_failing_forward_pass_closes_the_recording(any_networks):
+    prepared, plain = any_networks
+    with pytest.raises(RuntimeError):
+        prepared(torch.zeros(1, 5, 3, 3, dtype=torch.float64))
+    assert current_hooks() is None
+    assert_same(gradients(prepared, IMAGES), gradients(plain, IMAGES))
+
+
+class Interrupted(nn.Sequential):
+    """Raises in its second forward pass, as Ctrl-C does, and is then repaired."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return y
+
+
+@pytest.mark.parametrize("only", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_ctrl_c_ends_the_recording(nested, only):
+    """Also while a notebook holds the traceback, which holds all variables."""
+    network = Interrupted(nn.Conv2d(3, 4, 1), CheckpointedABN(4), nn.SiLU(), nn.Conv2d(4, 2, 1)).double()
+    plain = copy.deepcopy(network)
+    network = recompute_activations(nn.Sequential(network) if nested else network, checkpointed_only=only)
+    network(IMAGES)
+    with pytest.raises(KeyboardInterrupt) as traceback:
+        network(IMAGES)
+    w = torch.ones(3, requires_grad=True)
+    y = w.sigmoid()
+    alive = weakref.ref(y)
+    loss = y.sin().sum()
+    assert only or current_hooks() is None
+    assert torch.autograd.grad(loss, w)[0] is not None
+    del y, loss
+    assert alive() is None
+    assert_same(gradients(network, IMAGES), gradients(plain, IMAGES))
+    assert current_hooks() is None and _get_current_function_mode() is None
+    assert traceback.value is not None
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit:DeprecationWarning")
+def test_undone_traced_scripted_and_compiled_before():
+    x = IMAGES
+    prepared, plain = both(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 2, 1)))
+    traced = torch.jit.trace(prepared, x)
+    assert_same(gradients(traced, x), gradients(plain, x))
+    with pytest.raises(RuntimeError, match=r"call undo\(network\)"):
+        torch.jit.script(prepared)
+    with pytest.warns(UserWarning, match="does nothing inside torch.compile"):
+        recompute_activations(torch.compile(plain, backend="eager"))
+    kept = [kept_bytes(n, lambda n=n: loss_of(n, x), [x]) for n in (plain, prepared)]
+    assert kept_bytes(prepared, lambda: loss_of(undo(prepared), x), [x]) == kept[0] > kept[1]
+    assert prepared.__dict__.keys() == plain.__dict__.keys()
+    assert_same(gradients(prepared, x), gradients(plain, x))
+
+
+def test_a_report_says_what_is_kept_and_where(networks):
+    """By the operations whose results are not computed again; the bytes are all that autograd holds but vectors."""
+    prepared, _ = networks
+    with pytest.raises(ValueError, match="nothing to report"):
+        report(prepared)
+    loss_of(prepared, IMAGES).backward()
+    found = report(prepared)
+    values = 2 * 4 * 8 * 8 * 8  # bytes of each of the others
+    assert found.lines[0] == (IMAGES.nbytes, 1, "input", "conv2d", "0", "")
+    assert set(found.lines[1:6]) == {
+        (values, 1, "Convolution", "batch_norm", "1.norm1", ""),
+        (values, 1, "Convolution", "group_norm", "1.norm2", ""),
+        (values, 1, "Add", "batch_norm", "2.norm1", ""),
+        (values, 1, "Convolution", "group_norm", "2.norm2", ""),
+        (values, 1, "Add", "conv2d", "3", ""),
+    }
+    assert str(found).splitlines()[-1].startswith(f"{found.bytes:,}")
+    with torch.autograd.graph.save_on_cpu():
+        loss_of(prepared, IMAGES).backward()
+    assert report(prepared) == found
+
+
+def test_code_that_is_no_module(networks):
+    """A context does what a prepared network does."""
+    prepared, plain = networks
+
+    def inside() -> Tensor:
+        with recomputing():
+            return loss_of(plain, IMAGES)
+
+    kept = kept_bytes(prepared, lambda: loss_of(prepared, IMAGES), [IMAGES])
+    assert kept_bytes(plain, inside, [IMAGES]) == kept
+    assert torch.equal(inside(), loss_of(plain, IMAGES))
+    with torch.no_grad(), recomputing():
+        assert current_hooks() is None
+
+
+def test_memory_is_back_after_every_step(any_networks):
+    """Without waiting for the garbage collector."""
+    prepared = any_networks[0]
+
+    def living() -> int:
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    gradients(prepared, IMAGES)
+    gc.collect()
+    gc.disable()
+    try:
+        before = living()
+        for _ in range(10):
+            prepared(IMAGES)  # and never a backward pass
+            gradients(prepared, IMAGES)
+        assert living() == before
+    finally:
+        gc.enable()
+
+
+def test_threads(networks):
+    """As in nn.DataParallel."""
+    prepared, plain = networks
+    prepared.eval(), plain.eval()
+    expected = gradients(plain, IMAGES)
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(lambda _: gradients(prepared, IMAGES), range(4)):
+            assert_same(found, expected)
+
+
+def test_copies_and_pickles(networks):
+    prepared, plain = networks
+    others = [plain, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))]
+    kept = [kept_bytes(other, lambda o=other: loss_of(o, IMAGES), [IMAGES]) for other in others]
+    assert max(kept[1:]) < kept[0]
+    for other in others[1:]:
+        assert_same(gradients(other, IMAGES), gradients(plain, IMAGES))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """The casts that it makes are computed again as well."""
+    images, results, kept = IMAGES.float(), [], []
+    for network in (recompute_activations(small().float()), small().float()):
+
+        def run(n=network) -> Tensor:
+            with torch.autocast("cpu", dtype):
+                return loss_of(n, images).float()
+
+        results.append(list(torch.autograd.grad(run(), network.parameters())))
+        kept.append(kept_bytes(network, run, [images]))
+    assert all(map(torch.equal, *results))
+    assert kept[0] < 0.7 * kept[1]
+
+
+def test_compiled_and_inside_of_torch_func_it_does_nothing(networks):
+    prepared, plain = networks
+    compiled = torch.compile(prepared, fullgraph=True, backend="aot_eager")
+    with pytest.warns(UserWarning, match="does nothing inside torch.compile") as warned:
+        found = [gradients(compiled, IMAGES) for _ in range(2)]
+    assert len(warned) == 1
+    assert_same(found[1], gradients(plain, IMAGES))
+    network = recompute_activations(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    gradients_of = grad(lambda weights: functional_call(network, weights, (torch.ones(1, 3),)).sum())
+    assert gradients_of(weights).keys() == weights.keys()
+
+
+@pytest.mark.parametrize("after", [nn.ELU(inplace=True), nn.LeakyReLU(0.1)], ids=str)
+@pytest.mark.parametrize("activation", ["tanh", "elu", "identity"])
+def test_what_a_checkpointed_layer_computes_again_is_not_overwritten(activation, after):
+    """Its own gradient reads it too. Also if a part of the graph was differentiated before."""
+    layers = nn.Conv2d(3, 4, 1), CheckpointedABN(4, activation=activation), after, nn.Conv2d(4, 4, 1)
+    prepared, plain = both(nn.Sequential(*layers))
+    expected = gradients(plain, IMAGES)
+    assert_same(gradients(prepared, IMAGES), expected)
+    loss = loss_of(prepared, IMAGES)
+    torch.autograd.grad(loss, [prepared[3].weight], retain_graph=True)
+    assert_same(list(torch.autograd.grad(loss, prepared.parameters())), expected)
+
+
+class NormInBothModes(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        first, norm, last = self
+        x = first(x)
+        y = F.silu(norm.eval()(x)) + F.silu(x + norm.running_mean.view(1, -1, 1, 1))
+        norm.train()(3 * x)  # moves the running statistics, without a new version
+        return last(y)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)], ids=str)
+def test_running_statistics_may_move_before_the_backward_pass(norm):
+    results = []
+    for network in both(NormInBothModes(nn.Conv2d(3, 4, 1), norm, nn.Conv2d(4, 4, 1))):
+        loss = loss_of(network, IMAGES)
+        with torch.no_grad():
+            network(2 * IMAGES)
+        results.append(list(torch.autograd.grad(loss, [network[0].weight, network[2].weight])))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AdaptiveMaxPool2d(2)], ids=str)
+def test_empty_minibatches_are_pooled(pool):
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), pool, nn.Conv2d(4, 2, 1))
+    assert_same(*([*torch.autograd.grad(n(IMAGES[:0]).sum(), n.parameters())] for n in both(network)))
+
+
+class WritesOverWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return x.mul_(0).add_(dy)
+
+
+def test_a_backward_function_that_writes_over_a_saved_tensor_is_found_out():
+    w = torch.randn(4, 3, requires_grad=True)
+    with Recording():
+        y = F.silu(w * 1)
+        first = y.sin()  # reads y last in the backward pass
+        output = WritesOverWhatItSaved.apply(y) * 2 + first
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+class Watched(nn.Sequential):
+    """Marks a detached copy, and looks at a value that is then overwritten."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, norm, last = self
+        y = F.silu(norm(first(x)))
+        self.mean = y.abs().mean().item()
+        if self.overwrites:
+            y *= 0.5
+        output = last(y)
+        self.map = y.detach().requires_grad_()
+        return output
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_what_nobody_differentiates_is_no_reason_for_an_error(overwrites):
+    watched = Watched(nn.Conv2d(3, 4, 1), nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 1))
+    watched.overwrites = overwrites
+    assert_same(*(gradients(network, IMAGES) for network in both(watched)))
+
+
+@pytest.mark.parametrize("stem", [nn.Conv2d(3, 4, 3), CheckpointedABN(3)], ids=["convolution", "CheckpointedABN"])
+def test_a_checkpoint_may_repeat_the_forward_pass_in_another_thread(stem):
+    """As it does on CUDA. Numbers of nodes begin anew in each thread."""
+    results = []
+    for network in both(nn.Sequential(nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 2))):
+        rows = stem.double()(IMAGES[..., :6, :6]).flatten(2).unflatten(2, (-1, 4))
+        loss = checkpoint(network, rows, use_reentrant=False).square().sum()
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(loss.backward).result()
+        results.append([parameter.grad for parameter in network.parameters()])
+    assert_same(*results)

@@ -1,0 +1,101 @@
+"""A branch that computes something else when it runs again is named, instead of giving a wrong gradient; precision."""
+
+import random
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from keepless import (
+    AdditiveCoupling,
+    AffineAdapterSigmoid,
+    AffineCoupling,
+    InvertibleModuleWrapper,
+    ReversibleSequence,
+)
+from keepless.reversible import checks
+
+
+class Changing(nn.Module):
+    """A branch that multiplies with something that is not the same each time."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.layer, self.kind, self.calls = nn.Conv2d(2, 2, 1), kind, 0
+        self.generator = torch.Generator().manual_seed(0)
+        self.settings = SimpleNamespace(scale=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        factors = {
+            "calls": lambda: self.calls,
+            "python": random.random,
+            "numpy": lambda: torch.from_numpy(numpy.random.rand(*x.shape)).float(),
+            "generator": lambda: torch.rand(x.shape, generator=self.generator),
+            "attribute": lambda: self.settings.scale,
+            "nothing": lambda: torch.rand(x.shape),  # PyTorch's own random numbers are restored
+        }
+        return self.layer(x) * factors[self.kind]()
+
+
+def make(where: str, branch: nn.Module) -> nn.Module:
+    if where == "kept input":
+        return InvertibleModuleWrapper(branch, keep_input=True)
+    coupling = AffineCoupling(branch, adapter=AffineAdapterSigmoid) if where == "affine" else AdditiveCoupling(branch)
+    return ReversibleSequence([coupling])
+
+
+@pytest.mark.parametrize("where", ["additive", "kept input"])
+@pytest.mark.parametrize("kind", ["calls", "python", "numpy", "generator", "attribute", "nothing"])
+def test_a_branch_that_computes_something_else_is_named(kind, where):
+    branch = Changing(kind)
+    network = make(where, branch)
+    loss = network(torch.randn(2, 2 if where == "kept input" else 4, 6, 6)).square().sum()
+    for module in network.modules():
+        if isinstance(module, Changing):
+            module.settings.scale = 1.01
+    if kind == "nothing":
+        loss.backward()
+    else:
+        with pytest.raises(RuntimeError, match="Changing computed something else"):
+            loss.backward()
+
+
+def sequence(couplings: int) -> nn.Module:
+    torch.manual_seed(0)
+    branches = [nn.Sequential(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1)) for _ in range(couplings)]
+    return ReversibleSequence([AdditiveCoupling(branch) for branch in branches])
+
+
+def test_checking_changes_no_bit_and_needs_little_memory(monkeypatch):
+    """The checksum copies at most 2^20 values of an output at a time."""
+    x, gradients = torch.randn(2, 8, 8, 8), []
+    for checked in (True, False):
+        monkeypatch.setattr(checks._mode, "checks", checked)
+        network = sequence(3)
+        gradients.append(torch.autograd.grad(network(x).square().sum(), list(network.parameters())))
+    assert all(map(torch.equal, *gradients))
+    large = torch.ones(3, 2**10, 2**11).transpose(1, 2)
+    assert [part.numel() for part in checks._parts(large)] == [2**20] * 6
+    assert checks._checksum(large)[1] == large.numel() ** 0.5
+
+
+def test_pure_bfloat16_adds_up_rounding(monkeypatch):
+    """The bounds in docs/memory.md on the distance to the gradient with stored activations, relative to its norm."""
+    monkeypatch.setattr(checks._mode, "checks", False)  # they might find it
+    x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(100))
+
+    def gradient(dtype: torch.dtype, autocast: bool, stored: bool) -> Tensor:
+        network = sequence(50).to(dtype)
+        network.disable = stored
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = network(x.to(dtype)).float().square().mean()
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(network.parameters()))]).double()
+
+    deviations = []
+    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)):
+        stored, reversed_ = (gradient(dtype, autocast, stored) for stored in (True, False))
+        deviations.append(((reversed_ - stored).norm() / stored.norm()).item())
+    assert deviations[0] < 2e-6 and 0.05 < deviations[1] < 0.2 and deviations[2] < 0.04, deviations

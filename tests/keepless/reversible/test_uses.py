@@ -1,0 +1,400 @@
+"""Reversible modules in unusual places: right gradients, or an error that says why not."""
+
+import copy
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+from keepless import ABN, AdditiveCoupling, InvertibleModuleWrapper, ReversibleSequence
+from keepless.reversible.compiled import is_compilable
+from keepless.reversible.drift import drift
+from keepless.saved import saved_for_backward
+from tests.keepless.reversible.test_modules import (
+    IMAGES,
+    NORMS,
+    Opaque,
+    Scaled,
+    additive,
+    affine,
+    assert_same,
+    assert_same_use,
+    branch,
+    made,
+    step,
+    wrapped,
+)
+
+
+@pytest.fixture(params=[True])
+def traced_autograd(request):
+    can_trace = hasattr(torch._dynamo.config, "trace_autograd_ops")
+    if request.param and not can_trace:
+        pytest.skip("this PyTorch does not trace gradients in a gradient")
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=request.param) if can_trace else nullcontext():
+        yield
+    torch._dynamo.reset()
+
+
+untraced_autograd = pytest.mark.parametrize("traced_autograd", [False], indirect=True)
+
+
+def assert_compiled_the_same(network: nn.Module, *blocks: nn.Module, steps: int = 1, fullgraph: bool = True) -> None:
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=fullgraph)
+    for _ in range(steps):  # gradients and statistics go on
+        assert_same(step(compiled, IMAGES), step(plain, IMAGES))
+
+
+def test_compiled_as_one_graph(traced_autograd):
+    """PyTorch traces wrong gradients for an argument that is given twice, so tied couplings are no node of a row."""
+    first, affine_coupling, tied, *others = made(
+        *(additive(), affine(norm=nn.BatchNorm2d), additive()),
+        *(Scaled(branch()), affine(norm=nn.BatchNorm2d), additive(norm=nn.BatchNorm2d), Scaled(branch())),
+    )
+    tied.Fm[1].weight = first.Fm[1].weight
+    row = [first, affine_coupling, tied, AdditiveCoupling(first.Fm, first.Fm), others[0]]
+    wrappers = [InvertibleModuleWrapper(block, keep_input=i == 1) for i, block in enumerate(others[1:])]
+    network = nn.Sequential(ReversibleSequence(row), *wrappers)
+    assert_compiled_the_same(network, *row, *others[1:], steps=2)
+
+
+@pytest.mark.parametrize("keep_input, buffers", [(False, 1), (True, 2)])
+def test_compiled_a_wrapper_keeps_its_output_alone(traced_autograd, keep_input, buffers):
+    """With its input kept, PyTorch keeps what the branches need: the input and the output of each Tanh."""
+
+    def tanh_branch() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh(), nn.Conv2d(4, 4, 1))
+
+    wrapper = InvertibleModuleWrapper(AdditiveCoupling(tanh_branch(), tanh_branch()), keep_input=keep_input)
+    x = torch.randn(2, 8, 16, 16, requires_grad=True) * 1
+    _, saved = saved_for_backward(lambda: torch.compile(wrapper, backend="aot_eager", fullgraph=True)(x))
+    assert sum(tensor.nbytes for tensor in saved if len(tensor) == 2) == buffers * x.nbytes
+
+
+@untraced_autograd
+def test_compiled_with_breaks(traced_autograd):
+    """PyTorch does not trace gradients in a gradient, unless it is told to."""
+    blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)))
+    assert_compiled_the_same(ReversibleSequence(blocks), *blocks, fullgraph=False)
+
+
+@untraced_autograd
+def test_compiled_branches(traced_autograd):
+    blocks = made(AdditiveCoupling(branch(), branch(norm=nn.BatchNorm2d)), additive())
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    blocks[0].Fm, blocks[0].Gm = (torch.compile(part, backend="aot_eager") for part in blocks[0].children())
+    assert_same(step(ReversibleSequence(blocks), IMAGES), step(plain, IMAGES))
+
+
+class DroppingABN(ABN):
+    def forward(self, x):
+        return nn.functional.dropout(super().forward(x), 0.3, self.training)
+
+
+def test_compiled_dropout_keeps_its_activations(traced_autograd):
+    """Random numbers could not be drawn again inside a graph, so nothing is forgotten there.
+
+    Nor in subclasses, which may draw some. Gradients are compared with finite differences.
+    """
+    network = ReversibleSequence(made(additive(dropout=0.4), additive(norm=DroppingABN)))
+    compiled = torch.compile(network, backend="aot_eager")
+    direction, values = torch.randn_like(IMAGES), []
+    for size in (0.0, 1e-5, -1e-5):
+        torch.manual_seed(0)
+        x = (IMAGES + size * direction).requires_grad_()
+        values.append(compiled(x).sum())
+        if size == 0:
+            (gradient,) = torch.autograd.grad(values[0], x)
+    torch.testing.assert_close((gradient * direction).sum(), (values[1] - values[2]) / 2e-5, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
+def test_branches_whose_saved_tensors_depend_on_strides(tokens, layout):
+    """Halves of tokens are views with gaps, for which `F.linear` saves others; of the same shapes if there are four."""
+    blocks = made(*(AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4), split_dim=2) for _ in range(2)))
+    x = torch.randn(2, tokens, 8, dtype=torch.float64)
+    x = {"transposed": x.transpose(0, 1), "expanded": x[:1].expand(2, -1, -1)}.get(layout, x)
+
+    def use(network, _):
+        leaf = x.detach().requires_grad_()
+        network(leaf).sin().sum().backward()
+        return [leaf.grad]
+
+    assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, torch.clone])
+def test_other_tensors_in_place_of_parameters_are_refused(kind):
+    """As MAML trains: the tensors may be no parameters."""
+    network = ReversibleSequence(made(additive()))
+    others = {name: kind(parameter.detach() * 2) for name, parameter in network.named_parameters()}
+    y = torch.func.functional_call(network, others, (IMAGES.clone().requires_grad_(),))
+    with pytest.raises(RuntimeError, match="is another tensor than in the forward pass"):
+        y.sum().backward()
+
+
+class Renormalised(nn.BatchNorm2d):
+    """It reads its statistics in training, and moves another buffer."""
+
+    def __init__(self, channels: int):
+        super().__init__(channels)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        y = x - self.running_mean.clone().view(-1, 1, 1)
+        self.running_mean.lerp_(x.detach().mean((0, 2, 3)), 0.5)
+        return y.tanh()
+
+
+class Reads(nn.Module):
+    def __init__(self, buffer: torch.Tensor):
+        super().__init__()
+        self.register_buffer("mean", buffer)
+
+    def forward(self, x):
+        return (x * (1 + self.mean.view(-1, 1, 1))).sin()
+
+
+def test_norms_that_read_their_statistics_and_buffers_of_two_modules():
+    norm = Renormalised(4)
+    shared = nn.Sequential(norm, Reads(norm.running_mean), nn.Conv2d(4, 4, 1))
+    blocks = made(
+        AdditiveCoupling(nn.Sequential(nn.Conv2d(4, 4, 1), Renormalised(4)), nn.Conv2d(4, 4, 1)),
+        AdditiveCoupling(shared, nn.Conv2d(4, 4, 1)),
+    )
+    blocks[1].Fm[1].mean = blocks[1].Fm[0].running_mean
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    network = ReversibleSequence(blocks)
+    for _ in range(2):
+        assert_same(step(network, IMAGES), step(plain, IMAGES))
+
+
+def test_compiled_branches_with_hooks_keep_their_activations(traced_autograd):
+    """Which may draw random numbers, or move."""
+    convolution = nn.Conv2d(4, 4, 1)
+    convolution.register_forward_hook(lambda module, args, output: nn.functional.dropout(output, 0.5))
+    blocks = made(AdditiveCoupling(nn.Sequential(convolution, nn.Tanh()), nn.Conv2d(4, 4, 1)))
+    assert not is_compilable(blocks[0], [])
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return (x * self.scale).sin()
+
+
+def test_buffers_that_change_before_the_backward_pass_are_refused():
+    """PyTorch refuses those that an operation saved; here any of them changes what is restored."""
+    for change, message in (
+        (lambda part: part.scale.mul_(3), "WithBuffer.scale of shape .* was modified by an inplace operation"),
+        (lambda part: setattr(part, "scale", torch.zeros(())), "WithBuffer.scale .* is another tensor"),
+    ):
+        scaled = WithBuffer()
+        y = ReversibleSequence(made(AdditiveCoupling(scaled)))(IMAGES.clone().requires_grad_())
+        change(scaled)
+        with pytest.raises(RuntimeError, match=message):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("norm", ["std", "inplace", "checkpoint", "batchnorm"])
+def test_modes_and_statistics_that_change_before_the_backward_pass(norm):
+    """Evaluate, train on other data, then differentiate the evaluation, as virtual adversarial training does."""
+    blocks = made(additive(norm=NORMS[norm]), additive(norm=NORMS[norm]))
+
+    def use(network, x):
+        y = network.eval()(x)
+        network.train()
+        if isinstance(network, ReversibleSequence):  # PyTorch's norms would differentiate with the new statistics
+            with torch.no_grad():
+                network(IMAGES.sin())
+        y.square().sum().backward()
+        assert all(module.training for module in network.modules())
+
+    assert_same_use(use, ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks))
+
+
+def test_buffers_that_the_forward_pass_moves():
+    """Spectral norm takes a step of its power iteration in every forward pass: the repetition starts where it did."""
+    convolutions = [spectral_norm(nn.Conv2d(4, 4, 3, padding=1)) for _ in range(3)]
+    blocks = made(*(AdditiveCoupling(nn.Sequential(conv, nn.Tanh())) for conv in convolutions))
+    plain, network = copy.deepcopy(nn.Sequential(*blocks)), ReversibleSequence(blocks)
+    for _ in range(2):
+        assert_same(step(network, IMAGES), step(plain, IMAGES))
+
+
+class Rounded(nn.Module):
+    forward = staticmethod(lambda x: (10 * x.double().sin()).round().to(x.dtype))
+
+
+class Float(nn.Module):
+    forward = staticmethod(lambda x: x.double() / 7)
+
+
+def test_integers_are_restored():
+    blocks = [AdditiveCoupling(Rounded()), *made(AdditiveCoupling(nn.Sequential(Float(), *branch())))]
+    x = torch.arange(3 * 8 * 20, dtype=torch.int32).reshape(3, 8, 5, 4) % 7
+    networks = ReversibleSequence(copy.deepcopy(blocks)), nn.Sequential(*blocks)
+    assert_same_use(lambda network, _: network(x).square().sum().backward(), *networks)
+
+
+class InPlace(nn.Module):
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def forward(self, x):
+        return x.mul_(2) if self.where == "forward" else 2 * x
+
+    def inverse(self, y):
+        return y.mul_(0.5) if self.where == "inverse" else 0.5 * y
+
+
+@pytest.mark.parametrize("where", ["forward", "inverse"])
+def test_functions_that_write_over_their_input_are_named(where):
+    network = nn.Sequential(*wrapped(made(additive(), InPlace(where))), *made(additive()))
+    with pytest.raises(ValueError, match="InPlace.* wrote over its input"):
+        network(IMAGES.clone().requires_grad_()).sum().backward()
+
+
+class Failing(nn.Sequential):
+    fails = False
+
+    def forward(self, x):
+        if self.fails:
+            raise KeyError
+        return super().forward(x)
+
+
+def kept_then_wrapped(network, x):
+    y = network[0](x * 1)
+    (network[1](y) + network[2](y)).square().sum().backward()
+
+
+def unused(network, x):
+    y = network[0](x * 1)
+    network[1](y)
+    network[2](y).square().sum().backward()
+
+
+def failed_once(network, x):
+    y = network[0](x * 1)
+    (failing,) = (module for module in network.modules() if isinstance(module, Failing))
+    failing.fails = True
+    with pytest.raises(KeyError):
+        network[1](y)
+    failing.fails = False
+    network[2](network[1](y)).square().sum().backward()
+
+
+def first_in_part(network, x):
+    """autograd.grad of the last wrapper frees its graph; the first one's is still there, for two backward passes."""
+    y = network[0](x)
+    found = torch.autograd.grad(network[1](y).sum(), [*network[1].parameters()])
+    y.square().sum().backward(retain_graph=True)
+    y.sin().sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("use", [kept_then_wrapped, unused, failed_once, first_in_part])
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_output_with_several_readers(use, kept):
+    blocks = made(additive(), AdditiveCoupling(Failing(*branch()), branch()), additive())
+    plain = nn.Sequential(*copy.deepcopy(blocks))
+    network = wrapped(blocks)
+    network[1].keep_input = kept
+    assert_same_use(use, network, plain)
+
+
+def test_a_kept_block_that_begins_with_a_wrapper():
+    blocks = made(additive(), additive(), nn.Conv2d(8, 8, 1), additive())
+    plain = nn.Sequential(*copy.deepcopy(blocks))
+    inner = nn.Sequential(InvertibleModuleWrapper(blocks[1]), blocks[2])
+    network = nn.Sequential(*wrapped(blocks[:1]), InvertibleModuleWrapper(inner, keep_input=True), blocks[3])
+    parts = [ReversibleSequence(blocks[:1]), nn.Sequential(ReversibleSequence([blocks[1]]), *blocks[2:])]
+    for outside in (network, ReversibleSequence(parts)):
+        outside.zero_grad(), plain.zero_grad()
+        assert_same(step(outside, IMAGES), step(plain, IMAGES))
+
+
+def test_blocks_without_inverse_inside_others():
+    flat = made(additive(), additive(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1), additive())
+    plain = copy.deepcopy(nn.Sequential(*flat))
+    inner = ReversibleSequence(flat[1:3]), InvertibleModuleWrapper(flat[3], keep_input=True)
+    network = ReversibleSequence([flat[0], *inner, flat[4]])
+    assert not any(each.invertible for each in (network, *inner))
+    assert_same(step(network, IMAGES), step(plain, IMAGES))
+
+
+class Hamiltonian(nn.Sequential):
+    """The gradient of a learned energy."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x if x.requires_grad else x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return force
+
+
+def test_branches_that_differentiate_keep_their_activations_or_are_named():
+    energies = [(nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(2)]
+    blocks = made(*(AdditiveCoupling(Hamiltonian(*energy)) for energy in energies))
+    plain = copy.deepcopy(nn.Sequential(*blocks))
+    with pytest.raises(RuntimeError, match="asks for gradients in its forward pass.*disable=True"):
+        step(ReversibleSequence(blocks), IMAGES)
+    assert_same(step(ReversibleSequence(blocks, disable=True), IMAGES), step(plain, IMAGES))
+
+
+def test_what_a_branch_leaves_behind_cannot_be_differentiated_after_it_ran_again():
+    network = ReversibleSequence(made(additive()))
+    network.blocks[0].Fm.register_forward_hook(lambda module, args, y: setattr(network, "left", y.square().sum()))
+    y = network(IMAGES.clone().requires_grad_())
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="left behind was differentiated"):
+        network.left.backward()
+
+
+class Masked(Opaque):
+    def forward(self, x, mask):
+        return self[0](x), mask
+
+    def inverse(self, y, mask):
+        return self[0].inverse(y), mask
+
+
+def test_a_stream_without_gradient_does_not_end_the_chain():
+    alive: list[weakref.ref] = []
+    values = (IMAGES.clone().requires_grad_() * 1, torch.ones(3))
+    for block in made(*(Masked(additive()) for _ in range(5))):
+        values = InvertibleModuleWrapper(block)(*values)
+        alive.append(weakref.ref(values[0].untyped_storage()))
+    assert sum(reference() is not None for reference in alive) == 1
+    values[0].sum().backward()
+
+
+def test_drift_of_opaque_modules_is_measured():
+    blocks = [additive(norm=nn.Identity) for _ in range(3)]
+    x = IMAGES.float()
+    for chain in (blocks, wrapped(blocks), map(Opaque, blocks)):
+        assert 0 < drift(ReversibleSequence(chain).reversible_blocks, x) < 1e-5
+    assert drift([nn.Conv2d(8, 8, 1)], x) == 0
+
+
+def test_a_norm_in_two_branches():
+    """A norm that is listed in two modules of one step keeps its own buffers."""
+    norm = nn.BatchNorm2d(4)
+    branches = nn.Sequential(norm, nn.Conv2d(4, 4, 1)), nn.Sequential(norm, nn.Tanh())
+    network = ReversibleSequence(made(AdditiveCoupling(*branches)))
+    buffers = {name: id(values) for name, values in norm.named_buffers()}
+    step(network, IMAGES)
+    assert {name: id(values) for name, values in norm.named_buffers()} == buffers
+    assert norm.num_batches_tracked == 2

@@ -1,0 +1,35 @@
+"""What is no module is refused with its type and the fix."""
+
+import pytest
+import torch
+from torch import nn
+
+import keepless
+from keepless import AdditiveCoupling, InPlaceABNSync, InvertibleModuleWrapper, create_coupling
+
+RECEIVERS = [keepless.recompute_activations, keepless.undo, keepless.report, keepless.to_inplace, keepless.to_standard]
+RECEIVERS += [InPlaceABNSync.convert, InvertibleModuleWrapper, AdditiveCoupling]
+RECEIVERS += [lambda value: keepless.layer_health(value, None), lambda value: keepless.renew_statistics(value, [])]
+RECEIVERS += [lambda value: AdditiveCoupling(nn.ReLU(), value)]
+
+
+@pytest.mark.parametrize("receiver", RECEIVERS)
+def test_only_modules_are_taken(receiver):
+    with pytest.raises(ValueError, match=r"got the class ReLU: expected an object, ReLU\(…\)"):
+        receiver(nn.ReLU)
+    for value, name in ((torch.relu, "builtin_function_or_method"), ([nn.ReLU()], "list")):
+        with pytest.raises(ValueError, match=f"got a {name}: expected an nn.Module"):
+            receiver(value)
+
+
+def test_couplings_by_name():
+    branch, adapter = nn.Linear(2, 2), keepless.AffineAdapterNaive
+    assert type(create_coupling(branch, split_dim=-1)) is AdditiveCoupling
+    affine = create_coupling(branch, coupling="affine", adapter=adapter)
+    assert type(affine) is keepless.AffineCoupling and type(affine.Gm) is adapter
+    for wrong in ({"coupling": "glow"}, {"adapter": adapter}):
+        with pytest.raises(ValueError, match="expected 'additive', or 'affine'"):
+            create_coupling(branch, **wrong)
+    for kind, others in ((AdditiveCoupling, ()), (keepless.AffineCoupling, (None,))):  # MemCNN's implementation_fwd
+        with pytest.raises(TypeError):
+            kind(branch, branch, *others, -1)

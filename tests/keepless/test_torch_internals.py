@@ -1,0 +1,90 @@
+"""PyTorch's private parts: used in one file, each with an answer for versions that do not have it."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+
+import keepless
+from keepless import private, recompute_activations
+from keepless.recompute import rules
+from keepless.saved import kept_bytes
+from keepless.torch_internals import current_hooks
+
+FOLDER = Path(keepless.__file__).parent
+COMMON = {"_version", "_base", "_is_view"}  # of tensors
+COMMON |= {"_parameters", "_buffers", "_modules", "_metadata", "_backward_hooks"}  # of modules
+COMMON |= {"_load_from_state_dict", "_save_to_state_dict", "_backward_pre_hooks", "_non_persistent_buffers_set"}
+COMMON |= {"_forward_hooks", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"}
+OF_PYTHON = {"_replace", "_asdict", "_getframe", "_fn", "_bn_act"}  # and two of ours
+
+
+def private_parts(tree: ast.AST) -> set[str]:
+    """Private names that a file reads from others or imports from PyTorch."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names |= {part for part in [*node.module.split("."), *(a.name for a in node.names)] if part[0] == "_"}
+        elif isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self"):
+            names |= {node.attr} if node.attr[0] == "_" and not node.attr.startswith("__") else set()
+    return names
+
+
+def test_private_parts_are_used_in_one_file():
+    found = {file: private_parts(ast.parse(file.read_text())) for file in FOLDER.rglob("*.py")}
+    assert {"_has_storage", "_autograd", "_pytree"} <= found.pop(FOLDER / "private.py")
+    assert {file.name: names - COMMON - OF_PYTHON for file, names in found.items() if names - COMMON - OF_PYTHON} == {}
+
+
+def test_a_missing_part_ends_the_import_with_its_name(monkeypatch):
+    spec = importlib.util.spec_from_file_location("keepless.again", FOLDER / "private.py")
+    monkeypatch.delattr(torch._C, "_has_storage")
+    with pytest.raises(ImportError, match="does not know torch .*_has_storage.*update keepless"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_hooks_are_known_on_a_pytorch_that_does_not_tell(monkeypatch):
+    """As they are to PyTorch itself, where it does tell; hooks that were set unseen are refused."""
+    noted, autograd = private._Noted(), torch._C._autograd
+    for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
+        monkeypatch.setattr(autograd, name, getattr(autograd, name))  # put back at the end
+    with saved_tensors_hooks(abs, abs):
+        noted.see()
+        with pytest.raises(RuntimeError, match="import keepless before they are set"):
+            noted.current()
+        with saved_tensors_hooks(len, len):
+            assert noted.current() == (len, len)
+    for inner in (saved_tensors_hooks(len, abs), disable_saved_tensors_hooks("no")):
+        assert noted.current() is None and private.hooks_are_allowed()
+        with inner:
+            assert noted.current() == current_hooks()
+    assert noted.current() is None and private.hooks_are_allowed()
+
+
+def test_what_a_node_does_not_show_is_asked_for_or_kept(monkeypatch):
+    """PyTorch before 2.9 does not show what hooks packed. Gradients stay the same, to the bit."""
+    torch.manual_seed(0)
+    norm, relu, last = nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    network = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.MaxPool2d(2), nn.Dropout(), relu, last)
+    x = torch.randn(2, 3, 16, 16)
+
+    def gradients() -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(1)
+        loss = network(x).square().mean()
+        grads = torch.autograd.grad(loss, list(network.parameters()))
+        return list(grads), kept_bytes(network, lambda: network(x), [x])
+
+    plain, all_bytes = gradients()
+    recompute_activations(network)
+    again, few_bytes = gradients()
+    monkeypatch.setattr(private, "_SHOWS_PACKED", False)
+    asked, equal_bytes = gradients()
+    monkeypatch.setattr(rules, "packed_by", lambda node, name: None)
+    unseen, more_bytes = gradients()
+    assert few_bytes == equal_bytes < more_bytes <= all_bytes
+    for found in (again, asked, unseen):
+        assert all(map(torch.equal, found, plain))
