@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .budget.budget import Budget, Plans, checked
-from .budget.planned_recording import PlannedRecording
+from .budget.budget import Budget, PlansByShape, checked
+from .budget.trace import StepTrace
 from .inputs import check_module, tensors_in
-from .recompute.recording import Recording, is_running
+from .recompute.recording import CheckpointedOnly, Policy, Recording, is_running
 from .recompute.report import KeptTensor, Report, summary
 from .reversible.couplings import Coupling
 from .torch_internals import call_at_compilation, current_hooks, hooks_are_allowed, is_compiled
@@ -66,7 +66,7 @@ def recompute_activations(
     if is_compiled(network):
         _say_that_the_compiler_decides(None)
         return network
-    plans = None if budget is None else Plans(budget)
+    plans = None if budget is None else PlansByShape(budget)
     if plans is not None and example is not None:
         plans.plan_for(network, example)
     for module in _recorded_by_themselves(network):
@@ -160,13 +160,13 @@ _open = _Open()
 class _Hooks:
     """Module hooks that record a forward pass."""
 
-    def __init__(self, checkpointed_only: bool, plans: Plans | None = None):
+    def __init__(self, checkpointed_only: bool, plans: PlansByShape | None = None):
         self.checkpointed_only = checkpointed_only
         self.plans = plans
         self.kept: list[KeptTensor] | None = None  # by the last forward pass
 
     def __getstate__(self) -> dict[str, Any]:
-        plans = None if self.plans is None else Plans(self.plans.budget)
+        plans = None if self.plans is None else PlansByShape(self.plans.budget)
         return {"checkpointed_only": self.checkpointed_only, "plans": plans, "kept": None}
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -185,13 +185,10 @@ class _Hooks:
 
     def _recording(self, module: nn.Module, arguments: object, frame: FrameType) -> Recording:
         inputs = tensors_in(arguments)
-        copied, planned = _is_sharded(module), None
-        if self.plans is not None and current_hooks() is None:  # others decide what is kept
-            planned = self.plans.of_pass(module, inputs)
-        if planned is not None:
-            return PlannedRecording(planned, copy_parameters=copied, inputs=inputs, frame=frame)
-        only = self.checkpointed_only
-        return Recording(checkpointed_only=only, copy_parameters=copied, inputs=inputs, frame=frame)
+        policy: Policy | None = CheckpointedOnly() if self.checkpointed_only else None
+        if self.plans is not None and current_hooks() is None:  # otherwise the outer hooks decide what is kept
+            policy = self.plans.of_pass(module, inputs)
+        return Recording(policy, copy_parameters=_is_sharded(module), inputs=inputs, frame=frame)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End the recording, after the module's forward pass, also when it raised."""
@@ -202,11 +199,12 @@ class _Hooks:
             if recording is not None:
                 recording.__exit__(None, None, None)
                 self.kept = recording.kept
-                if isinstance(recording, PlannedRecording) and recording.trace is not None:
+                trace = recording.policy.trace
+                if isinstance(trace, StepTrace):
                     outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-                    if not outputs and recording.trace.saved:
+                    if not outputs and trace.saved:
                         warnings.warn(_UNSEEN_OUTPUTS, stacklevel=2)
-                    recording.trace.watch_backward(outputs, recording.start)
+                    trace.watch_backward(outputs, recording.known.start)
 
     def refuse_script(self) -> NoReturn:
         raise RuntimeError(

@@ -16,12 +16,11 @@ from ..recompute.values import autocast_of
 from ..saved import is_ordinary, size_text
 from ..torch_internals import FakeTensor, FakeTensorMode, profiler_runs, tree_map
 from .costs import seconds_of
-from .execution import Plan, Planned
-from .planned_recording import PlannedRecording
-from .search import Choice, frontier, plan_of
+from .execution import ByPlan
+from .search import Choice, frontier
 from .simulation import plain_peak, simulate
-from .step import Step
-from .trace import State, StepTrace
+from .step import Plan, Step
+from .trace import Progress, StepTrace
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 _TRACES = 16  # whole steps of one shape that are traced, if the network takes different paths
@@ -49,15 +48,15 @@ def checked(budget: Budget) -> float | int:
     return number
 
 
-class Plans:
-    """The plans of a prepared network, made as its inputs' shapes come."""
+class PlansByShape:
+    """The plans of a prepared network, made as new shapes of inputs come."""
 
     def __init__(self, budget: float | int):
         self.budget = budget
         self._shapes: dict[Hashable, _Shape] = {}
 
-    def of_pass(self, module: nn.Module, inputs: Sequence[Tensor]) -> Planned | None:
-        """What the next forward pass does: nothing new at first; then it is traced; then a plan is in force."""
+    def of_pass(self, module: nn.Module, inputs: Sequence[Tensor]) -> ByPlan | None:
+        """The policy of the next forward pass: None at first; then one that traces the step; then one with a plan."""
         return self._shape(module, inputs).next_pass(self.budget)
 
     def plan_for(self, network: nn.Module, example: Any) -> None:
@@ -95,31 +94,31 @@ class _Shape:
         self.plans: list[Plan] = []
         self.trace: StepTrace | None = None
         self.traces = 0
-        self.last: Planned | None = None
+        self.last: ByPlan | None = None
         self.strays = False  # the network takes paths that have no plan
         self.waits = False  # for a profiler to end, which was said
 
-    def next_pass(self, budget: float | int) -> Planned | None:
-        """See `Plans.of_pass`."""
+    def next_pass(self, budget: float | int) -> ByPlan | None:
+        """See `PlansByShape.of_pass`."""
         if profiler_runs():  # tracing starts another, which would end it
             if not self.plans and not self.waits:
                 self.waits = True
                 warnings.warn("a profiler of PyTorch runs: the budget is planned once it has ended", stacklevel=2)
-            return Planned(self.plans) if self.plans else None
+            return ByPlan(self.plans) if self.plans else None
         self.passes += 1
         self.strays = self.strays or (self.last is not None and self.last.strayed)
-        if self.trace is not None and self.trace.state() == State.ENDED:
+        if self.trace is not None and self.trace.progress() == Progress.ENDED:
             self.traces += 1
             step = self.trace.step()
             if all(plan.calls != step.calls for plan in self.plans):
                 self.plans.append(_planned(step, budget))
                 self.strays = False
-        if self.trace is not None and self.trace.state() != State.RUNS:
+        if self.trace is not None and self.trace.progress() != Progress.RUNS:
             self.trace = None
         trace = None
         if self.passes > 1 and self.trace is None and self.traces < _TRACES and (self.strays or not self.plans):
             trace = self.trace = StepTrace()
-        self.last = Planned(self.plans, trace) if self.plans or trace else None
+        self.last = ByPlan(self.plans, trace) if self.plans or trace else None
         return self.last
 
 
@@ -137,7 +136,7 @@ def _planned(step: Step, budget: float | int) -> Plan:
             f"no plan keeps this step within {size_text(limit)}: the least is {size_text(choice.peak)}, which is taken",
             stacklevel=2,
         )
-    return plan_of(step, choice)
+    return choice.plan(step)
 
 
 class Row(NamedTuple):
@@ -189,14 +188,14 @@ def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) 
     args, kwargs = arguments_of(example)
     step, seconds = traced_step(network, *tree_map(_apart, (args, kwargs)))
     choices, plain = frontier(step), plain_peak(step)
-    seconds = seconds or 3 * sum(node.seconds for node in step.nodes)
-    operations = 3 * sum(node.operations for node in step.nodes)
+    seconds = seconds or 3 * sum(value.seconds for value in step.values)
+    operations = 3 * sum(value.operations for value in step.values)
     rows = []
     for budget in map(checked, budgets):
         limit = budget if isinstance(budget, int) else int(budget * plain)
         choice = next((choice for choice in choices if choice.peak <= limit), None)
         if choice is not None:
-            again = sum(step.nodes[number].operations for number in _needed(step, choice))
+            again = sum(step.values[number].operations for number in _needed(step, choice))
             kept = simulate(step, choice.kept).levels[step.forward - 1]
             rows.append(Row(limit, choice.peak, kept, again / max(operations, 1), choice.seconds / seconds))
     if not rows:
@@ -241,16 +240,15 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     is_fake = any(isinstance(tensor, FakeTensor) for tensor in [*inputs, *parameters])
     trace, seconds = StepTrace(), 0.0
 
-    def run(planned: Planned | None) -> None:
-        """A forward and a backward pass, recorded as `planned` says."""
-        recording = Recording(inputs=inputs) if planned is None else PlannedRecording(planned, inputs=inputs)
-        with recording:
+    def run(policy: ByPlan | None) -> None:
+        """A forward and a backward pass."""
+        with Recording(policy, inputs=inputs) as recording:
             outputs = tensors_in(network(*args, **kwargs))
         outputs = [output for output in outputs if output.requires_grad and output.is_floating_point()]
         if not outputs:
             raise ValueError("no output needs a gradient: expected a network in training, outside torch.no_grad()")
-        if planned is not None:
-            trace.watch_backward(outputs, recording.start)
+        if policy is not None:
+            trace.watch_backward(outputs, recording.known.start)
         torch.stack([output.float().square().mean() for output in outputs]).sum().backward()
 
     try:
@@ -259,7 +257,7 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=not is_fake):
             if not is_fake:
                 seconds = seconds_of(lambda: run(None), device)[1]
-            run(Planned(trace=trace))
+            run(ByPlan(trace=trace))
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
@@ -268,6 +266,6 @@ def traced_step(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-    if trace.state() != State.ENDED:
+    if trace.progress() != Progress.ENDED:
         raise ValueError("the step could not be traced: call plan outside saved-tensor hooks and checkpoints")
     return trace.step(), seconds

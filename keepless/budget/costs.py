@@ -21,8 +21,8 @@ _profiler = threading.Lock()  # a process has one; two threads that start it cra
 _PRODUCTS = frozenset("matmul __matmul__ mm bmm addmm baddbmm".split())
 
 
-class Form(NamedTuple):
-    """A tensor without its values."""
+class TensorSpec(NamedTuple):
+    """Shape, strides, dtype and device of a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -38,31 +38,31 @@ class Form(NamedTuple):
         return whole.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
 
 
-class Call(NamedTuple):
-    """A call without the values of its tensors."""
+class MeasuredCall(NamedTuple):
+    """A call without the values of its tensors, to be measured on others."""
 
     function: Callable[..., Tensor]
-    arguments: tuple[Any, ...]  # `Form`s and constants
+    arguments: tuple[Any, ...]  # `TensorSpec`s and constants
     names: tuple[str, ...]  # of the last arguments
 
     @property
     def device(self) -> torch.device:
-        return next((one.device for one in self.arguments if isinstance(one, Form)), torch.device("cpu"))
+        return next((one.device for one in self.arguments if isinstance(one, TensorSpec)), torch.device("cpu"))
 
     def run(self) -> tuple[Tensor, list[Tensor]]:
         """The result, and the arguments that need gradients."""
-        given = [one.tensor() if isinstance(one, Form) else one for one in self.arguments]
+        given = [one.tensor() if isinstance(one, TensorSpec) else one for one in self.arguments]
         unnamed = len(given) - len(self.names)
         result = self.function(*given[:unnamed], **dict(zip(self.names, given[unnamed:], strict=True)))
         return result, [one for one in given if isinstance(one, Tensor) and one.requires_grad]
 
 
-def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """A call as it can be repeated; None if it has lists of tensors, or tensors that are no ordinary ones."""
+def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredCall | None:
+    """A call that can be repeated; None if it takes lists of tensors or tensor subclasses."""
     arguments: list[Any] = []
     for one in (*args, *kwargs.values()):
         if type(one) in (Tensor, torch.nn.Parameter):
-            one = Form(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
+            one = TensorSpec(tuple(one.shape), one.stride(), one.dtype, one.device, one.requires_grad)
         elif isinstance(one, (list, tuple)):
             one = tuple(one)
             if any(isinstance(item, Tensor) for item in one):
@@ -70,7 +70,7 @@ def call_of(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
         elif isinstance(one, Tensor):
             return None
         arguments.append(one)
-    return Call(function, tuple(arguments), tuple(kwargs))
+    return MeasuredCall(function, tuple(arguments), tuple(kwargs))
 
 
 def peak_bytes(step: Callable[[], object], device: str) -> int:
@@ -98,29 +98,29 @@ def peak_bytes(step: Callable[[], object], device: str) -> int:
 
 
 @cache
-def forward_temporaries(call: Call) -> int:
+def forward_temporaries(call: MeasuredCall) -> int:
     """Bytes that a call takes while it runs, beside its arguments and result. It is measured, on other tensors."""
     with _measured(call.device):
         kept: list[object] = []
         call.run()
-        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, Form))
+        arguments = sum(_bytes(one) for one in call.arguments if isinstance(one, TensorSpec))
         peak = peak_bytes(lambda: kept.append(call.run()), call.device.type)
         result: Any = kept[0]
         return max(0, peak - arguments - result[0].nbytes)
 
 
 @cache
-def backward_temporaries(call: Call, stride: tuple[int, ...]) -> int:
+def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
     """Bytes that a call's node takes, beside what it saved and the gradients. `stride`: of the result's gradient."""
     with _measured(call.device):
         result, leaves = call.run()
-        gradient = Form(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
+        gradient = TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
         # The profiler warns of memory that is freed but was allocated before it: the graph stays.
         peak = peak_bytes(lambda: torch.autograd.grad(result, leaves, gradient, retain_graph=True), call.device.type)
         return max(0, peak - sum(leaf.nbytes for leaf in leaves))
 
 
-def _bytes(form: Form) -> int:
+def _bytes(form: TensorSpec) -> int:
     return form.dtype.itemsize * (1 + sum((s - 1) * t for s, t in zip(form.shape, form.stride, strict=True)))
 
 

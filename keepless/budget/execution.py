@@ -1,36 +1,79 @@
-"""Which results of a forward pass are computed again: decided for a number of bytes, and followed call by call."""
+"""Follow a plan in a forward pass: call by call, keep a result or compute it again."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ..recompute.values import Value
+from ..inputs import tensors_in
+from ..recompute.recording import ByRules, Recording
+from ..recompute.rules import EXPENSIVE, FOLLOWED, Function, Rule
+from ..recompute.values import Call, Value
+from ..saved import is_ordinary
+from ..torch_internals import address
+from .step import Plan
 from .trace import StepTrace
 
-
-class Plan(NamedTuple):
-    """What one sequence of calls keeps."""
-
-    calls: Sequence[Any]  # function, shape and dtype of each call's result
-    again: frozenset[int]  # calls whose results are computed again
-    kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept
+_LONG = 2**12  # values
 
 
-class Planned:
-    """Tells a `Recording` what to keep of each call, by the plan whose calls the forward pass repeats."""
+class ByPlan:
+    """Policy of a `Recording`: follows the plan whose calls the forward pass repeats.
+
+    Every result of a call that has a rule gets a value: a recipe, or the kept tensor. A kept tensor is released with
+    the original unless a reader appears (`Value.unread`). Convolutions, matrix products and the like have rules too.
+    Where no plan knows the calls, and in a step that is traced before there is one, `ByRules` decides.
+
+    Args:
+        plans: of the network's different sequences of calls.
+        trace: sees the step, if it is to be planned.
+    """
+
+    sees_calls = True
+    longest = 2**31  # recipes are computed without recursion
 
     def __init__(self, plans: Sequence[Plan] = (), trace: StepTrace | None = None):
-        self.plans = list(plans)
-        self.strayed = False  # from all plans
+        self.plans = list(plans)  # those whose calls this forward pass has repeated so far
         self.trace = trace
+        self.strayed = False  # from all plans
         self.call = -1
+        self.by_rules = ByRules()
+
+    def is_short(self, tensor: Tensor) -> bool:
+        return tensor.dim() < 2 and tensor.numel() < _LONG  # an LSTM's vectors, for example, count
+
+    def rule_of(self, function: Function) -> Rule | None:
+        return FOLLOWED.get(function) or EXPENSIVE.get(function)
+
+    def may_read_result(self, argument: Value) -> bool:
+        return True
 
     def why_kept(self, value: Value) -> str:
-        """Why a value is kept, for a report."""
         if not self.plans:
             return "no plan"
         return "planned" if value.number in self.plans[0].kept else "cannot be computed again"
+
+    def decide(self, recording: Recording, rule: Rule, call: Call, result: Tensor) -> None:
+        known, trace = recording.known, self.trace
+        is_computed = self.is_computed_again(call.function, result)
+        again = None
+        if is_computed or trace is not None:
+            again = recording.again(rule, call, result, from_anything=True)
+        if is_computed and again is not None:
+            recording.follow(again, call, result)
+        elif is_computed is None and call.function in FOLLOWED:
+            self.by_rules.decide(recording, rule, call, result)
+        own = known.find(result) or known.keep(result, call)
+        own.number = self.call
+        for saved in call.replaceable:
+            saved.read_instead(own)
+            own.recipes += 1  # the result may be overwritten, as PyTorch alone does not read it
+        if trace is not None:
+            own.number = trace.result(call, rule, result, again, self.call)
+        base = result._base
+        if base is not None and base.numel() == result.numel() and _is_new(base, call, known.is_made):
+            whole = known.find(base) or known.keep(base, call)  # other views of it follow
+            whole.number = own.number
 
     def is_computed_again(self, function: Callable[..., Any], result: Tensor) -> bool | None:
         """Whether the next call's result is computed again; None if no plan knows these calls."""
@@ -38,9 +81,14 @@ class Planned:
         kind = (function, result.shape, result.dtype)
         if self.trace is not None:
             self.trace.calls.append(kind)
-        known, self.plans = (
-            self.plans,
-            [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind],
-        )
-        self.strayed = self.strayed or bool(known and not self.plans)
+        had_plans = bool(self.plans)
+        self.plans = [plan for plan in self.plans if self.call < len(plan.calls) and plan.calls[self.call] == kind]
+        self.strayed = self.strayed or (had_plans and not self.plans)
         return self.call in self.plans[0].again if self.plans else None
+
+
+def _is_new(base: Tensor, call: Call, is_made: Callable[[Tensor], bool]) -> bool:
+    """Whether a call has made the memory of its result, which is a view of `base`."""
+    memory = address(base.untyped_storage())
+    given = filter(is_ordinary, tensors_in(call.arguments))
+    return is_made(base) and all(address(tensor.untyped_storage()) != memory for tensor in given)

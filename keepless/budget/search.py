@@ -4,9 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .execution import Plan
 from .simulation import Outcome, simulate
-from .step import Kind, Step
+from .step import Kind, Plan, Step
 
 _FINER = 0.97  # each target is this much lower than the peak before it
 _SECONDS = 20.0
@@ -15,15 +14,21 @@ _TRIED = 12  # single moves of a kind that are simulated before one is made
 
 
 class Choice(NamedTuple):
-    """What a step keeps, and what that costs."""
+    """The values that a step keeps, and what that costs."""
 
     peak: int  # bytes
     seconds: float  # to compute values again
-    kept: tuple[bool, ...]  # by node
+    kept: tuple[bool, ...]  # for each value
+
+    def plan(self, step: Step) -> Plan:
+        """What the calls of the step do with their results."""
+        again = {value.call for value, kept in zip(step.values, self.kept, strict=True) if value.call >= 0 and not kept}
+        free = {value.call for value in step.values if value.kind == Kind.FREE}
+        return Plan(step.calls, frozenset(again), frozenset(free - again))
 
 
 def frontier(step: Step) -> list[Choice]:
-    """Choices with ever lower peaks, none of which another beats in both peak and time.
+    """The Pareto front of peak and time, by decreasing peak.
 
     The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
     a third time, by bytes alone, since times are noisy.
@@ -42,7 +47,7 @@ def frontier(step: Step) -> list[Choice]:
 
 
 def pareto(choices: Iterable[Choice]) -> list[Choice]:
-    """The choices that no other beats, from the highest peak to the lowest."""
+    """The Pareto front, by decreasing peak."""
     best: list[Choice] = []
     for choice in sorted(choices, key=lambda choice: (choice.peak, choice.seconds)):
         if not best or choice.seconds < best[-1].seconds:
@@ -50,26 +55,19 @@ def pareto(choices: Iterable[Choice]) -> list[Choice]:
     return best[::-1]
 
 
-def plan_of(step: Step, choice: Choice) -> Plan:
-    """What the calls of a step do with their results."""
-    again = {node.call for node, kept in zip(step.nodes, choice.kept, strict=True) if node.call >= 0 and not kept}
-    free = {node.call for node in step.nodes if node.kind == Kind.FREE}
-    return Plan(step.calls, frozenset(again), frozenset(free - again))
-
-
 class _Search:
     def __init__(self, step: Step, deadline: float):
         self.step = step
         self.deadline = deadline
-        self.is_free = [node.kind == Kind.FREE for node in step.nodes]
+        self.is_free = [value.kind == Kind.FREE for value in step.values]
         self.found: list[Choice] = []
         self.counts_time = True
 
     def start(self, only_slow: bool) -> None:
         """Keep all that can be kept, or with `only_slow` the results of convolutions, matrix products and attention."""
         self.kept = [
-            node.kind == Kind.KEPT or (node.kind == Kind.FREE and not (only_slow and node.operations == 0))
-            for node in self.step.nodes
+            value.kind == Kind.KEPT or (value.kind == Kind.FREE and not (only_slow and value.operations == 0))
+            for value in self.step.values
         ]
         self.outcome = self.simulated(self.kept)
 
@@ -91,7 +89,7 @@ class _Search:
         return True
 
     def improved(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome, bool]:
-        """A choice that is less above the target."""
+        """Return a choice with a smaller total excess over the target."""
         before = _excess(outcome, target)
         ranked = self.drops(kept, outcome, target)
         moves = self.enough(ranked, outcome, target)
@@ -174,7 +172,7 @@ class _Search:
         return groups
 
     def bytes(self, number: int) -> int:
-        return self.step.memories[self.step.nodes[number].memory]
+        return self.step.memories[self.step.values[number].memory]
 
     def group(self, kept: list[bool], outcome: Outcome, number: int) -> tuple[list[int], float]:
         """A value, with the values that would be kept for its recipe alone; and the seconds to compute them."""
@@ -182,10 +180,10 @@ class _Search:
         seconds, pending = 0.0, [number]
         while pending:
             number = pending.pop()
-            seconds += self.step.nodes[number].seconds
+            seconds += self.step.values[number].seconds
             if kept[number]:
                 group.append(number)
-            for i in self.step.nodes[number].inputs:
+            for i in self.step.values[number].inputs:
                 if not outcome.readers[i] and i not in group and i not in pending:
                     if not kept[i] or self.is_free[i]:
                         pending.append(i)
@@ -203,9 +201,9 @@ class _Search:
         return sorted(found, key=self.bytes)
 
     def tidied(self, kept: list[bool], outcome: Outcome, target: int) -> tuple[list[bool], Outcome]:
-        """Keep again what the target leaves room for, the dearest values first."""
+        """Use the remaining room to keep values again, most expensive to recompute first."""
         dropped = [i for i in range(len(kept)) if self.is_free[i] and not kept[i] and outcome.readers[i]]
-        dropped.sort(key=lambda i: -self.step.nodes[i].seconds)
+        dropped.sort(key=lambda i: -self.step.values[i].seconds)
         trial, levels, any_kept = list(kept), list(outcome.levels), False
         for i in dropped:
             size = self.bytes(i)

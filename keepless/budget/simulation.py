@@ -45,9 +45,9 @@ def plain_peak(step: Step) -> int:
 
 class _Simulation:
     def __init__(self, step: Step, kept: Sequence[bool]):
-        count = len(step.nodes)
+        count = len(step.values)
         self.step, self.kept = step, kept
-        self.nodes, self.memories = step.nodes, step.memories
+        self.values, self.memories = step.values, step.memories
         self.readers = _readers(step, kept)
         self.signs = self._signs()  # bytes kept instead of the value, if only its signs are read
         self.holders = [0] * len(step.memories)  # the program's tensors, and kept values
@@ -63,11 +63,11 @@ class _Simulation:
         self.born, self.first, self.last = [-1] * count, [len(step.events)] * count, [-1] * count
 
     def _signs(self) -> list[int]:
-        signs, sign_readers = [0] * len(self.nodes), [0] * len(self.nodes)
+        signs, sign_readers = [0] * len(self.values), [0] * len(self.values)
         for saved in self.step.saved:
             if saved.signs:
-                sign_readers[saved.node] += 1
-                signs[saved.node] = saved.signs
+                sign_readers[saved.value] += 1
+                signs[saved.value] = saved.signs
         return [size if self.readers[i] == sign_readers[i] else 0 for i, size in enumerate(signs)]
 
     def run(self) -> Outcome:
@@ -95,56 +95,56 @@ class _Simulation:
 
     def save(self, number: int) -> None:
         """Autograd saves a value, which is kept from now on, or what its recipe needs."""
-        pending = [self.step.saved[number].node]
+        pending = [self.step.saved[number].value]
         while pending:
-            node = pending.pop()
-            if node < 0:
+            value = pending.pop()
+            if value < 0:
                 continue
-            self.references[node] += 1
-            if self.references[node] > 1:
+            self.references[value] += 1
+            if self.references[value] > 1:
                 continue
-            self.born[node] = self.now
-            if not self.kept[node]:
-                pending += self.nodes[node].inputs
-            elif self.signs[node]:
-                self.level += self.signs[node]
+            self.born[value] = self.now
+            if not self.kept[value]:
+                pending += self.values[value].inputs
+            elif self.signs[value]:
+                self.level += self.signs[value]
             else:
-                self.hold(self.nodes[node].memory)
+                self.hold(self.values[value].memory)
 
     def release(self, number: int) -> None:
         """Autograd drops what it saved."""
         self.level -= self.expanded.pop(number, 0)
         if number in self.using:
             self._leave(self.using.pop(number))
-        pending = [self.step.saved[number].node]
+        pending = [self.step.saved[number].value]
         while pending:
-            node = pending.pop()
-            if node < 0:
+            value = pending.pop()
+            if value < 0:
                 continue
-            self.references[node] -= 1
-            if self.references[node]:
+            self.references[value] -= 1
+            if self.references[value]:
                 continue
-            if not self.kept[node]:
-                self._forget(node)
-                pending += self.nodes[node].inputs
-            elif self.signs[node]:
-                self.level -= self.signs[node]
+            if not self.kept[value]:
+                self._forget(value)
+                pending += self.values[value].inputs
+            elif self.signs[value]:
+                self.level -= self.signs[value]
             else:
-                self.let(self.nodes[node].memory)
+                self.let(self.values[value].memory)
 
     def read(self, number: int) -> None:
         """The backward pass reads what it saved, which is computed first if it is not kept."""
-        node = self.step.saved[number].node
-        if node < 0:
+        value = self.step.saved[number].value
+        if value < 0:
             return
-        self._note(node)
-        if self.kept[node]:
-            if self.signs[node]:  # a byte for each, twice, and then values for the operation
-                self.expanded[number] = self.nodes[node].bytes
-                self.highest = max(self.highest, self.level + 16 * self.signs[node])
-                self.level += self.nodes[node].bytes
+        self._note(value)
+        if self.kept[value]:
+            if self.signs[value]:  # a byte for each, twice, and then values for the operation
+                self.expanded[number] = self.values[value].bytes
+                self.highest = max(self.highest, self.level + 16 * self.signs[value])
+                self.level += self.values[value].bytes
             return
-        pending = [(node, False)]
+        pending = [(value, False)]
         while pending:
             other, has_inputs = pending.pop()
             if self.kept[other] or self.place[other] >= 0:
@@ -153,25 +153,25 @@ class _Simulation:
                 self._compute(other)
             else:
                 pending.append((other, True))
-                pending += [(i, False) for i in reversed(self.nodes[other].inputs)]
-        if self.place[node] >= 0:
-            self.using[number] = self.place[node]
-            self.users[self.place[node]] += 1
-        self._count(node)
+                pending += [(i, False) for i in reversed(self.values[other].inputs)]
+        if self.place[value] >= 0:
+            self.using[number] = self.place[value]
+            self.users[self.place[value]] += 1
+        self._count(value)
 
     def _compute(self, number: int) -> None:
-        node = self.nodes[number]
-        self.seconds += node.seconds
-        shared = node.inputs[0] if node.overwrites and self._is_spare(node.inputs[0]) else node.alias
+        value = self.values[number]
+        self.seconds += value.seconds
+        shared = value.inputs[0] if value.overwrites and self._is_spare(value.inputs[0]) else value.alias
         if shared < 0:
             self.place[number] = number
-            self.level += node.bytes
-            self.highest = max(self.highest, self.level + node.busy)
+            self.level += value.bytes
+            self.highest = max(self.highest, self.level + value.busy)
         elif not self.kept[shared]:
             self.place[number] = self.place[shared]
         if self.place[number] >= 0:  # else it is a view of kept memory
             self.users[self.place[number]] += 1
-        for i in node.inputs:
+        for i in value.inputs:
             self._note(i)
             if not self.kept[i]:
                 self._count(i)
@@ -179,7 +179,7 @@ class _Simulation:
     def _is_spare(self, number: int) -> bool:
         """Whether a value is computed for one reader, in memory of its own."""
         is_own = self.place[number] == number and self.readers[number] == 1
-        return is_own and self.nodes[number].is_fresh and not self.kept[number]
+        return is_own and self.values[number].is_fresh and not self.kept[number]
 
     def _note(self, number: int) -> None:
         self.first[number] = min(self.first[number], self.now)
@@ -200,16 +200,16 @@ class _Simulation:
         """One user less of a computed value's memory."""
         self.users[number] -= 1
         if not self.users[number]:
-            self.level -= self.nodes[number].bytes
+            self.level -= self.values[number].bytes
 
 
 def _readers(step: Step, kept: Sequence[bool]) -> list[int]:
     """How many operations and recipes read each value."""
-    readers = [0] * len(step.nodes)
-    pending = [saved.node for saved in step.saved if saved.node >= 0]
+    readers = [0] * len(step.values)
+    pending = [saved.value for saved in step.saved if saved.value >= 0]
     while pending:
         number = pending.pop()
         readers[number] += 1
         if readers[number] == 1 and not kept[number]:
-            pending += step.nodes[number].inputs
+            pending += step.values[number].inputs
     return readers

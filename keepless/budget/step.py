@@ -1,14 +1,15 @@
 """A training step as data: its values, its memory, and what happens in which order."""
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
 
 class Kind(IntEnum):
-    """What a plan can do with a value."""
+    """The choice that a plan has for a value."""
 
-    KEPT = 0  # nothing: it has no recipe
-    FOLLOWS = 1  # nothing: it has a recipe anyway, as views and casts do
+    KEPT = 0  # always kept: it cannot be recomputed
+    FOLLOWS = 1  # always recomputed, as views and casts are
     FREE = 2  # keep it, or compute it again
     OVERWRITTEN = 3  # compute it again: the network has written over it
 
@@ -24,11 +25,11 @@ class Event(IntEnum):
     BUSY = 5  # an operator takes so many bytes while it runs, beside its arguments and results
 
 
-class Node(NamedTuple):
+class StepValue(NamedTuple):
     """A value of the step."""
 
     kind: Kind
-    memory: int  # that it is in, if it is kept
+    memory: int  # number of the memory that it is in, if it is kept
     bytes: int  # that it takes when it is computed again; 0 if it shares an input's memory
     inputs: tuple[int, ...]  # of its recipe
     alias: int  # the input whose memory it shares; -1 if none
@@ -40,16 +41,16 @@ class Node(NamedTuple):
     overwrites: bool = False  # it is computed over its first input, if that is fresh and nobody else reads it
 
 
-class SavedTensor(NamedTuple):
-    """What autograd holds."""
+class Save(NamedTuple):
+    """A tensor that autograd saves."""
 
-    node: int  # whose value is saved; -1 if none is
+    value: int  # that is saved; -1 if none is
     signs: int  # bytes of its signs, if it is saved for these alone; otherwise 0
-    memory: int  # that PyTorch alone would keep
+    memory: int  # kept by PyTorch alone
 
 
 class Costs(NamedTuple):
-    """What it takes to compute a value again. `busy`: see `Node`."""
+    """The cost of computing a value again. `busy`: see `StepValue`."""
 
     seconds: float
     busy: int
@@ -59,9 +60,17 @@ class Costs(NamedTuple):
 class Step(NamedTuple):
     """A training step, as far as its memory goes."""
 
-    nodes: list[Node]
+    values: list[StepValue]
     memories: list[int]  # bytes; 0 for what was there before the step
-    saved: list[SavedTensor]
+    saved: list[Save]
     events: list[tuple[Event, int]]
     forward: int  # number of events in the forward pass
     calls: list[Any]  # function, shape and dtype of each call's result
+
+
+class Plan(NamedTuple):
+    """What one sequence of calls keeps."""
+
+    calls: Sequence[Any]  # function, shape and dtype of each call's result
+    again: frozenset[int]  # calls whose results are computed again
+    kept: frozenset[int] = frozenset()  # calls whose results could be computed again, but are kept

@@ -1,7 +1,7 @@
-"""What happens in one training step: the values that its backward pass reads, and the memory that comes and goes."""
+"""Trace one training step: the values that its backward pass reads, and every allocation and release."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..recompute.rules import FOLLOWED, Again, Function, NotFollowed, Rule
-from ..recompute.values import Form, Saved, Value
+from ..inputs import tensors_in
+from ..recompute.rules import FOLLOWED, NotFollowed, Rule
+from ..recompute.values import Again, Call, Recipe, Saved, ShapeOnly, Value
 from ..saved import Kept, is_ordinary
 from ..torch_internals import FakeTensor, StorageWeakRef, address, backward_runs, node_number, profiler_runs, unpack
 from .costs import (
-    Call,
+    MeasuredCall,
     backward_temporaries,
     call_of,
     estimated_seconds,
@@ -22,13 +23,13 @@ from .costs import (
     operations_of,
     seconds_of,
 )
-from .step import Costs, Event, Kind, Node, SavedTensor, Step
+from .step import Costs, Event, Kind, Save, Step, StepValue
 
 _SMALL = 2**12  # bytes of a call's arguments below which nothing is measured
 
 
-class State(Enum):
-    """How far a traced step has come. DROPPED: there was no backward pass, and there will be none."""
+class Progress(Enum):
+    """How far a traced step has come. DROPPED: the graph was freed without a backward pass."""
 
     RUNS = "runs"
     ENDED = "ended"
@@ -36,12 +37,12 @@ class State(Enum):
 
 
 class StepTrace:
-    """Watches a forward pass that a `Recording` records, and the backward pass that follows."""
+    """Sees a recorded forward pass (it is the `Trace` of a `Recording`), and the backward pass that follows."""
 
     def __init__(self) -> None:
-        self.nodes: list[Node] = []
+        self.values: list[StepValue] = []
         self.memories: list[int] = []
-        self.saved: list[SavedTensor] = []
+        self.saved: list[Save] = []
         self.events: list[tuple[Event, int]] = []
         self.forward = -1  # number of events in the forward pass, once it has ended
         self.calls: list[Any] = []
@@ -53,8 +54,9 @@ class StepTrace:
         self._handles: list[Any] = []
         self.seconds = 0.0  # of the call that ran last
         self._measured: dict[Any, float] = {}  # seconds of a recipe, by function, shape and dtype
-        self._backward: dict[int, Call] = {}  # by the number of the node that it made
-        self._busy: list[tuple[int, Call, tuple[int, ...]]] = []  # events to be measured, strides of the gradients
+        self._backward: dict[int, MeasuredCall] = {}  # by the number of the node that it made
+        # Events to be measured, with the strides of the gradients.
+        self._busy: list[tuple[int, MeasuredCall, tuple[int, ...]]] = []
 
     def memory(self, tensor: Tensor, *, outside: bool = False) -> int:
         """The number of a tensor's memory. `outside`: if it is not known, it was there before."""
@@ -66,7 +68,7 @@ class StepTrace:
         return entry[1]
 
     def holds(self, tensor: Tensor) -> None:
-        """The program has this tensor from now on, until it is freed."""
+        """Record that the program holds a reference to this tensor until it is freed."""
         if is_ordinary(tensor) and id(tensor) not in self._watched:
             memory = self.memory(tensor)
             self.events.append((Event.HOLD, memory))
@@ -76,7 +78,21 @@ class StepTrace:
         del self._watched[key]
         self.events.append((Event.LET, memory))
 
-    def add(
+    def keeps(self, value: Value, tensor: Tensor) -> None:
+        value.number = self._add(Kind.KEPT, tensor)
+
+    def follows(self, value: Value, tensor: Tensor) -> None:
+        """A value has a recipe that no call gave it: see `by_node`."""
+        assert isinstance(value.source, Recipe)
+        value.number = self._add(Kind.FOLLOWS, tensor, value.source.inputs())
+
+    def result(self, call: Call, rule: Rule, result: Tensor, again: Again | None, number: int) -> int:
+        """Note the result of a call with a rule; return the number of its value. `again`: how to repeat the call."""
+        costs = self._costs(call, rule, result)
+        kind, inputs = (Kind.KEPT, ()) if again is None else (Kind.FREE, again.arguments)
+        return self._add(kind, result, inputs, costs, number, again)
+
+    def _add(
         self,
         kind: Kind,
         tensor: Tensor,
@@ -88,19 +104,19 @@ class StepTrace:
         """Note a value, and return its number. `inputs`: arguments of its recipe. `again`: of a call's result."""
         numbers = tuple(one.number for one in inputs if isinstance(one, Value) and one.number >= 0)
         memory = self.memory(tensor)
-        sharing = (i for i in numbers if self.nodes[i].memory == memory and self.nodes[i].kind != Kind.OVERWRITTEN)
+        sharing = (i for i in numbers if self.values[i].memory == memory and self.values[i].kind != Kind.OVERWRITTEN)
         alias = next(sharing, -1)
         flags = (False, False) if again is None else (again.fresh, again.can_overwrite and bool(numbers))
         size = 0 if alias >= 0 else tensor.numel() * tensor.itemsize
-        self.nodes.append(Node(kind, memory, size, numbers, alias, call, *costs, *flags))
-        return len(self.nodes) - 1
+        self.values.append(StepValue(kind, memory, size, numbers, alias, call, *costs, *flags))
+        return len(self.values) - 1
 
-    def move(self, number: int, tensor: Tensor) -> None:
+    def moves(self, value: Value, copy: Tensor) -> None:
         """A value is kept in a copy."""
-        if number >= 0:
-            self.nodes[number] = self.nodes[number]._replace(memory=self.memory(tensor))
+        if value.number >= 0:
+            self.values[value.number] = self.values[value.number]._replace(memory=self.memory(copy))
 
-    def overwrite(self, value: Value, tensor: Tensor) -> bool:
+    def overwrites(self, value: Value, tensor: Tensor) -> bool:
         """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
         if value.number < 0:
             return False
@@ -108,32 +124,42 @@ class StepTrace:
         pending, overwritten = [value.number], []
         while pending:
             number = pending.pop()
-            node = self.nodes[number]
-            if node.kind == Kind.KEPT and node.memory == memory:
+            one = self.values[number]
+            if one.kind == Kind.KEPT and one.memory == memory:
                 return False
-            if node.memory == memory or node.kind == Kind.FOLLOWS:
-                pending += node.inputs
-            if node.memory == memory and node.kind == Kind.FREE:
+            if one.memory == memory or one.kind == Kind.FOLLOWS:
+                pending += one.inputs
+            if one.memory == memory and one.kind == Kind.FREE:
                 overwritten.append(number)
         for number in overwritten:
-            self.nodes[number] = self.nodes[number]._replace(kind=Kind.OVERWRITTEN)
+            self.values[number] = self.values[number]._replace(kind=Kind.OVERWRITTEN)
         return True
 
-    def saves(self, saved: Saved | Form, tensor: Tensor) -> None:
-        """Autograd saves a tensor. The number of its value follows: see `settle`."""
+    def saves(self, saved: Saved | ShapeOnly, tensor: Tensor, in_call: bool) -> None:
+        """Autograd saves a tensor. In a call, the number of its value is known only at the end."""
         number = len(self.saved)
-        self.saved.append(SavedTensor(-1, 0, self.memory(tensor)))
+        self.saved.append(Save(-1, 0, self.memory(tensor)))
         if isinstance(saved, Saved):
             saved.number = number
             self._unnumbered.append((saved, -(-tensor.numel() // 8) if saved.reads_signs else 0))
         self.events.append((Event.SAVE, number))
         self._watched[id(saved)] = weakref.ref(saved, partial(self._releases, id(saved), number))
+        if not in_call:
+            self._number_saved()
 
-    def settle(self) -> None:
-        """Note the numbers of the values that were saved in a call."""
+    def ended(self, result: Any) -> None:
+        """A call has ended, and its result has a value."""
+        for tensor in filter(is_ordinary, tensors_in(result)):
+            self.holds(tensor)
+        self._number_saved()
+
+    def _number_saved(self) -> None:
         for saved, signs in self._unnumbered:
-            self.saved[saved.number] = self.saved[saved.number]._replace(node=saved.value.number, signs=signs)
+            self.saved[saved.number] = self.saved[saved.number]._replace(value=saved.value.number, signs=signs)
         self._unnumbered.clear()
+
+    def forward_ends(self) -> None:
+        self.forward = len(self.events)
 
     def _releases(self, key: int, number: int, _: object) -> None:
         del self._watched[key]
@@ -147,47 +173,50 @@ class StepTrace:
             self.events.append((Event.READ, saved.number))
         return unpack(saved)
 
-    def run(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, call: Call, is_made: Callable[[Tensor], bool]) -> Any:
         """Run a call, and measure its time."""
-        device = next((one.device for one in args if isinstance(one, Tensor)), torch.device("cpu"))
-        result, self.seconds = seconds_of(lambda: function(*args, **kwargs), device)
+        for tensor in filter(is_ordinary, tensors_in(call.arguments)):
+            if is_made(tensor):  # by code that calls no function
+                self.holds(tensor)
+            else:
+                self.memory(tensor, outside=True)
+        device = next((one.device for one in call.args if isinstance(one, Tensor)), torch.device("cpu"))
+        result, self.seconds = seconds_of(lambda: call.function(*call.args, **call.kwargs), device)
         return result
 
-    def costs(
-        self, function: Function, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> Costs:
-        """What it takes to compute the result of the call that has just run once more."""
-        busy, seconds = 0, self.seconds
-        call = self._apart(function, args, kwargs, result)
-        if call is not None:
-            busy = forward_temporaries(call)
+    def _costs(self, call: Call, rule: Rule, result: Tensor) -> Costs:
+        """The costs of computing the result of the call that has just run once more."""
+        busy, seconds, function = 0, self.seconds, call.function
+        measured = self._measured_call(call, result)
+        if measured is not None:
+            busy = forward_temporaries(measured)
             self.events.append((Event.BUSY, busy))
-            self._backward[node_number(result.grad_fn)] = call
+            self._backward[node_number(result.grad_fn)] = measured
         if isinstance(result, FakeTensor):
-            seconds = estimated_seconds(function, [*args, *kwargs.values()], result)
+            seconds = estimated_seconds(function, call.arguments, result)
         elif function in FOLLOWED:  # by another function than the network's
             key = (function, result.shape, result.dtype)
             if key not in self._measured:
-                self._measured[key] = self._seconds_again(rule, args, kwargs, result)
+                self._measured[key] = self._seconds_again(call, rule, result)
             seconds = self._measured[key]
-        return Costs(seconds, busy, operations_of(function, [*args, *kwargs.values()], result))
+        return Costs(seconds, busy, operations_of(function, call.arguments, result))
 
     @staticmethod
-    def _apart(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Call | None:
+    def _measured_call(call: Call, result: Tensor) -> MeasuredCall | None:
         """The call, if it can be measured on other tensors: it draws no numbers, and writes over nothing.
 
         Nothing is measured while a profiler runs.
         """
-        tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        if "dropout" in getattr(function, "__name__", "") or any(one is result for one in tensors):
+        tensors = [one for one in call.arguments if isinstance(one, Tensor)]
+        if "dropout" in getattr(call.function, "__name__", "") or any(one is result for one in tensors):
             return None
-        if profiler_runs() or not all(map(is_ordinary, tensors)):
+        if profiler_runs() or not all(map(is_ordinary, tensors)) or sum(one.nbytes for one in tensors) < _SMALL:
             return None
-        return call_of(function, args, kwargs) if sum(one.nbytes for one in tensors) >= _SMALL else None
+        return call_of(call.function, call.args, call.kwargs)
 
-    def _seconds_again(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> float:
+    def _seconds_again(self, call: Call, rule: Rule, result: Tensor) -> float:
         try:
-            again = rule(lambda tensor, lend=False: tensor, args, kwargs, result)
+            again = rule(lambda tensor, lend=False: tensor, call.args, call.kwargs, result)
         except NotFollowed:
             return self.seconds
         with torch.no_grad():
@@ -210,7 +239,7 @@ class StepTrace:
                     seen.add(following)
                     pending.append(following)
 
-    def _after(self, call: Call | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
+    def _after(self, call: MeasuredCall | None, found: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> None:
         """A node of the backward pass has run."""
         self._gradients(found)
         if call is not None and given and given[0] is not None:
@@ -224,12 +253,13 @@ class StepTrace:
             if gradient is not None:
                 self.holds(gradient)
 
-    def state(self) -> "State":
+    def progress(self) -> Progress:
         """How far the step has come."""
         is_released = self.forward >= 0 and self.released == len(self.saved)
         if self.ran:
-            return State.ENDED if is_released or not backward_runs() else State.RUNS  # reentrant checkpoints: both
-        return State.DROPPED if is_released else State.RUNS
+            has_ended = is_released or not backward_runs()  # a reentrant checkpoint runs a backward pass inside
+            return Progress.ENDED if has_ended else Progress.RUNS
+        return Progress.DROPPED if is_released else Progress.RUNS
 
     def step(self) -> Step:
         """What was seen."""
@@ -237,4 +267,4 @@ class StepTrace:
             handle.remove()
         for event, call, stride in self._busy:
             self.events[event] = (Event.BUSY, 0 if profiler_runs() else backward_temporaries(call, stride))
-        return Step(self.nodes, self.memories, self.saved, self.events, self.forward, self.calls)
+        return Step(self.values, self.memories, self.saved, self.events, self.forward, self.calls)

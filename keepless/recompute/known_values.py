@@ -1,15 +1,44 @@
-"""Which values the tensors of a forward pass have, and what must happen before one is written over."""
+"""The values of a forward pass: which tensor has which, and what happens to them before one is overwritten."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..inputs import tensors_in
 from ..saved import Kept, is_ordinary
-from ..torch_internals import Hooks, StorageWeakRef, address
-from .values import Saved, Value
+from ..torch_internals import Hooks, StorageWeakRef, address, next_node_number, node_number
+from .nodes import by_node, smaller_value_of
+from .values import Again, Call, Positive, Recipe, Saved, ShapeOnly, Value
+
+
+class Trace(Protocol):
+    """Sees what a recording does: see `StepTrace`, which traces a step for a budget."""
+
+    def run(self, call: Call, is_made: Callable[[Tensor], bool]) -> Any:
+        """Run a call and measure it."""
+
+    def ended(self, result: Any) -> None:
+        """A call has ended, and its result has a value."""
+
+    def keeps(self, value: Value, tensor: Tensor) -> None: ...
+
+    def follows(self, value: Value, tensor: Tensor) -> None:
+        """A value got a recipe from autograd's node: see `by_node`."""
+
+    def moves(self, value: Value, copy: Tensor) -> None: ...
+
+    def overwrites(self, value: Value, tensor: Tensor) -> bool:
+        """A call has overwritten a tensor of this value. Returns whether the value can still be computed again."""
+
+    def saves(self, saved: Saved | ShapeOnly, tensor: Tensor, in_call: bool) -> None:
+        """Autograd saves a tensor, in a call or by itself."""
+
+    def forward_ends(self) -> None: ...
+
+    def unpack(self, saved: Any) -> Tensor:
+        """The unpack hook."""
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -44,26 +73,62 @@ class _Overwriting(NamedTuple):
 
 
 class KnownValues:
-    """Registry of one forward pass: each living tensor's value, and what depends on its storage."""
+    """Registry of one forward pass: each living tensor's value, and what depends on its storage.
 
-    def __init__(self) -> None:
+    Args:
+        inputs: the network's inputs, which are not made in the forward pass.
+        outer: the saved-tensor hooks around the recording.
+        copy_parameters: recipes get copies of parameters, because FSDP frees the gathered ones after each use.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], outer: Hooks | None, copy_parameters: bool, trace: Trace | None):
+        self.start = next_node_number()
+        self.outside = {address(tensor.untyped_storage()) for tensor in inputs if is_ordinary(tensor)}
+        self.outer, self.copy_parameters, self.trace = outer, copy_parameters, trace
         self.entries: dict[int, _Entry] = {}  # by id of the tensor
         self.dependents: dict[int, _Dependents] = {}  # by address of the storage
         self.signs: list[weakref.ref[Value]] = []  # values that are read for their signs
         self.gone: list[Value] = []  # values in `signs` whose tensors have been freed
+        self.made = MadeMemory()
 
     def clear(self) -> None:
-        """The forward pass has ended. What was modified in it unseen, e.g. by another thread, is refused later.
+        """The forward pass has ended. Tensors that were modified unseen, e.g. by another thread, are refused later.
 
-        Hooks around the recording, such as a checkpoint's, might give it back without a difference in versions.
+        Hooks around the recording, such as a checkpoint's, might give them back without a difference in versions.
         """
+        for value in filter(None, (reference() for reference in self.signs)):
+            value.settle(self.outer, at_end=True)
         for thing in (reference() for dependents in self.dependents.values() for reference in dependents.things):
             if isinstance(thing, Value) and isinstance(thing.source, Kept) and thing.source.is_modified():
                 thing.source.spoil()
-        self.entries.clear()
-        self.dependents.clear()
-        self.signs.clear()
-        self.gone.clear()
+        for found in (self.entries, self.dependents, self.signs, self.gone, self.made):
+            found.clear()
+        self.outer = self.trace = None
+
+    def value_of(self, tensor: Tensor, call: Call | None) -> Value | None:
+        """The value of a tensor, if it is kept already or can be computed from others; otherwise None."""
+        if (value := self.find(tensor)) is None:
+            found = by_node(self, tensor, call) if self.is_made(tensor) else None
+            if found is None:
+                return None
+            value = self.remember(tensor, Value(Recipe(found, tensor)) if isinstance(found, Again) else found)
+        if self.trace is not None and value.number < 0 and isinstance(value.source, Recipe):
+            self.trace.follows(value, tensor)
+        return value
+
+    def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
+        """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
+        entry = self.entries.get(id(tensor))
+        if entry is None or entry.version != tensor._version - overwrites or entry() is not tensor:
+            return None
+        return entry.value if entry.storage == address(tensor.untyped_storage()) else None
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made during this forward pass."""
+        node = tensor.grad_fn
+        if node is None or node_number(node) < self.start or not is_ordinary(tensor):
+            return False
+        return not self.outside or address(tensor.untyped_storage()) not in self.outside
 
     def remember(self, tensor: Tensor, value: Value) -> Value:
         """Note the value of a tensor in its present version."""
@@ -79,22 +144,40 @@ class KnownValues:
             if entry.value.sign_readers:
                 self.gone.append(entry.value)
 
-    def settle(self, outer: Hooks | None) -> None:
-        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
-        if self.gone:
-            self.gone = [value for value in self.gone if not value.settle(outer)]
+    def keep(self, tensor: Tensor, call: Call | None) -> Value:
+        """Keep a tensor, and remember its value."""
+        own = 0 if tensor.is_leaf and tensor.requires_grad else tensor.untyped_storage().nbytes()
+        value = Value(Kept(tensor, None), address(tensor.untyped_storage()), own)
+        if self.outer is not None:
+            if call is not None:  # the running call may yet get a recipe
+                call.unsettled.append((value, tensor))
+            else:
+                value.source = Kept(tensor, self.outer)
+        self.depends_on_memory(value, tensor)
+        if self.trace is not None:
+            self.trace.keeps(value, tensor)
+        return self.remember(tensor, value)
 
-    def settle_all(self, outer: Hooks | None) -> None:
-        """Settle all values that are read for their signs, at the end of the forward pass."""
-        for value in filter(None, (reference() for reference in self.signs)):
-            value.settle(outer, at_end=True)
+    def lend(self, tensor: Tensor, call: Call | None) -> Value:
+        """Keep a tensor for a recipe, if it has no value yet."""
+        if self.copy_parameters and isinstance(tensor, nn.Parameter):
+            return Value(Kept(tensor.detach().clone(), None))
+        value = self.value_of(tensor, call)
+        if value is None and isinstance(tensor, nn.Parameter):  # it stays where it is
+            return Value(Kept(tensor, None))
+        return value or self.keep(tensor, call)
 
-    def find(self, tensor: Tensor, *, overwrites: int = 0) -> Value | None:
-        """The value of a tensor now, or `overwrites` versions ago; None if it is not known."""
-        entry = self.entries.get(id(tensor))
-        if entry is None or entry.version != tensor._version - overwrites or entry() is not tensor:
-            return None
-        return entry.value if entry.storage == address(tensor.untyped_storage()) else None
+    def copied(self, argument: Tensor, copy: Tensor, call: Call) -> Value:
+        """A call has copied an argument, because it is going to overwrite it. Returns their value."""
+        value = smaller_value_of(self, argument, copy, call)
+        if value is None or not (value.unread or not value.reads_storage(address(argument.untyped_storage()))):
+            return self.remember(argument, self.keep(copy, call))
+        if value.unread:  # keep the copy instead
+            value.source, value.storage = Kept(copy, None), address(copy.untyped_storage())
+            self.depends_on_memory(value, copy)
+        if self.trace is not None:
+            self.trace.moves(value, copy)
+        return value
 
     def depends_on_memory(self, thing: Value | Saved, tensor: Tensor) -> None:
         """Note that a kept value, or a `Saved`, depends on a tensor's memory."""
@@ -104,7 +187,18 @@ class KnownValues:
             dependents = self.dependents[address(storage)] = _Dependents(StorageWeakRef(storage), [])
         dependents.things.append(weakref.ref(thing))
 
-    def before_overwriting(self, tensor: Tensor, outer: Hooks | None) -> _Overwriting:
+    def reads_signs(self, saved: Saved, positive: Positive) -> None:
+        """Note that an operation only asks which entries of a saved tensor are positive."""
+        saved.reads_signs, saved.value.positive = True, positive
+        saved.value.sign_readers += 1
+        self.signs.append(weakref.ref(saved.value))
+
+    def settle_gone(self) -> None:
+        """Settle values that are read for their signs, and whose tensors have been freed: see `Value.settle`."""
+        if self.gone:
+            self.gone = [value for value in self.gone if not value.settle(self.outer)]
+
+    def before_overwriting(self, tensor: Tensor) -> _Overwriting:
         """Copy the values in a tensor's memory that recipes read."""
         dependents = self.dependents.pop(address(tensor.untyped_storage()), None)
         write = _Overwriting(tensor, tensor._version, dependents, [])
@@ -113,11 +207,11 @@ class KnownValues:
                 continue
             if isinstance(kept := thing.source, Kept) and not kept.is_modified():
                 write.copied.append((thing, kept, thing.storage))
-                thing.source, thing.storage = Kept(kept.get().clone(), outer), 0
+                thing.source, thing.storage = Kept(kept.get().clone(), self.outer), 0
         return write
 
     def after_overwriting(self, write: _Overwriting) -> None:
-        """Mark what operations saved as overwritten; or undo what was done, if nothing was written."""
+        """Mark the tensors that operations saved as overwritten; or undo the copies, if nothing was written."""
         if write.tensor._version != write.version:
             for thing in write.things():
                 if isinstance(thing, Saved):
@@ -137,12 +231,7 @@ class MadeMemory:
         self.storages: dict[int, StorageWeakRef] = {}  # by address
 
     def note(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: object,
-        is_made: Callable[[Tensor], bool],
+        self, function: Callable[..., Any], arguments: Any, result: object, is_made: Callable[[Tensor], bool]
     ) -> None:
         """Note a call's results. `is_made`: whether an argument in the same memory was itself made here."""
         if getattr(function, "__name__", "") == "__get__":  # an attribute, such as `grad`
@@ -152,7 +241,7 @@ class MadeMemory:
                 continue  # single numbers, such as counts of minibatches, are copied anyway
             storage = tensor.untyped_storage()
             if address(storage) not in self.storages:
-                given = filter(is_ordinary, tensors_in((args, kwargs)))
+                given = filter(is_ordinary, tensors_in(arguments))
                 if all(is_made(a) for a in given if address(a.untyped_storage()) == address(storage)):
                     self.storages[address(storage)] = StorageWeakRef(storage)
 

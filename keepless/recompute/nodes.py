@@ -1,4 +1,4 @@
-"""Values that follow from autograd's nodes, not from calls: of views, copies and norms with nodes of their own."""
+"""How to repeat results that follow from autograd's nodes: views, copies, and norms with nodes of their own."""
 
 from typing import Any, Protocol
 
@@ -7,67 +7,60 @@ from torch import Tensor
 
 from ..norms.bn_act import Node, is_node, recompute_output
 from ..saved import Kept, is_ordinary
-from ..torch_internals import address, is_synchronised_norm, packed_by_function
-from .known_values import KnownValues
-from .rules import normalised, saved_value
-from .values import Recipe, Value, laid_out, unread_bytes
+from ..torch_internals import is_synchronised_norm, packed_by_function
+from .values import Again, Call, Value, laid_out, saved_value, unread_bytes
 
 
-class Recorded(Protocol):
-    """What a `Recording` knows."""
+class Registry(Protocol):
+    """The known values of a forward pass."""
 
-    known: KnownValues
-    arguments: tuple[Any, ...]  # of the call that is running
+    def value_of(self, tensor: Tensor, call: Call | None) -> Value | None: ...
 
-    def value_of(self, tensor: Tensor) -> Value | None: ...
+    def lend(self, tensor: Tensor, call: Call | None) -> Value: ...
 
-    def keep(self, tensor: Tensor) -> Value: ...
-
-    def lend(self, tensor: Tensor) -> Value: ...
-
-    def copied(self, value: Value, tensor: Tensor) -> None: ...
+    def copied(self, argument: Tensor, copy: Tensor, call: Call) -> Value: ...
 
 
-def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
-    """Recover a tensor's value from its autograd node (views, casts, SyncBatchNorm)."""
+def by_node(known: Registry, tensor: Tensor, call: Call | None) -> Again | Value | None:
+    """How to recover a tensor from its autograd node, or the value of another tensor that equals it. None: unknown."""
+    node: Any = tensor.grad_fn
     if tensor._is_view():
-        return _of_view(recording, tensor)
+        return _of_view(known, tensor, call)
+    packed = packed_by_function(node) if is_node(node) or is_synchronised_norm(node) else ()
     if is_node(node):
-        if node.strategy.recompute_output and tensor._version == node.output_version:
-            packed = packed_by_function(node)
-            kept = saved_value(packed[0]) if packed else None
-            return Value(Recipe(_checkpointed_output, (node, kept), tensor))
-    elif tensor._version:
+        if not node.strategy.recompute_output or tensor._version != node.output_version:
+            return None
+        return Again(_checkpointed_output, (node, saved_value(packed[0]) if packed else None))
+    if tensor._version:
         return None
-    elif is_synchronised_norm(node) and (packed := packed_by_function(node)):
-        return _of_synchronised_norm(recording, tensor, node, packed)
-    elif recording.arguments:
-        name = type(node).__name__
-        if name in ("ToCopyBackward0", "CloneBackward0"):
-            return _of_copied_argument(recording, tensor, node)
-        if name == "UnsafeViewBackward0":
-            return _of_reshaped_argument(recording, tensor, node)
+    if packed:
+        return _of_synchronised_norm(known, node, packed, call)
+    name = type(node).__name__
+    if call is not None and name in ("ToCopyBackward0", "CloneBackward0"):
+        return _of_copied_argument(known, tensor, node, call)
+    if call is not None and name == "UnsafeViewBackward0":
+        return _of_reshaped_argument(known, tensor, node, call)
     return None
 
 
 def _checkpointed_output(node: Node, kept: Tensor | None) -> Tensor:
-    """The output of a `CheckpointedABN`, which its node also holds while it is read. `kept`: what the node saved.
+    """The output of a `CheckpointedABN`, which its node also holds while it is read. `kept`: saved by the node.
 
-    The node finds that by itself; as an argument it is known to be needed, and is computed before if it is not kept.
+    The node finds `kept` by itself; as an argument it counts as needed, and is computed before if it is not kept.
     """
     return recompute_output(node)
 
 
-def _of_view(recording: Recorded, tensor: Tensor) -> Value | None:
+def _of_view(known: Registry, tensor: Tensor, call: Call | None) -> Again | None:
     base = tensor._base
     if base is None or not is_ordinary(base) or tensor.dtype != base.dtype:
         return None
     if tensor.is_conj() or tensor.is_neg() or base.is_conj() or base.is_neg():
         return None
-    if (value := recording.value_of(base)) is None:
+    if (value := known.value_of(base, call)) is None:
         return None
     offset = tensor.storage_offset() - base.storage_offset()
-    return Value(Recipe(_view, (value, base.stride(), tensor.shape, tensor.stride(), offset), tensor))
+    return Again(_view, (value, base.stride(), tensor.shape, tensor.stride(), offset))
 
 
 def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
@@ -76,7 +69,7 @@ def _view(base: Tensor, strides: tuple[int, ...], shape: torch.Size, stride: tup
     return base.as_strided(shape, stride, base.storage_offset() + offset)
 
 
-def _of_synchronised_norm(recording: Recorded, tensor: Tensor, node: Any, packed: tuple[Any, ...]) -> Value | None:
+def _of_synchronised_norm(known: Registry, node: Any, packed: tuple[Any, ...], call: Call | None) -> Again | None:
     """The output of `nn.SyncBatchNorm`: its node has everything but the bias, which only a trained one leads to."""
     x, weight, mean, invstd, *_ = map(saved_value, packed)
     if not all(isinstance(saved, (Value, Kept)) for saved in (x, mean, invstd)):
@@ -84,43 +77,49 @@ def _of_synchronised_norm(recording: Recorded, tensor: Tensor, node: Any, packed
     bias = None if weight is None else getattr(node.next_functions[2][0], "variable", None)
     if bias is None:
         return None
-    return Value(Recipe(normalised, (x, mean, invstd, weight, recording.lend(bias)), tensor, fresh=True))
+    return Again(normalised, (x, mean, invstd, weight, known.lend(bias, call)), fresh=True)
 
 
-def _of_copied_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
+    # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
+    scale = invstd if weight is None else weight * invstd
+    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
+
+
+def _of_copied_argument(known: Registry, tensor: Tensor, node: Any, call: Call) -> Again | Value | None:
     """A copy of an argument, made inside the running call: by autocast, or by `silu_` before it overwrites it."""
-    argument = _argument_copied_by(recording, node)
+    argument = _argument_copied_by(node, call)
     if argument is None or argument.shape != tensor.shape or argument.device != tensor.device:
         return None
-    value = _smaller_value_of(recording, argument, tensor)
     if argument.dtype == tensor.dtype:
-        if value is not None and (value.unread or not value.reads_storage(address(argument.untyped_storage()))):
-            recording.copied(value, tensor)
-            return value
-        return recording.known.remember(argument, recording.keep(tensor))
-    return None if value is None else Value(Recipe(Tensor.to, (value, tensor.dtype), tensor))
+        return known.copied(argument, tensor, call)
+    value = smaller_value_of(known, argument, tensor, call)
+    return None if value is None else Again(Tensor.to, (value, tensor.dtype))
 
 
-def _of_reshaped_argument(recording: Recorded, tensor: Tensor, node: Any) -> Value | None:
+def _of_reshaped_argument(known: Registry, tensor: Tensor, node: Any, call: Call) -> Again | None:
     """A contiguous, reshaped copy of an argument, made inside the running call, as matrix products do."""
     copy = node.next_functions[0][0]
-    argument = _argument_copied_by(recording, copy) if type(copy).__name__ == "CloneBackward0" else None
+    argument = _argument_copied_by(copy, call) if type(copy).__name__ == "CloneBackward0" else None
     if argument is None or argument.numel() != tensor.numel() or argument.dtype != tensor.dtype:
         return None
-    value = _smaller_value_of(recording, argument, tensor)
-    return None if value is None else Value(Recipe(Tensor.reshape, (value, tensor.shape), tensor))
+    value = smaller_value_of(known, argument, tensor, call)
+    return None if value is None else Again(Tensor.reshape, (value, tensor.shape))
 
 
-def _smaller_value_of(recording: Recorded, argument: Tensor, copy: Tensor) -> Value | None:
-    """The value of an argument, unless more would be kept for it alone than the copy has."""
-    value = recording.value_of(argument)
+def smaller_value_of(known: Registry, argument: Tensor, copy: Tensor, call: Call) -> Value | None:
+    """The value of an argument, unless more would be kept for it alone than its copy takes."""
+    value = known.value_of(argument, call)
     return None if value is None or unread_bytes([value]) > copy.nbytes else value
 
 
-def _argument_copied_by(recording: Recorded, node: Any) -> Tensor | None:
+def _argument_copied_by(node: Any, call: Call) -> Tensor | None:
     """The argument of the running call that is a node's input."""
     source, number = node.next_functions[0]
-    for argument in recording.arguments:
+    for argument in call.arguments:
         if isinstance(argument, Tensor) and argument.grad_fn is source and argument.output_nr == number:
             return argument
     return None

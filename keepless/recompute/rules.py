@@ -1,12 +1,12 @@
-"""The operations whose results are computed again instead of kept, and what each of them needs for that.
+"""The functions whose results can be computed again, and the inputs that each of them needs for that.
 
 A rule takes `find`, the arguments and keyword arguments of a call, and its result. It returns a call that computes the
 same result again. `find` gives the value of a tensor, and raises `NotFollowed` if it is not kept; with `lend=True` the
-recipe may keep it (rule 4 in recording.py).
+recipe may keep it (rules 4 and 5 in recording.py).
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,8 @@ from torch import Tensor
 from ..saved import Kept
 from ..torch_internals import dropped_share, packed_by
 from .inplace_calls import INPLACE
-from .values import Saved, Value
+from .nodes import normalised
+from .values import Again, Value, saved_value
 
 
 class NotFollowed(Exception):
@@ -28,15 +29,6 @@ class Find(Protocol):
     """Returns the value of a tensor, or the tensor itself if the recipe is to keep it."""
 
     def __call__(self, tensor: Tensor, lend: bool = False) -> Any: ...
-
-
-class Again(NamedTuple):
-    """A call that gives the same result again. See `Recipe` for `fresh` and `can_overwrite`."""
-
-    function: Callable[..., Tensor]
-    arguments: Sequence[Any]
-    fresh: bool = False
-    can_overwrite: bool = False
 
 
 Function = Callable[..., Any]
@@ -71,7 +63,7 @@ def result_serves(function: Function, args: tuple[Any, ...], kwargs: dict[str, A
     return False
 
 
-def reads_only_form(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def reads_shape_only(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call with frozen weights saves its input although the gradient needs none of its values."""
     if function in CONVOLUTIONS:
         return not (args[1] if len(args) > 1 else kwargs["weight"]).requires_grad
@@ -175,20 +167,6 @@ def _saved(node: Any, *names: str) -> list[Value | Kept]:
     if not all(isinstance(value, (Value, Kept)) for value in values):
         raise NotFollowed
     return values
-
-
-def saved_value(packed: Any) -> Any:
-    """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
-    return packed.value if isinstance(packed, Saved) else packed
-
-
-def normalised(x: Tensor, mean: Tensor, invstd: Tensor, weight: Vector, bias: Vector) -> Tensor:
-    """Batch normalisation with the statistics of the forward pass. x: (N, C, ...), the others (C,)."""
-    if x.is_cuda:
-        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, 0.0)
-    # The operator takes a variance in eval mode. Multiplying the weight instead, as it would do, changes no bit.
-    scale = invstd if weight is None else weight * invstd
-    return torch.native_batch_norm(x, scale, bias, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
 
 
 def _instance_norm(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:

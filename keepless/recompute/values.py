@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class Value:
 
     @property
     def unread(self) -> bool:
-        """Whether nobody needs it yet: what it keeps is freed with its tensor."""
+        """True while the value has no reader; its memory is then freed together with the tensor."""
         return not (self.readers or self.recipes or isinstance(self.source, Recipe))
 
     def add_reader(self) -> None:
@@ -159,8 +159,8 @@ def _drop(reference: "weakref.ref[Value]") -> None:
         value.drop()
 
 
-class Form:
-    """What autograd holds in place of a tensor whose shape and strides its gradient needs, but not its values."""
+class ShapeOnly:
+    """Saved in place of a tensor whose shape and strides the gradient needs, but not its values."""
 
     __slots__ = ("__weakref__", "device", "dtype", "shape", "stride")
 
@@ -168,17 +168,17 @@ class Form:
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
     def get(self) -> Tensor:
-        """Any values. With the same strides, the same algorithm is chosen."""
+        """A tensor with arbitrary values. The same strides select the same algorithm."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Signs:
     """Which values of a tensor are positive, in one bit each."""
 
-    __slots__ = ("bits", "form")
+    __slots__ = ("bits", "like")
 
     def __init__(self, tensor: Tensor, positive_of: Positive, hooks: Hooks | None):
-        self.form = Form(tensor)
+        self.like = ShapeOnly(tensor)
         with torch.no_grad(), without_function_modes():
             positive = positive_of(tensor).flatten()
             positive = torch.nn.functional.pad(positive, (0, -positive.numel() % 8)).view(-1, 8)
@@ -186,14 +186,14 @@ class Signs:
 
     @property
     def bytes(self) -> int:
-        return -(-self.form.shape.numel() // 8)
+        return -(-self.like.shape.numel() // 8)
 
     def get(self) -> Tensor:
         """1 where the tensor is positive, otherwise 0."""
         with torch.no_grad(), without_function_modes():
-            ones = (self.bits.get().unsqueeze(-1) & _bits(self.form.device)).ne(0).flatten()
-            tensor = ones[: self.form.shape.numel()].view(self.form.shape).to(self.form.dtype)
-            return laid_out(tensor, self.form.stride)
+            ones = (self.bits.get().unsqueeze(-1) & _bits(self.like.device)).ne(0).flatten()
+            tensor = ones[: self.like.shape.numel()].view(self.like.shape).to(self.like.dtype)
+            return laid_out(tensor, self.like.stride)
 
 
 def _bits(device: torch.device) -> Tensor:
@@ -202,7 +202,7 @@ def _bits(device: torch.device) -> Tensor:
 
 
 class Saved:
-    """What autograd holds in place of a saved tensor: its value, until the tensor's memory is overwritten."""
+    """Saved in place of a tensor: its value, unless the tensor's memory is overwritten."""
 
     __slots__ = ("__weakref__", "number", "overwritten", "reads_signs", "value")
 
@@ -226,33 +226,32 @@ class Saved:
         return self.value.get()
 
 
+class Again(NamedTuple):
+    """A call that gives the same result again.
+
+    `fresh`: its result shares no memory with anything else. `can_overwrite`: the function is elementwise and takes
+    `inplace=True`, which is used where its first argument has no other reader.
+    """
+
+    function: Callable[..., Tensor]
+    arguments: Sequence[Any]  # `Value`s, `Kept` tensors, tensors that the recipe is to keep, and constants
+    fresh: bool = False
+    can_overwrite: bool = False
+
+
 class Recipe:
     """How to compute a value again: `function(*arguments)`, where some arguments are `Value`s or `Kept`."""
 
     __slots__ = ("arguments", "autocast", "can_overwrite", "depth", "device", "dtype", "fresh", "function", "stride")
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        arguments: Sequence[Any],
-        like: Tensor,
-        *,
-        fresh: bool = False,
-        can_overwrite: bool = False,
-    ):
-        """`like`: the original tensor; the result gets its dtype and strides.
-
-        `fresh`: nothing else ever holds the function's result or shares its memory. `can_overwrite`: the function is
-        elementwise and takes `inplace=True`, which is used where nobody else reads its first argument.
-        """
-        self.function = function
+    def __init__(self, again: Again, like: Tensor):
+        """`like`: the original tensor; the result gets its dtype and strides."""
+        self.function, arguments, self.fresh, self.can_overwrite = again
         self.arguments = tuple(arguments)
         self.device = like.device.type
         self.dtype = like.dtype
         self.stride = like.stride()
         self.autocast = autocast_of(self.device)
-        self.fresh = fresh
-        self.can_overwrite = can_overwrite
         self.depth = 1
         for value in self.inputs():
             value.recipes += 1
@@ -284,8 +283,33 @@ class Recipe:
             return laid_out(result if result.dtype == self.dtype else result.to(self.dtype), self.stride)
 
 
+def saved_value(packed: Any) -> Any:
+    """The `Value` or `Kept` tensor that a node holds, if it is ours; None for an absent tensor."""
+    return packed.value if isinstance(packed, Saved) else packed
+
+
+class Call:
+    """The call of a function that is running, and what autograd has saved in it."""
+
+    __slots__ = (
+        *("args", "arguments", "before", "function", "kwargs", "positive", "reads_shape_only", "replaceable"),
+        *("result_serves", "unsettled", "vectors"),
+    )
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.arguments = (*args, *kwargs.values())
+        self.before: Value | None = None  # value of the first argument, if the call overwrites it
+        self.result_serves = False  # its gradient could read the result instead of the argument that it saves
+        self.reads_shape_only = False  # its gradient needs its input's shape, not its values
+        self.positive: Positive | None = None  # its gradient only asks which values of the saved tensor are positive
+        self.replaceable: list[Saved] = []  # saved arguments that the result can stand for
+        self.vectors: list[Tensor] = []  # saved without a `Value`
+        self.unsettled: list[tuple[Value, Tensor]] = []  # kept, but not yet given to the outer hooks (rule 10)
+
+
 def _is_spare(argument: object) -> bool:
-    """Whether a recipe's argument is computed for this recipe alone, in memory of its own."""
+    """Whether an argument was computed for one recipe alone, in its own memory."""
     if not isinstance(argument, Value) or argument.readers != 1:
         return False
     return isinstance(argument.source, Recipe) and argument.source.fresh

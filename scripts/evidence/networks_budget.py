@@ -19,10 +19,11 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from keepless.budget.budget import traced_step
-from keepless.budget.execution import Plan, Planned
-from keepless.budget.planned_recording import PlannedRecording
-from keepless.budget.search import Choice, frontier, plan_of
+from keepless.budget.execution import ByPlan
+from keepless.budget.search import Choice, frontier
 from keepless.budget.simulation import plain_peak
+from keepless.budget.step import Plan
+from keepless.recompute.recording import Recording
 from scripts.evidence import charts, frame, methods
 from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
 from scripts.evidence.measuring import peak_bytes, timed
@@ -210,7 +211,7 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
     choices = frontier(step)
     seconds = {method: statistics.median(times) / 1e3 for method, times in timed(steps, rounds, device).items()}
     for label, budget, choice in _asked(name, choices, plain_peak(step), rows, seconds):
-        loss = partial(_planned, network, plan_of(step, choice))
+        loss = partial(_planned, network, choice.plan(step))
         steps[label] = partial(training_step, network, loss, pixels)
         found = {"budget": budget, "planned_bytes": choice.peak, "planned_seconds": round(choice.seconds, 5)}
         torch.manual_seed(0)
@@ -257,7 +258,7 @@ def training_step(network: nn.Module, loss: Callable[[Tensor], Tensor], pixels: 
 
 
 def _planned(network: Trained, plan: Plan, pixels: Tensor) -> Tensor:
-    with PlannedRecording(Planned([plan]), inputs=[pixels]):
+    with Recording(ByPlan([plan]), inputs=[pixels]):
         return network(pixels)
 
 

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from keepless import CheckpointedABN, plan, recompute_activations, report
-from keepless.budget.budget import Plans, traced_step
+from keepless.budget.budget import PlansByShape, traced_step
 from keepless.budget.costs import operations_of, peak_bytes
-from keepless.budget.execution import Plan, Planned
+from keepless.budget.execution import ByPlan
 from keepless.budget.search import Choice, frontier, pareto
 from keepless.budget.simulation import plain_peak, simulate
-from keepless.budget.step import Event, Kind, Node, SavedTensor, Step
+from keepless.budget.step import Event, Kind, Plan, Save, Step, StepValue
 from keepless.budget.trace import StepTrace
 from keepless.recompute.rules import EXPENSIVE, FOLLOWED
 
@@ -176,21 +176,21 @@ def test_any_plan_takes_the_bytes_that_are_simulated(name):
     (hooks,) = {hook.__self__ for hook in network._forward_hooks.values()}
     for seed in range(6):
         draws = random.Random(seed)
-        again = {n.call for n in step.nodes if n.kind == Kind.FREE and draws.random() < 0.6}
-        again |= {n.call for n in step.nodes if n.kind == Kind.OVERWRITTEN}
-        kept = [node.kind == Kind.KEPT or (node.call >= 0 and node.call not in again) for node in step.nodes]
+        again = {n.call for n in step.values if n.kind == Kind.FREE and draws.random() < 0.6}
+        again |= {n.call for n in step.values if n.kind == Kind.OVERWRITTEN}
+        kept = [node.kind == Kind.KEPT or (node.call >= 0 and node.call not in again) for node in step.values]
         hooks.plans = Fixed(step, again)
         assert simulate(step, kept).peak == pytest.approx(peak_bytes(lambda: train(prepared, x), "cpu"), rel=0.03)
 
 
-class Fixed(Plans):
+class Fixed(PlansByShape):
     """Plans that are given."""
 
     def __init__(self, step: Step, again: set[int]):
-        self.planned = lambda: Planned([Plan(step.calls, frozenset(again))])
+        self.policy = lambda: ByPlan([Plan(step.calls, frozenset(again))])
 
     def of_pass(self, module, inputs):
-        return self.planned()
+        return self.policy()
 
 
 def random_step(seed: int) -> Step:
@@ -204,11 +204,11 @@ def random_step(seed: int) -> Step:
         memories.append(draw.randint(10, 100))
         seconds = draw.choice([0.1, 0.1, 1, 2, 4]) * draw.uniform(0.5, 1.5)
         kind = Kind.FREE if is_free else Kind.KEPT
-        nodes.append(Node(kind, number, memories[-1], inputs if is_free else (), -1, number, seconds))
+        nodes.append(StepValue(kind, number, memories[-1], inputs if is_free else (), -1, number, seconds))
         events.append((Event.HOLD, number))
         for read in [i for i in inputs if draw.random() < 0.6] + ([number] if draw.random() < 0.3 else []):
             events.append((Event.SAVE, len(saved)))
-            saved.append(SavedTensor(read, 0, read))
+            saved.append(Save(read, 0, read))
         events += [(Event.LET, number - 1)] if number else []
     events.append((Event.LET, len(nodes) - 1))
     forward = len(events)
@@ -221,10 +221,10 @@ def random_step(seed: int) -> Step:
 
 def best(step: Step) -> list[Choice]:
     """The frontier, from all choices that there are."""
-    free = [number for number, node in enumerate(step.nodes) if node.kind == Kind.FREE]
+    free = [number for number, node in enumerate(step.values) if node.kind == Kind.FREE]
     choices = []
     for drawn in itertools.product((True, False), repeat=len(free)):
-        kept = [True] * len(step.nodes)
+        kept = [True] * len(step.values)
         for number, is_kept in zip(free, drawn, strict=True):
             kept[number] = is_kept
         outcome = simulate(step, kept)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from keepless import recompute_activations
-from keepless.budget.execution import Plan, Planned
-from keepless.budget.planned_recording import PlannedRecording
+from keepless.budget.execution import ByPlan
+from keepless.budget.step import Plan
 from keepless.budget.trace import StepTrace
 from keepless.recompute.recording import Recording
 from keepless.saved import saved_for_backward
@@ -42,13 +42,11 @@ def agree(make: Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]) -> bool
     It runs as it is, recorded, traced for a plan, and by two plans that keep some results at random.
     """
     trace = StepTrace()
-    plain, *others = (
-        run(make, context) for context in (nullcontext(), Recording(), PlannedRecording(Planned((), trace)))
-    )
+    plain, *others = (run(make, context) for context in (nullcontext(), Recording(), Recording(ByPlan((), trace))))
     for seed in range(2):
         draws = Random(seed)
         again = frozenset(call for call in range(len(trace.calls)) if draws.random() < 0.7)
-        others.append(run(make, PlannedRecording(Planned([Plan(trace.calls, again)]))))
+        others.append(run(make, Recording(ByPlan([Plan(trace.calls, again)]))))
     return all(agrees(plain, recorded) for recorded in others)
 
 
