@@ -1,4 +1,4 @@
-"""What users give: modules, and tensors somewhere in arguments and results."""
+"""Check modules given by users, and find tensors in arguments and results."""
 
 from dataclasses import fields, is_dataclass
 

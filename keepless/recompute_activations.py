@@ -1,4 +1,4 @@
-"""Any network in less memory, exactly: cheap activations are computed again instead of kept."""
+"""Train any network in less memory, exactly: cheap activations are computed again instead of kept."""
 
 import sys
 import threading
@@ -29,12 +29,12 @@ def recompute_activations(
     Cheap are the results of norms, activations, arithmetic, concatenations, copies, views, dropout, pooling and
     upsampling, if their inputs are kept anyway; modules and functions count alike. So are the outputs of
     `CheckpointedABN`. Each is computed once per backward pass, for its first reader, and held until its last reader has
-    read it. No module is replaced, and outputs and gradients do not change. Of what frozen convolutions and norms read,
-    the shape is kept, and of what only ReLU or LeakyReLU reads, one bit per value.
+    read it. No module is replaced, and outputs and gradients do not change. Of the inputs of frozen
+    convolutions and norms only the shape is kept; of a tensor that only ReLU or LeakyReLU reads, one bit per value.
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
-    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get what is kept.
+    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get the tensors that are kept.
 
     Tensors that the backward pass reads may not be modified in place before it: this raises PyTorch's error about an
     in-place operation, also under other hooks. (Small parameters that PyTorch alone would not keep are copied, so they
@@ -87,7 +87,7 @@ def undo(network: nn.Module) -> nn.Module:
 
 
 def report(network: nn.Module) -> Report:
-    """What the last forward pass of a prepared network kept: call it after a training step, and print the result.
+    """Report the tensors that a prepared network kept in its last forward pass. Call it after a step and print it.
 
     Within a budget it says why: something was planned, or it cannot be computed again.
 

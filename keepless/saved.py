@@ -1,4 +1,4 @@
-"""Tensors that a graph keeps for its backward pass: keep more of them, and count them."""
+"""Saved tensors: `Kept` holds one as autograd would; `SavedTensors` counts those of a graph."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -156,7 +156,7 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result, which must hold the graph, and what it keeps: see `SavedTensors.kept`."""
+    """Run a forward pass; return its result, which must hold the graph, and the tensors that it keeps: see `SavedTensors.kept`."""
     with SavedTensors() as saved:
         result = forward()
     return result, [entry.tensor for entry in saved.kept(without)]

@@ -1,1 +1,1 @@
-"""Train within a number of bytes: trace a step, choose what it keeps, follow that plan."""
+"""Train within a number of bytes: trace a step, choose the values that it keeps, follow that plan."""

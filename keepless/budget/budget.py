@@ -150,7 +150,7 @@ class Row(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """What a training step takes under different budgets. Print it."""
+    """Memory and time of a training step under different budgets. Print it."""
 
     plain: int  # bytes at the peak of the network as it is
     least: int  # bytes at the lowest peak that a plan reaches
@@ -168,7 +168,7 @@ class Frontier(NamedTuple):
 
 
 def plan(network: nn.Module, example: Any, budgets: Sequence[Budget] = _SHARES) -> Frontier:
-    """What a training step of a network takes under different budgets, from one step on an example.
+    """Memory and time of a training step under different budgets, from one step on an example.
 
     The step is run: twice, with the mean square of the outputs as loss. Gradients, buffers and the random state are
     then as before; what hooks do stays done, e.g. optimizer steps in the backward pass. Under `FakeTensorMode` nothing
@@ -210,7 +210,7 @@ def _apart(leaf: Any) -> Any:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Whether values share memory, so that nobody can write to them."""
+    """Whether entries share memory, as in an expanded tensor, which cannot be written to."""
     if tensor.layout is not torch.strided:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What operators cost: seconds, and the bytes that they take while they run."""
+"""Costs of operators: seconds, and temporary bytes."""
 
 import math
 import os
@@ -111,7 +111,7 @@ def forward_temporaries(call: MeasuredCall) -> int:
 
 @cache
 def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
-    """Bytes that a call's node takes, beside what it saved and the gradients. `stride`: of the result's gradient."""
+    """Temporary bytes of a call's backward node, beside saved tensors and gradients. `stride`: of the result's gradient."""
     with _measured(call.device):
         result, leaves = call.run()
         gradient = TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()

@@ -21,7 +21,7 @@ class Choice(NamedTuple):
     kept: tuple[bool, ...]  # for each value
 
     def plan(self, step: Step) -> Plan:
-        """What the calls of the step do with their results."""
+        """The plan that makes this choice in the calls of a step."""
         again = {value.call for value, kept in zip(step.values, self.kept, strict=True) if value.call >= 0 and not kept}
         free = {value.call for value in step.values if value.kind == Kind.FREE}
         return Plan(step.calls, frozenset(again), frozenset(free - again))
@@ -33,8 +33,8 @@ def frontier(step: Step) -> list[Choice]:
     The search begins with all that can be kept, and again with all but the results of norms, activations and the like;
     a third time, by bytes alone, since times are noisy.
     It lowers the peak by 3 % at a time: it drops the values that cost the least time for the bytes that they free while
-    the step is above the target. It keeps values again, which cuts chains of recipes, where what is computed is too
-    much at once. What it finds is then changed in single values, as long as this helps. After 20 seconds of this
+    the step is above the target. It keeps values again, which cuts chains of recipes, where too much is
+    computed at once. What it finds is then changed in single values, as long as this helps. After 20 seconds of this
     thread's time it stops with the choices that it has.
     """
     search = _Search(step, time.thread_time() + _SECONDS)
@@ -219,7 +219,7 @@ class _Search:
 
 
 def _flipped(kept: Sequence[bool], move: Iterable[int]) -> list[bool]:
-    """A choice that keeps what the other drops of these values, and drops what it keeps."""
+    """The choice with these values kept instead of dropped, and vice versa."""
     trial = list(kept)
     for i in move:
         trial[i] = not trial[i]

@@ -7,7 +7,7 @@ from .step import Event, Step
 
 
 class Outcome(NamedTuple):
-    """What a choice costs. Lists have an entry for each value, unless they say otherwise."""
+    """Memory and time of a choice. Lists have an entry for each value, unless they say otherwise."""
 
     peak: int  # bytes
     seconds: float  # to compute values again
@@ -27,7 +27,7 @@ def simulate(step: Step, kept: Sequence[bool]) -> Outcome:
 
 
 def plain_peak(step: Step) -> int:
-    """Bytes that the step takes at its peak if PyTorch keeps what it keeps without us."""
+    """Peak bytes of the step in plain PyTorch."""
     holders = [0] * len(step.memories)
     level = peak = 0
     for event, what in step.events:
@@ -55,8 +55,8 @@ class _Simulation:
         self.reads = [0] * count
         self.place = [-1] * count  # of a computed value: the value in whose memory it is; -1: not computed
         self.users = [0] * count  # computed values in this one's memory, and operations that read them
-        self.using: dict[int, int] = {}  # the memory that a running operation reads, by number of what it saved
-        self.expanded: dict[int, int] = {}  # bytes of values made from signs, by number of what was saved
+        self.using: dict[int, int] = {}  # the memory that a running operation reads, by number of the save
+        self.expanded: dict[int, int] = {}  # bytes of values made from signs, by number of the save
         self.level = self.highest = 0
         self.seconds = 0.0
         self.now = 0  # number of the event
@@ -112,7 +112,7 @@ class _Simulation:
                 self.hold(self.values[value].memory)
 
     def release(self, number: int) -> None:
-        """Autograd drops what it saved."""
+        """Autograd drops a saved tensor."""
         self.level -= self.expanded.pop(number, 0)
         if number in self.using:
             self._leave(self.using.pop(number))
@@ -133,7 +133,7 @@ class _Simulation:
                 self.let(self.values[value].memory)
 
     def read(self, number: int) -> None:
-        """The backward pass reads what it saved, which is computed first if it is not kept."""
+        """The backward pass reads a saved tensor, which is computed first if it is not kept."""
         value = self.step.saved[number].value
         if value < 0:
             return

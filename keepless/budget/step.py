@@ -15,7 +15,7 @@ class Kind(IntEnum):
 
 
 class Event(IntEnum):
-    """HOLD and LET refer to a memory; SAVE, READ and RELEASE to something saved; BUSY to bytes."""
+    """An event and its number: HOLD and LET refer to a memory; SAVE, READ and RELEASE to a `Save`; BUSY to bytes."""
 
     HOLD = 0  # the program, or the backward pass, gets a tensor
     LET = 1  # and drops it
@@ -38,7 +38,7 @@ class StepValue(NamedTuple):
     busy: int = 0  # bytes that the operator takes while it runs, beside its arguments and results
     operations: int = 0  # multiplications and additions
     is_fresh: bool = False  # nothing else shares its memory when it is computed again
-    overwrites: bool = False  # it is computed over its first input, if that is fresh and nobody else reads it
+    overwrites: bool = False  # it is computed over its first input, if that is fresh and has no other reader
 
 
 class Save(NamedTuple):
@@ -69,7 +69,7 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What one sequence of calls keeps."""
+    """The results that one sequence of calls keeps or computes again."""
 
     calls: Sequence[Any]  # function, shape and dtype of each call's result
     again: frozenset[int]  # calls whose results are computed again

@@ -167,7 +167,7 @@ class StepTrace:
         self.events.append((Event.RELEASE, number))
 
     def unpack(self, saved: Any) -> Tensor:
-        """What autograd calls in the backward pass."""
+        """The unpack hook, which autograd calls in the backward pass."""
         if isinstance(saved, Saved) and backward_runs():
             self.ran = True
             self.events.append((Event.READ, saved.number))
@@ -262,7 +262,7 @@ class StepTrace:
         return Progress.DROPPED if is_released else Progress.RUNS
 
     def step(self) -> Step:
-        """What was seen."""
+        """The step, once it has ended."""
         for handle in self._handles:
             handle.remove()
         for event, call, stride in self._busy:

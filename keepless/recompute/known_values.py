@@ -1,4 +1,4 @@
-"""The values of a forward pass: which tensor has which, and what happens to them before one is overwritten."""
+"""Registry of the values of a forward pass: find, keep and lend them, and protect them from in-place writes."""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ class _Entry(weakref.ref[Tensor]):
 
 
 class _Dependents(NamedTuple):
-    """What is copied or marked before a storage is overwritten."""
+    """The values and saved tensors to copy or mark before a storage is overwritten."""
 
     storage: StorageWeakRef  # while it exists, no other storage gets the same address
     things: list[weakref.ref[Any]]  # `Value`s and `Saved`s

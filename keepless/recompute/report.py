@@ -1,4 +1,4 @@
-"""What a forward pass keeps for its backward pass: by operation, reader and module."""
+"""Report the tensors that a forward pass keeps for its backward pass, by operation, reader and module."""
 
 import weakref
 from collections import defaultdict
@@ -24,7 +24,7 @@ class Line(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the last forward pass kept, the largest first. Vectors and parameters are left out."""
+    """The tensors that the last forward pass kept, largest first. Vectors and parameters are left out."""
 
     lines: list[Line]
 
@@ -75,7 +75,7 @@ class Log:
         self.entries.append((weakref.ref(value), address(storage), kept))
 
     def kept(self) -> list[KeptTensor]:
-        """What is kept at the end: each memory once."""
+        """The tensors kept at the end of the forward pass, one per storage."""
         found: dict[int, KeptTensor] = {}
         for reference, storage, kept in self.entries:
             value = reference()

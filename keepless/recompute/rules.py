@@ -124,7 +124,7 @@ class _ByName(NamedTuple):
 
 
 def _activation(function: Function) -> Rule:
-    """Repeat an activation function of `torch.nn.functional`; in place if nobody else reads its argument."""
+    """Repeat an activation function of `torch.nn.functional`; in place if its argument has no other reader."""
     position, known = INPLACE[function], inspect.signature(function).parameters.keys()
 
     def rule(find: Find, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> Again:

@@ -127,7 +127,7 @@ class Value:
             tensor = (yield from source.steps()) if isinstance(source, Recipe) else source.get()
             self.version = tensor._version
         else:
-            check_version(tensor, self.version)  # a backward function may write over what it gets
+            check_version(tensor, self.version)  # a backward function may write over its input
         self.reads += 1
         if self.reads == self.readers or not backward_runs():  # not in a backward pass
             self.drop()
@@ -289,7 +289,7 @@ def saved_value(packed: Any) -> Any:
 
 
 class Call:
-    """The call of a function that is running, and what autograd has saved in it."""
+    """The running call of a function, and the tensors that autograd has saved in it."""
 
     __slots__ = (
         *("args", "arguments", "before", "function", "kwargs", "positive", "reads_shape_only", "replaceable"),
