@@ -34,7 +34,7 @@ def recompute_activations(
 
     It works eagerly, while gradients are recorded, inside the network's own forward pass. Inside `torch.compile` the
     compiler decides what to keep, and a warning says so: set `torch._functorch.config.activation_memory_budget`. Other
-    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working and get the tensors that are kept.
+    saved-tensor hooks around it, such as `torch.autograd.graph.save_on_cpu`, keep working: they get the kept tensors.
 
     Tensors that the backward pass reads may not be modified in place before it: this raises PyTorch's error about an
     in-place operation, also under other hooks. (Small parameters that PyTorch alone would not keep are copied, so they

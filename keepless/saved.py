@@ -156,7 +156,7 @@ class SavedTensors(saved_tensors_hooks):
 
 
 def saved_for_backward(forward: Callable[[], T], without: Iterable[Tensor] = ()) -> tuple[T, list[Tensor]]:
-    """Run a forward pass; return its result, which must hold the graph, and the tensors that it keeps: see `SavedTensors.kept`."""
+    """Run a forward pass; return its result, which must hold the graph, and its `SavedTensors.kept`."""
     with SavedTensors() as saved:
         result = forward()
     return result, [entry.tensor for entry in saved.kept(without)]

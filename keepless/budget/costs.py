@@ -111,7 +111,10 @@ def forward_temporaries(call: MeasuredCall) -> int:
 
 @cache
 def backward_temporaries(call: MeasuredCall, stride: tuple[int, ...]) -> int:
-    """Temporary bytes of a call's backward node, beside saved tensors and gradients. `stride`: of the result's gradient."""
+    """Temporary bytes of a call's backward node, beside saved tensors and gradients.
+
+    `stride`: of the result's gradient.
+    """
     with _measured(call.device):
         result, leaves = call.run()
         gradient = TensorSpec(tuple(result.shape), stride, result.dtype, result.device, False).tensor()
