@@ -48,7 +48,7 @@ NOTES = {
     "and with flipped views. On Cityscapes' test server the paper's entry, which also trained on coarse labels, has, "
     "according to its slides, IoU 82.0 and iIoU 65.9 of classes, and 91.2 and 81.7 of categories: not run.",
     "revnet": "The paper prints errors; these are accuracies, 100 % less the error. Its Table 2 is in "
-    "[training.md](../training.md#revnets-and-memcnns-experiments). Figure 3, curves of its ImageNet rows: not run. "
+    "[originals.md](../originals.md#revnets-and-memcnns-experiments). Figure 3, curves of its ImageNet rows: not run. "
     f"{COPIES}",
     "memcnn": f"Times in the papers are in the experiments' headers. {COPIES}",
 }
