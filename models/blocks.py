@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from keepless.norms.activations import ACTIVATIONS, Activation, activate_
+from keepless.norms.backends.activations import ACTIVATIONS, Activation, activate_
 
 NormAct = Callable[[int], nn.Module]  # number of channels -> norm followed by an activation, for (N, C, H, W)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..norms.abn import ABN
-from ..norms.activations import Activation
+from ..norms.backends.activations import Activation
 from ..torch_internals import register_pytree_node
 
 # What a network may ask about the norm's output, because the activation does not change it.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..inputs import check_module
 from ..norms.abn import ABN
-from ..norms.activations import Activation
+from ..norms.backends.activations import Activation
 from ..norms.inplace_abn import OWN_LAYERS, InPlaceABN
 from ..norms.report import Report, log_report
 from ..torch_internals import BatchNormBase

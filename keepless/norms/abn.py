@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..torch_internals import backward_runs
-from .activations import Activation, activate_, check_activation
 from .backends import EagerBackend, backend_for, check_backend
+from .backends.activations import Activation, activate_, check_activation
 from .bn_act import BatchNormActivation, Call, Strategy, is_misread, statistics_dtype
 from .loading import warn_if_released
 from .synchronisation import refuse_jointly, synchronised_group

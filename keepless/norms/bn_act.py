@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from ..torch_internals import node_class
-from .activations import Activation
 from .backends import Affine, BackwardInputs, Running, backend_for
+from .backends.activations import Activation
 from .synchronisation import joint_moments, joint_sums
 
 

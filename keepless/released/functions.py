@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..norms.activations import Activation, check_activation
+from ..norms.backends.activations import Activation, check_activation
 from ..norms.bn_act import BatchNormActivation, Call, Strategy
 from ..norms.synchronisation import synchronised_group
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from ...torch_internals import compile_by_inductor
-from ..activations import Activation
 from . import formulas
+from .activations import Activation
 from .eager import EagerBackend, moments_by_operator
 from .formulas import Settings
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running

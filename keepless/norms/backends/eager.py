@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..activations import activate_, activation_backward, invert_activation
+from .activations import activate_, activation_backward, invert_activation
 from .interface import UNTRACKED, Affine, Backend, BackwardInputs, Running, per_channel
 
 

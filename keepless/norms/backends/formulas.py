@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activations import Activation, activate_, activation_backward, invert_activation
+from .activations import Activation, activate_, activation_backward, invert_activation
 
 Vector = Tensor | None  # (C,)
 

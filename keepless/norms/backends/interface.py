@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activations import Activation
+from .activations import Activation
 
 
 class Affine(NamedTuple):

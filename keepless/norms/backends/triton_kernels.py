@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...torch_internals import triton_is_interpreted
-from ..activations import Activation
+from .activations import Activation
 from .interface import Affine, Backend, BackwardInputs, Running
 
 INTERPRETED = triton_is_interpreted()  # kernels then run on CPU tensors only, slowly
@@ -43,7 +43,7 @@ BYTES_PER_THREAD = 64  # of each tensor that a kernel reads, per tile
 ACCESSES_PER_THREAD = 16  # per tile; if L is odd, each element is an access, with an address and a mask in registers
 
 
-# ---- Activations (section 3.3), element by element: the arithmetic of ..activations in float32 ----
+# ---- Activations (section 3.3), element by element: the arithmetic of .activations in float32 ----
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
-from keepless.norms.activations import (
+from keepless.norms.backends.activations import (
     EXACT_RANGES,
     INVERTIBLE_ACTIVATIONS,
     Activation,

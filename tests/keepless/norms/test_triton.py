@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from keepless import InPlaceABN  # noqa: E402
 from keepless.norms import backends
-from keepless.norms.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
+from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
 from models.bodies import resnext101, wider_resnet38, wider_resnet38_a2
 from models.heads import DeepLabV3
