@@ -38,6 +38,7 @@ try:
     from torch.nn.modules._functions import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
     from torch.nn.modules.batchnorm import _LazyNormBase as LazyNormBase
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode

@@ -21,7 +21,7 @@ from ..torch_internals import BatchNormBase, StorageWeakRef, tree_map, without_f
 from . import replacements
 from .activated import METADATA
 from .call_order import CallOrder, is_customised
-from .replacements import STATE, Replacement, batch_norm_like, check_batch_norm, inplace_activation
+from .replacements import TENSORS, Replacement, batch_norm_like, check_batch_norm, inplace_activation
 
 Example = Tensor | tuple[Any, ...]
 Storage = StorageWeakRef | None  # None for a tensor without one, e.g. a sparse one
@@ -302,7 +302,7 @@ def _twin(layer: nn.Module) -> ABN | None:
         twin = batch_norm_like(layer, ABN, name, param)
     except ValueError:
         return None
-    for buffer in STATE[2:]:
+    for buffer in TENSORS[2:]:
         values = getattr(layer, buffer)
         setattr(twin, buffer, None if values is None else values.clone())
     return twin

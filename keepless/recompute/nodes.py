@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..norms.bn_act import Node, is_node, recompute_output
+from ..norms.bn_act import BatchNormActivationBackward, is_node, recompute_output
 from ..saved import Kept, is_ordinary
 from ..torch_internals import address, is_synchronised_norm, packed_by_function
 from .known_values import KnownValues
@@ -50,7 +50,7 @@ def value_by_node(recording: Recorded, tensor: Tensor, node: Any) -> Value | Non
     return None
 
 
-def _checkpointed_output(node: Node, kept: Tensor | None) -> Tensor:
+def _checkpointed_output(node: BatchNormActivationBackward, kept: Tensor | None) -> Tensor:
     """The output of a `CheckpointedABN`, which its node also holds while it is read. `kept`: what the node saved.
 
     The node finds that by itself; as an argument it is known to be needed, and is computed before if it is not kept.

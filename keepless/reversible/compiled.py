@@ -8,10 +8,8 @@ from torch import Tensor, nn
 
 from ..norms.inplace_abn import OWN_LAYERS
 from ..norms.statistics import BATCH_NORMS
-from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, detached, has_hooks
+from .couplings import AffineAdapterNaive, AffineAdapterSigmoid, Coupling, HalfStep, Halves, detached, has_hooks
 from .environment import statistics_kept
-
-Values = tuple[Tensor, ...]
 
 # Modules that compute the same each time; inside a graph random numbers cannot be drawn again.
 _REPEATABLE = {
@@ -60,10 +58,10 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, moves: list[HalfStep | Coupling], autocast: tuple[bool, torch.dtype], *tensors: Tensor
-    ) -> Values:
+    ) -> Halves:
         """tensors: two halves, then the parameters of each move, which autograd must know to ask for gradients."""
         kept: list[Tensor] = []
-        halves: Values = tensors[:2]
+        halves: Halves = tensors[:2]
         for move in moves:
             if isinstance(move, Coupling):
                 kept += halves
@@ -79,7 +77,7 @@ class _Chain(torch.autograd.Function):
         """Undo the updates from the last to the first, and repeat each with gradients."""
         enabled, dtype = ctx.autocast
         y1, y2, *kept = ctx.saved_tensors
-        halves: Values = (y1, y2)
+        halves: Halves = (y1, y2)
         of_parameters: list[Tensor | None] = []
         for move in reversed(ctx.moves):
             with statistics_kept(_module(move)), torch.enable_grad(), torch.autocast(y1.device.type, dtype, enabled):
@@ -95,7 +93,7 @@ class _Chain(torch.autograd.Function):
         return None, None, *gradients, *of_parameters
 
 
-def _undone(half: HalfStep, halves: Values) -> tuple[Values, Values]:
+def _undone(half: HalfStep, halves: Halves) -> tuple[Halves, Halves]:
     """The halves before an update, and after it again with a graph."""
     halves = (_leaf(halves[0]), _leaf(halves[1]))
     output = half.output(halves)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
-from keepless.conversion.convert import Report, to_inplace, to_standard
+from keepless.conversion.convert import ConversionReport, to_inplace, to_standard
 from tests.bodies import small_resnet, small_resnext, small_segmentation, small_wider_a2
 
 C = 4
@@ -53,7 +53,7 @@ def trained(network: nn.Module) -> nn.Module:
     return network
 
 
-def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, Report]:
+def converted(convert, network: nn.Module, **options) -> tuple[nn.Module, ConversionReport]:
     reports = []
     network = convert(network, report=reports.append, **options)
     (report,) = reports

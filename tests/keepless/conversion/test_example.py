@@ -25,7 +25,7 @@ from torchvision.models.segmentation import deeplabv3
 
 from keepless import ABN, CheckpointedABN, InPlaceABN, InPlaceABNSync
 from keepless.conversion.activated import MergedActivation
-from keepless.conversion.convert import Report, to_inplace, to_standard
+from keepless.conversion.convert import ConversionReport, to_inplace, to_standard
 from tests.bodies import kept_maps
 from tests.cuda import FSDP2_ON_CPUS
 from tests.keepless.conversion.test_convert import (
@@ -250,7 +250,7 @@ def test_a_bottleneck_keeps_less_and_its_report_can_be_read():
     assert len(kept_maps(network, x)) == 1 + 6
     _, report = converted(to_inplace, network, relu_slope=0.01, example=x)
     assert len(kept_maps(eagerly(network), x)) == 1 + 4
-    assert isinstance(report, Report)
+    assert isinstance(report, ConversionReport)
     assert str(report).splitlines()[1:3] == ["  2 x BatchNorm2d + ReLU -> InPlaceABN(leaky_relu)", "      bn1, bn2"]
 
 

@@ -92,9 +92,9 @@ def many_parts(device, copies, monkeypatch):
     module = copies[device]
     monkeypatch.setattr(module, "BYTES_PER_THREAD", 4)
     monkeypatch.setattr(module, "_processors", lambda device: 2)
-    module.plan.cache_clear()
+    module.tiling.cache_clear()
     yield
-    module.plan.cache_clear()
+    module.tiling.cache_clear()
 
 
 def test_every_activation_in_one_and_in_pieces(backend, device, many_parts):
@@ -148,8 +148,8 @@ def test_shapes(backend, device, many_parts, shape, memory_format):
 def test_several_parts(backend, device, copies, many_parts, shape, memory_format):
     example = case(shape, device, memory_format=memory_format, seed=1)
     for reads in (1, 2):
-        plan = copies[device]._plan_for(example.x, reads)
-        assert plan.parts > 1 and plan.tiles_per_part > 1
+        tiling = copies[device]._tiling_of(example.x, reads)
+        assert tiling.parts > 1 and tiling.tiles_per_part > 1
     assert_forward(backend, example)
     assert_pieces(backend, example, keep(example, "z"))
     assert_moments(backend, example.x, 1e-5)
@@ -311,7 +311,7 @@ SHARED_MEMORY = {80: 164 << 10, 90: 228 << 10}  # bytes of a multiprocessor, of 
 
 
 Binary = namedtuple("Binary", "registers spilled shared ptx")  # spilled: bytes a thread; shared: bytes a program
-Compiled = namedtuple("Compiled", "name plan architecture binary")
+Compiled = namedtuple("Compiled", "name tiling architecture binary")
 
 
 class Compiler:
@@ -377,7 +377,7 @@ def compile_for(monkeypatch, tmp_path):
 
     def compile_all(shape, dtype, memory_format, activation, kept, architecture) -> list[Compiled]:
         monkeypatch.setattr(triton_kernels, "_processors", lambda device: PROCESSORS[architecture])
-        triton_kernels.plan.cache_clear()
+        triton_kernels.tiling.cache_clear()
         launches.clear()
         x = torch.empty(shape, dtype=dtype, device="meta").contiguous(memory_format=memory_format)
         vectors = [torch.empty(shape[1], device="meta") for _ in range(5)]
@@ -385,17 +385,19 @@ def compile_for(monkeypatch, tmp_path):
         backend = triton_kernels.TritonBackend()
         backend.forward(x, Affine(*vectors[:2], phi), 1e-5, Running(*vectors[2:4], 0.1))
         backend.backward(BackwardInputs(x, kept == "z", *vectors, phi), torch.empty_like(x))
-        plans = [triton_kernels._plan_for(x, reads) for reads in (1, 1, 2, 2)]
+        tilings = [triton_kernels._tiling_of(x, reads) for reads in (1, 1, 2, 2)]
         compiled = [
-            Compiled(kernel.__name__, plan, architecture, compiler.compile(kernel, architecture, arguments, **options))
-            for plan, (kernel, arguments, options) in zip(plans, launches, strict=True)
+            Compiled(
+                kernel.__name__, tiling, architecture, compiler.compile(kernel, architecture, arguments, **options)
+            )
+            for tiling, (kernel, arguments, options) in zip(tilings, launches, strict=True)
         ]
         names = ["_partial_moments_kernel", "_normalise_kernel", "_partial_sums_kernel", "_input_gradient_kernel"]
         assert [kernel.name for kernel in compiled] == names
         return compiled
 
     yield compile_all
-    triton_kernels.plan.cache_clear()
+    triton_kernels.tiling.cache_clear()
 
 
 def assert_wide(compiled: list[Compiled], vector: str) -> None:
@@ -408,14 +410,14 @@ def assert_wide(compiled: list[Compiled], vector: str) -> None:
 
 
 def assert_resident(compiled: list[Compiled], spilled: int = 0) -> None:
-    """A multiprocessor holds the programs that the plan counts on, and a thread spills at most `spilled` bytes.
+    """A multiprocessor holds the programs that the tiling counts on, and a thread spills at most `spilled` bytes.
 
     Registers are allocated to warps by 256, which is 8 per thread. (At 64 registers ptxas may spill a word or two more,
     of those that only the beginning and the end of a program need.)
     """
     for kernel in compiled:
-        name = f"{kernel.name}, sm_{kernel.architecture}, {kernel.plan}"
-        resident, threads, binary = kernel.plan.resident, 32 * kernel.plan.num_warps, kernel.binary
+        name = f"{kernel.name}, sm_{kernel.architecture}, {kernel.tiling}"
+        resident, threads, binary = kernel.tiling.resident, 32 * kernel.tiling.num_warps, kernel.binary
         registers = -(-binary.registers // 8) * 8
         assert binary.spilled <= max(spilled, 8 if registers == 64 else 0), f"{binary.spilled} bytes spilled: {name}"
         assert resident * threads * registers <= 65536, f"{registers} registers: {name}"
