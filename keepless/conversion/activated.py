@@ -1,8 +1,8 @@
-"""Norms that include an activation which the network's own code calls afterwards.
+"""Norms that already include an activation which the network's own code calls afterwards.
 
-Such a norm returns an `Activated`, and the activation, a `MergedActivation`, takes the tensor out. A ReLU module that a
-block calls in several places thus knows, tensor by tensor, whether its work is already done. Any other code that
-gets an `Activated`, e.g. in a branch that was not known at the conversion, fails instead of computing something else.
+Such a norm returns an `Activated`, and a `MergedActivation` in place of the activation unwraps it. So a ReLU module
+that a block calls in several places passes activated tensors on and activates all others. Any other code that gets an
+`Activated`, e.g. in a branch that did not run on the example, raises an error instead of computing something else.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ..norms.abn import ABN
 from ..norms.backends.activations import Activation
 from ..torch_internals import register_pytree_node
 
-# What a network may ask about the norm's output, because the activation does not change it.
+# Attributes of the norm's output that a network may read, because the activation does not change them.
 METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "dim", "size", "numel")
 
 
@@ -67,7 +67,7 @@ class MergedActivation(nn.Module):
     def __init__(self, activation: nn.Module):
         super().__init__()
         self.activation = activation
-        self.included: tuple[Activation, ...] = ()  # what the norms compute instead, e.g. a leaky ReLU for a ReLU
+        self.included: tuple[Activation, ...] = ()  # computed by the norms instead, e.g. a leaky ReLU for a ReLU
         self.train(activation.training)
 
     def forward(self, x: Tensor | Activated) -> Tensor:

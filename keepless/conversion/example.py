@@ -1,4 +1,4 @@
-"""Conversions by an example: forward passes on it show what follows every call of a norm."""
+"""Conversions by an example: forward passes on it show which functions read the output of every norm."""
 
 import copy
 import random
@@ -45,11 +45,11 @@ class Reader(NamedTuple):
 
 @dataclass
 class NormCall:
-    """What happened to the output of one call."""
+    """One call of a norm, and the readers and writers of its output."""
 
     activations: list[nn.Module] = field(default_factory=list)  # activation modules that got the output
     readers: list[Reader] = field(default_factory=list)  # everything else that got the output, or a view of it
-    writer: Reader | None = None  # what wrote over the output, or over the result of the activation
+    writer: Reader | None = None  # overwrote the output, or the result of the activation
     is_returned: bool = False  # by the network, without an activation
     does_as_twin: bool = True  # computed the same as the layer's twin, if it has one (see `calls_on_example`)
 
@@ -63,8 +63,8 @@ def calls_on_example(
 ) -> dict[nn.Module, list[NormCall]]:
     """Run a network in training and in evaluation mode, and record every call of its norms.
 
-    The modules stay as they were, with their buffers, attributes, modes and hooks. So do the random number states of
-    PyTorch and Python. Only what a forward pass writes into Parameters or outside the modules remains.
+    The modules keep their buffers, attributes, modes and hooks, and the random states of PyTorch and Python stay as
+    they were. Only changes of Parameters, and of objects outside the modules, remain.
 
     Args:
         network: any that runs eagerly.
@@ -144,7 +144,7 @@ class _Observer(TorchFunctionMode):
         self.functions: dict[nn.Module, list[str]] = {}  # called in norms with a twin, on more than vectors
 
     def run(self, network: nn.Module, args: tuple[Any, ...]) -> None:
-        """Call the network on copies of `args`, and note what reads each norm's output."""
+        """Call the network on copies of `args`, and note the readers of each norm's output."""
         for module in network.modules():
             module.register_forward_pre_hook(self.enter)
             module.register_forward_hook(self.leave, always_call=True)
@@ -281,8 +281,8 @@ class NormsOnExample:
         if name == "identity":
             _check_readers_of_identity(calls)
         _check_output_is_left_alone(calls)
-        what = f" + {type(activation).__name__}" if merged or own is not None else ""
-        return Replacement(layer, new, f"{type(layer).__name__}{what}", merged=merged)
+        included = f" + {type(activation).__name__}" if merged or own is not None else ""
+        return Replacement(layer, new, f"{type(layer).__name__}{included}", merged=merged)
 
 
 def _own_activation(layer: nn.Module) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""Which layer replaces a norm, as far as the module tree tells; a ValueError says why a norm cannot be replaced."""
+"""The layers that replace norms, chosen by the module tree. A ValueError says why a norm cannot be replaced."""
 
 import inspect
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class Replacement(NamedTuple):
 
     old: nn.Module
     new: ABN
-    before: str  # what is replaced, for the report
+    before: str  # the replaced layers, for the report
     emptied: Place | None = None  # of an activation that the new layer includes, which needs no module any more
     merged: tuple[nn.Module, ...] = ()  # activations that the new layer includes, but that may have other inputs too
 

@@ -14,7 +14,7 @@ from .synchronisation import joint_moments, joint_sums
 
 
 class Strategy(NamedTuple):
-    """How a layer computes and what it keeps."""
+    """How a layer computes, and which tensor it keeps."""
 
     keep: Literal["x", "x_hat", "z"]
     recover_x_hat: bool = False  # variant I: form x_hat for every value
@@ -60,7 +60,7 @@ class BatchNormActivation(torch.autograd.Function):
         arguments: NormArguments,
         strategy: Strategy,
     ) -> Tensor:
-        """Algorithm 1: y, sigma <- BN(x); z <- phi(y); keep what the strategy keeps."""
+        """Algorithm 1: y, sigma <- BN(x); z <- phi(y); save the tensors of the strategy."""
         use_batch_statistics, momentum, eps, activation, group = arguments
         backend = backend_for(strategy.backend, x)
         # Kernels assume contiguous vectors; weights may be views (e.g. from a hypernetwork).

@@ -219,7 +219,7 @@ class Step:
 
     def restore(self) -> None:
         """Restore the boundary before."""
-        self._again(self.section.filling() if self.section.is_asked_for() else torch.no_grad())
+        self._again(self.section.filling() if self.section.is_needed() else torch.no_grad())
 
     def _again(self, context: AbstractContextManager) -> None:
         values = self.source.take()
@@ -279,15 +279,15 @@ _MARK = "reversible boundary"  # in the metadata of an output's node
 class Pass:
     """One forward pass through reversible modules, and the chain that its backward pass walks."""
 
-    def __init__(self, inputs: Values, *, preserve_rng_state: bool = True, forget: bool = True):
-        self.forget = forget  # False: an ordinary forward pass
+    def __init__(self, inputs: Values, *, preserve_rng_state: bool = True, reversible: bool = True):
+        self.reversible = reversible  # False: an ordinary forward pass
         self.values = inputs
-        self.boundary = (_boundary_of(inputs) if forget else None) or Boundary()
+        self.boundary = (_boundary_of(inputs) if reversible else None) or Boundary()
         # The last boundary of the earlier pass that this one continues, and the first step here.
         self.start: tuple[Boundary, Step | Regrouping] | None = None
         self.restores = False  # whether the last step has an inverse, and so needs the values after it
         self.halves_of: Coupling | None = None  # the coupling whose halves the values are; None: they are whole
-        self.hooks = current_hooks() if forget else None
+        self.hooks = current_hooks() if reversible else None
         self.preserve_rng_state = preserve_rng_state
 
     def couple(self, coupling: Coupling) -> None:
@@ -330,7 +330,7 @@ class Pass:
         return self.values
 
     def _run(self, modules: Sequence[nn.Module], move: Update | Apply) -> None:
-        if not self.forget:
+        if not self.reversible:
             self.values = move.run(self.values, Checksum([]))
             return
         step = Step(modules, move, self.boundary, self.values, self.hooks, self.preserve_rng_state)
@@ -365,7 +365,7 @@ class Pass:
 
     def _regroup(self, function: Callable[[Values], Values], back: Callable[[Values], Values]) -> None:
         self.values = function(self.values)
-        if self.forget:
+        if self.reversible:
             step = Regrouping(back, self.boundary)
             self._follow(step)
             self.boundary = step.after

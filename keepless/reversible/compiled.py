@@ -39,7 +39,7 @@ def moves_of(coupling: Coupling) -> list[HalfStep | Coupling]:
 
 
 def _is_repeatable(module: nn.Module) -> bool:
-    """Exact types: subclasses may compute anything, and so may somebody's hooks."""
+    """Whether a module has a known type, exactly, and no hooks: subclasses and hooks may compute anything."""
     known = type(module) in _REPEATABLE or "repeatable" in vars(type(module))
     return known and "forward" not in vars(module) and not has_hooks(module)
 

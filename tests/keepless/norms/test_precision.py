@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -71,20 +70,6 @@ def test_the_inverse_undoes_the_activation_in_the_invertible_range(name, dtype):
     assert y.isfinite().all()
     expected = [max(low, -1e4), min(high, 1e4)]
     torch.testing.assert_close(y.double(), torch.tensor(expected, dtype=torch.float64), rtol=0.02, atol=0)
-
-
-@pytest.mark.parametrize("name", ["elu", "sigmoid", "tanh"])
-@pytest.mark.parametrize("dtype", [torch.float32, *HALF])
-def test_saturated_activations_have_finite_gradients(name, dtype):
-    for strategy, training in product(IN_PLACE, (True, False)):
-        layer = STRATEGIES[strategy](2, activation=name, activation_param=1.0).train(training)
-        nn.init.constant_(layer.weight, 40.0)
-        x = torch.randn(8, 2, 16, 16).to(dtype).requires_grad_()
-        z = layer(x)
-        limits = {"elu": [-1], "sigmoid": [0, 1], "tanh": [-1, 1]}[name]
-        assert all((z == limit).any() for limit in limits if limit) and z.isfinite().all()
-        gradients = torch.autograd.grad(z, [x, *layer.parameters()], torch.randn_like(z))
-        assert all(g.isfinite().all() for g in gradients)
 
 
 @pytest.mark.parametrize("variant", ["I", "II"])

@@ -1,7 +1,6 @@
 """The layers in real training code: whole networks, recomputation, copies, compilation, shortcuts."""
 
 import copy
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,26 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from keepless import ABN, recompute_activations
 from keepless.saved import kept_bytes, saved_for_backward
 from models.blocks import IdentityResidualBlock
-from models.bodies import resnext101
-from models.heads import DeepLabV3
-from models.segmentation import SegmentationNetwork
-from tests.backend_cases import need_a_compiler
 from tests.norms import CHECKPOINTED, STRATEGIES
-
-SAVING = [name for name in STRATEGIES if name != "std"]
-
-
-def images(size: int = 32) -> torch.Tensor:
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-
-
-def segmentation_network(norm_act) -> nn.Module:
-    torch.manual_seed(0)
-    body = resnext101(
-        norm_act, output_stride=8, structure=(1, 2, 1, 1), groups=2, base_channels=(8, 8, 16), stem_channels=8
-    )
-    network = SegmentationNetwork(body, DeepLabV3(body.out_channels, 8, (2, 4), norm_act=norm_act), 3).double()
-    return recompute_activations(network, checkpointed_only=True)
 
 
 def block(norm_act) -> nn.Module:
@@ -46,21 +26,6 @@ def gradients(network: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 assert_close = partial(torch.testing.assert_close, rtol=0, atol=1e-10)
-
-
-def assert_same_gradients(network: nn.Module, standard: nn.Module) -> None:
-    """Up to rounding, relative to the largest."""
-    expected = gradients(standard, images())
-    largest = max(gradient.abs().max().item() for gradient in expected)
-    assert_close(gradients(network, images()), expected, atol=1e-10 * largest)
-
-
-@pytest.mark.parametrize("strategy", SAVING)
-def test_whole_networks_have_the_gradients_and_statistics_of_standard(strategy):
-    standard, network = segmentation_network(ABN), segmentation_network(STRATEGIES[strategy])
-    assert_same_gradients(network, standard)
-    assert list(network.state_dict()) == list(standard.state_dict())
-    assert_close([*network.state_dict().values()], [*standard.state_dict().values()], rtol=1e-10)
 
 
 def activation_bytes(network: nn.Module, inputs: torch.Tensor) -> int:
@@ -164,32 +129,6 @@ def test_compiles_to_one_graph_that_keeps_no_more(strategy):
     if strategy not in CHECKPOINTED:
         vectors = 2 * 8 * x.itemsize  # two of 8 channels, which older compilers keep
         assert activation_bytes(compiled, x) <= activation_bytes(network, x) + vectors
-
-
-def as_inductor_divides_it(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-    """Inductor's graphs of the forward and the backward pass, run by PyTorch's operators: C++ compiles for seconds."""
-    from functorch.compile import make_boxed_func  # here, because they take seconds to import
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(graph, inputs, inner_compile=lambda part, inputs, **options: make_boxed_func(part.forward))
-
-
-@pytest.mark.parametrize("strategy", ["std", "inplace"])
-@pytest.mark.parametrize("backend", [as_inductor_divides_it, pytest.param("inductor", marks=pytest.mark.slow)])
-def test_inductor_keeps_no_more_activations(strategy, backend):
-    """It may also keep copies of convolution weights in another layout, which are far smaller here."""
-    if backend == "inductor":
-        need_a_compiler()
-    torch._dynamo.reset()
-    network = block(STRATEGIES[strategy]).float()
-    x = torch.randn(2, 4, 16, 16)
-
-    def kept(forward) -> int:
-        _, saved = saved_for_backward(lambda: forward(x))
-        sizes = [tensor.untyped_storage().nbytes() for tensor in saved]
-        return sum(size for size in sizes if size >= x.nbytes)
-
-    assert 0 < kept(torch.compile(network, fullgraph=True, backend=backend)) <= kept(network)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

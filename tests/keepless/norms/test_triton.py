@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections import defaultdict, namedtuple
 from functools import partial
-from itertools import cycle, product
+from itertools import cycle
 
 import pytest
 import torch
@@ -19,8 +19,6 @@ from keepless import InPlaceABN  # noqa: E402
 from keepless.norms import backends
 from keepless.norms.backends.activations import ACTIVATIONS, INVERTIBLE_ACTIVATIONS, Activation
 from keepless.norms.backends.interface import UNTRACKED, Affine, BackwardInputs, Running
-from models.bodies import resnext101, wider_resnet38, wider_resnet38_a2
-from models.heads import DeepLabV3
 from tests.backend_cases import (
     EAGER,
     PARAMS,
@@ -442,38 +440,6 @@ def test_compiles_to_wide_loads_without_spills(compile_for, architecture, shape,
     if vector:
         assert_wide(compiled, vector)
     assert_resident(compiled)
-
-
-def network_shapes() -> list[torch.Size]:
-    """Inputs of all norms: 32 images of 224 pixels through the classifiers, 4 crops through the segmentation networks.
-
-    Crops of 872 pixels are the paper's, 512 are the default for Cityscapes.
-    """
-    seen: set[torch.Size] = set()
-
-    class Norm(nn.Identity):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.add(x.shape)
-            return x * 1
-
-    with torch.device("meta"):
-        for body in (resnext101, wider_resnet38):
-            body(Norm)(torch.empty(32, 3, 224, 224))
-        for body, output_stride in product((resnext101, wider_resnet38_a2), (8, 16)):
-            features = body(Norm, output_stride=output_stride)
-            head = DeepLabV3(features.out_channels, norm_act=Norm)
-            for side in (872, 512):
-                head(features(torch.empty(4, 3, side, side)))
-    return sorted(seen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_the_programs_of_both_networks_are_resident(compile_for, architecture, dtype, memory_format):
-    for shape, kept in product(network_shapes(), ("z", "x")):
-        assert_resident(compile_for(shape, dtype, memory_format, "leaky_relu", kept, architecture))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 40, 40), (64, 1, 1, 1), (1, 40, 1, 1), (2, 40, 7, 7)])
