@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from keepless import ABN, recompute_activations
+from keepless import recompute_activations
 from keepless.saved import kept_bytes, saved_for_backward
 from models.blocks import IdentityResidualBlock
 from tests.norms import CHECKPOINTED, STRATEGIES
@@ -57,15 +57,10 @@ def test_nothing_keeps_the_output_of_a_checkpointed_layer(strategy, kind):
         network.eval()  # as in fine-tuning
 
 
-class NormAndConvolution(nn.Sequential):
-    """With functions of the norm's output, and of the convolution's."""
-
-    def __init__(self, norm: nn.Module, between):
-        super().__init__(norm, nn.Conv2d(4, 4, 3))
-        self.between, self.after = between, lambda y: y
-
-    def forward(self, x):
-        return self.after(self[1](self.between(self[0](x))))
+class Changed(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.forward = change
 
 
 def clamp_detached(z: torch.Tensor) -> torch.Tensor:
@@ -73,35 +68,17 @@ def clamp_detached(z: torch.Tensor) -> torch.Tensor:
     return z
 
 
-double_unseen = torch.no_grad()(lambda z: z.mul_(2))
-
-
 @pytest.mark.parametrize("strategy", CHECKPOINTED)
-def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy):
-    """Dropout, activations and sums often write over a norm's output."""
-    networks = []
-    for norm in (ABN, STRATEGIES[strategy]):
-        torch.manual_seed(0)
-        networks.append(NormAndConvolution(norm(4, activation="identity"), lambda z: z.mul_(2)).double())
-    standard, network = networks
-    recompute_activations(network, checkpointed_only=True)
-    x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    assert_close(gradients(network, x), gradients(standard, x))
-    network.after = lambda y: (y.square(), y.mul_(2))[0]  # the square keeps y, before it changes
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        gradients(network, x)
-
-
-@pytest.mark.parametrize("strategy", CHECKPOINTED)
-@pytest.mark.parametrize("change", [clamp_detached, double_unseen])
-def test_an_output_changed_behind_autograd_s_back_is_kept_as_it_is(strategy, change):
-    network = NormAndConvolution(STRATEGIES[strategy](4), change).double()
+@pytest.mark.parametrize("change", [lambda z: z.mul_(2), clamp_detached, torch.no_grad()(lambda z: z.mul_(2))])
+def test_an_output_changed_in_place_is_never_recomputed_wrongly(strategy, change):
+    """Dropout, activations and sums often write over a norm's output, with or without autograd's knowledge."""
+    network = nn.Sequential(STRATEGIES[strategy](4), Changed(change), nn.Conv2d(4, 4, 3)).double()
     recompute_activations(network, checkpointed_only=True)
     x = torch.randn(2, 4, 8, 8, dtype=torch.float64)
     output = network(x)
     z = change(F.leaky_relu(F.batch_norm(x, None, None, training=True), 0.01))
     dz = torch.randn_like(output)
-    (ours,) = torch.autograd.grad(output, network[1].weight, dz)
+    (ours,) = torch.autograd.grad(output, network[2].weight, dz)
     assert_close(ours, nn.grad.conv2d_weight(z, ours.shape, dz))
 
 

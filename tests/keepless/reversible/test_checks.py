@@ -55,11 +55,11 @@ def sequence(couplings: int) -> nn.Module:
     return ReversibleSequence([AdditiveCoupling(branch) for branch in branches])
 
 
-def test_checking_changes_no_bit_and_needs_little_memory(monkeypatch):
+def test_checking_changes_no_bit_and_needs_little_memory():
     """The checksum copies at most 2^20 values of an output at a time."""
     x, gradients = torch.randn(2, 8, 8, 8), []
     for checked in (True, False):
-        monkeypatch.setattr(checks._mode, "checks", checked)
+        checks._enabled.set(checked)  # the fixture resets it
         network = sequence(3)
         gradients.append(torch.autograd.grad(network(x).square().sum(), list(network.parameters())))
     assert all(map(torch.equal, *gradients))
@@ -68,9 +68,9 @@ def test_checking_changes_no_bit_and_needs_little_memory(monkeypatch):
     assert checks._checksum(large)[1] == large.numel() ** 0.5
 
 
-def test_pure_bfloat16_adds_up_rounding(monkeypatch):
+def test_pure_bfloat16_adds_up_rounding():
     """The bounds in docs/memory.md on the distance to the gradient with stored activations, relative to its norm."""
-    monkeypatch.setattr(checks._mode, "checks", False)  # they might find it
+    checks._enabled.set(False)  # they might find it
     x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(100))
 
     def gradient(dtype: torch.dtype, autocast: bool, stored: bool) -> Tensor:
