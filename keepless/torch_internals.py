@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
@@ -87,22 +88,18 @@ def node_number(node: Any) -> int:
     return node._sequence_nr()
 
 
-class _Asked(threading.local):
-    """The objects that `unpack` got while `packed_by` reads a node."""
-
-    packed: list[Any] | None = None
-
-
-_asked = _Asked()
+# The objects that `unpack` gets while `_reading` reads a node.
+_asked: ContextVar[list[Any] | None] = ContextVar("asked", default=None)
 _ANYTHING = torch.empty(0)
 _SHOWS_PACKED = hasattr(torch._C._autograd.SavedTensor, "data")
 
 
 def unpack(packed: Any) -> Tensor:
     """The unpack hook for objects with a method `get`, which `packed_by` can find."""
-    if _asked.packed is None:
+    found = _asked.get()
+    if found is None:
         return packed.get()
-    _asked.packed.append(packed)
+    found.append(packed)
     return _ANYTHING
 
 
@@ -131,11 +128,11 @@ def packed_by_function(node: Any) -> tuple[Any, ...]:
 def _reading(node: Any, name: str) -> tuple[Any, list[Any]]:
     """An attribute of a node, and the objects that `unpack` was given for it."""
     found: list[Any] = []
-    _asked.packed = found
+    token = _asked.set(found)
     try:
         return getattr(node, name, None), found
     finally:
-        _asked.packed = None
+        _asked.reset(token)
 
 
 def dropped_share(node: Any) -> float | None:

@@ -6,7 +6,7 @@ the backward pass. The stem, the final norm and everything after the body keep t
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -91,28 +91,20 @@ def _run(blocks: Sequence[Block], *tensors: Tensor) -> Tensors:
 
 
 def _checkpointed(blocks: Sequence[Block], tensors: Tensors) -> Tensors:
-    options: dict[str, Any] = {}
-    if not torch.compiler.is_compiling():  # compiled code repeats operators, but no updates of statistics
-        modules = [module for block in blocks for module in _modules(block)]
-        options["context_fn"] = lambda: (nullcontext(), _Repetition(modules))
-    return checkpoint(partial(_run, blocks), *tensors, use_reentrant=False, **options)
+    if torch.compiler.is_compiling():  # compiled code repeats operators, but no updates of statistics
+        return checkpoint(partial(_run, blocks), *tensors, use_reentrant=False)
+    modules = [module for block in blocks for module in _modules(block)]
+    repeated = False
 
+    def run(*tensors: Tensor) -> Tensors:
+        """Only the first run updates running statistics."""
+        nonlocal repeated
+        context = statistics_kept(*modules) if repeated else nullcontext()
+        repeated = True
+        with context:
+            return _run(blocks, *tensors)
 
-class _Repetition(AbstractContextManager):
-    """Context of a repeated forward pass: the norms leave their running statistics as they are.
-
-    It can be entered several times, for several backward passes.
-    """
-
-    def __init__(self, modules: list[nn.Module]):
-        self.modules = modules
-        self.entered = ExitStack()
-
-    def __enter__(self) -> None:
-        self.entered.enter_context(statistics_kept(*self.modules))
-
-    def __exit__(self, *error: Any) -> None:
-        self.entered.__exit__(*error)
+    return checkpoint(run, *tensors, use_reentrant=False)
 
 
 def _modules(block: Block) -> list[nn.Module]:

@@ -37,9 +37,6 @@ class Activated:
             return getattr(self.tensor, name)
         raise AttributeError(f"{_ELSEWHERE} to code that reads its .{name}: {_FIX}")
 
-    def __eq__(self, other: object) -> NoReturn:
-        raise RuntimeError(f"{_ELSEWHERE} to a comparison: {_FIX}")
-
 
 def _refuses(operation: str) -> Callable[..., NoReturn]:
     def refuse(self: Activated, *others: object) -> NoReturn:
@@ -48,7 +45,7 @@ def _refuses(operation: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-_OPERATIONS = "getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
+_OPERATIONS = "eq getitem iter len neg pow add radd sub rsub mul rmul truediv rtruediv matmul lt le gt ge"
 for _name in _OPERATIONS.split():
     setattr(Activated, f"__{_name}__", _refuses(f"__{_name}__"))
 
