@@ -340,12 +340,6 @@ def test_single_layers_are_returned():
     assert result is batch_norm and "not in a plain nn.Sequential" in report.kept[""]
 
 
-def test_on_the_meta_device_and_in_float64():
-    network = to_inplace(nn.Sequential(nn.BatchNorm2d(C, device="meta", dtype=torch.float64), nn.ELU()))
-    assert {(t.device.type, t.dtype) for t in network[0].parameters()} == {("meta", torch.float64)}
-    assert network(torch.empty(2, C, 3, 3, device="meta", dtype=torch.float64)).shape == (2, C, 3, 3)
-
-
 def test_a_torchvision_network_and_its_report(caplog):
     with torch.device("meta"):
         densenet = torchvision.models.densenet121()

@@ -124,32 +124,22 @@ def test_half_precision_tensors_with_float32_vectors(backend, device, activation
         ((1, 1, 7, 4), CHANNELS_LAST),
         ((3, 2, 5, 1, 2), CONTIGUOUS),
         ((2, 5, 2, 3, 3), torch.channels_last_3d),
-    ],
-    ids=str,
-)
-def test_shapes(backend, device, many_parts, shape, memory_format):
-    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
-    example = case(shape, device, memory_format=memory_format)
-    assert_forward(backend, example)
-    assert_backward(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
-
-
-@pytest.mark.parametrize(
-    "shape, memory_format",
-    [
+        # Several parts of several tiles
         ((5, 2, 3, 43), CONTIGUOUS),  # several tiles in L, the second almost empty
         ((21, 2, 3, 13), CONTIGUOUS),  # several in N, a ragged one in both
         ((700, 3), CONTIGUOUS),
         ((3, 20, 5, 11), CHANNELS_LAST),
     ],
+    ids=str,
 )
-def test_several_parts(backend, device, copies, many_parts, shape, memory_format):
-    example = case(shape, device, memory_format=memory_format, seed=1)
+def test_shapes(backend, device, copies, many_parts, shape, memory_format):
+    """(N, C, *spatial) of any size and packed order, down to single channels and single elements."""
+    example = case(shape, device, memory_format=memory_format)
     for reads in (1, 2):
         tiling = copies[device]._tiling_of(example.x, reads)
-        assert tiling.parts > 1 and tiling.tiles_per_part > 1
+        assert example.x.numel() < 1000 or min(tiling.parts, tiling.tiles_per_part) > 1
     assert_forward(backend, example)
-    assert_pieces(backend, example, keep(example, "z"))
+    assert_pieces(backend, example, keep(example, "z", eps=0.1))  # a variance of 0 must not amplify rounding
     assert_moments(backend, example.x, 1e-5)
 
 
