@@ -107,7 +107,7 @@ def reconstruction_error(layer: InPlaceABN, x: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     channels = partial(torch.full, (x.shape[1],), dtype=wide, device=x.device)
     gamma = channels(1) if layer.weight is None else training_gamma(layer)
-    beta = channels(0) if layer.bias is None else layer.bias
+    beta: Tensor = channels(0) if layer.bias is None else layer.bias
     unused = Running(channels(0), channels(0))
     z, mean, invstd = backend.forward(values, Affine(gamma, beta, activation), layer.eps, unused)
     mean, invstd, gamma, beta = (per_channel(vector, x) for vector in (mean, invstd, gamma, beta))
