@@ -78,29 +78,28 @@ class InvertibleModuleWrapper(nn.Module):
         as_tuple(xin)
         if torch.compiler.is_compiling():
             return self._fn(*xin) if self.keep_input or len(xin) > 1 else _run_compiled([self._fn], *xin)
-        forward = Pass(xin, preserve_rng_state=self.preserve_rng_state)
-        if self.keep_input:
-            forward.keep_input([self._fn], self._fn)
-        elif in_halves(self._fn):
-            forward.couple(self._fn)
-        else:
-            forward.invert(self._fn, self._fn, self._fn.inverse)
-        return _single_or_several(forward.finish())
+        return self._run(xin, self._fn, inverse_of(self._fn), self.keep_input, Pass.couple)
 
     def inverse(self, *yin: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return fn.inverse(*yin), without keeping yin."""
         inverse = self._fn.inverse
         if self.disable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return inverse(*yin)
-        as_tuple(yin)
-        backward = Pass(yin, preserve_rng_state=self.preserve_rng_state)
-        if self.keep_input_inverse:
-            backward.keep_input([self._fn], inverse)
+        return self._run(yin, inverse, self._fn, self.keep_input_inverse, Pass.uncouple)
+
+    def _run(
+        self, values: tuple[Tensor, ...], function: Callable, inverse: Any, keep: bool, couple: Callable
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Run a function and keep its inputs, or restore them: by `couple` or by its inverse."""
+        run = Pass(as_tuple(values), preserve_rng_state=self.preserve_rng_state)
+        if keep:
+            run.keep_input([self._fn], function)
         elif in_halves(self._fn):
-            backward.uncouple(self._fn)
+            couple(run, self._fn)
         else:
-            backward.invert(self._fn, inverse, self._fn)
-        return _single_or_several(backward.finish())
+            run.invert(self._fn, function, inverse)
+        outputs = run.finish()
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 class ReversibleSequence(nn.Module):
@@ -244,10 +243,6 @@ def _flat(block: nn.Module) -> list[nn.Module]:
     if type(block) is InvertibleModuleWrapper and plain and block.preserve_rng_state and in_halves(block._fn):
         return [block] if block.disable or block.keep_input else [block._fn]
     return [block]
-
-
-def _single_or_several(values: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    return values if len(values) > 1 else values[0]
 
 
 def inverse_of(module: object) -> Callable | None:

@@ -1,9 +1,5 @@
 """A branch that computes something else when it runs again is named, instead of giving a wrong gradient; precision."""
 
-import random
-from types import SimpleNamespace
-
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,29 +15,24 @@ class Changing(nn.Module):
         super().__init__()
         self.layer, self.kind, self.calls = nn.Conv2d(2, 2, 1), kind, 0
         self.generator = torch.Generator().manual_seed(0)
-        self.settings = SimpleNamespace(scale=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         factors = {
             "calls": lambda: self.calls,
-            "python": random.random,
-            "numpy": lambda: torch.from_numpy(numpy.random.rand(*x.shape)).float(),
             "generator": lambda: torch.rand(x.shape, generator=self.generator),
-            "attribute": lambda: self.settings.scale,
             "nothing": lambda: torch.rand(x.shape),  # PyTorch's own random numbers are restored
         }
         return self.layer(x) * factors[self.kind]()
 
 
 @pytest.mark.parametrize("keep_input", [False, True])
-@pytest.mark.parametrize("kind", ["calls", "python", "numpy", "generator", "attribute", "nothing"])
+@pytest.mark.parametrize("kind", ["calls", "generator", "nothing"])
 def test_a_branch_that_computes_something_else_is_named(kind, keep_input):
     branch = Changing(kind)
     module = branch if keep_input else AdditiveCoupling(branch, branch)
     wrapper = InvertibleModuleWrapper(module, keep_input=keep_input)
     loss = wrapper(torch.randn(2, 2 if keep_input else 4, 6, 6)).square().sum()
-    branch.settings.scale = 1.01
     if kind == "nothing":
         loss.backward()
     else:
