@@ -56,16 +56,12 @@ def layer_health(
         else:
             drifts.append((name, drift(module.reversible_blocks, x)))
 
-    measured = {
-        name: module
+    hooks = [
+        module.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
         for name, module in network.named_modules()
         if isinstance(module, InPlaceABN) or getattr(module, "reversible_blocks", [])
-    }
-    if measured:
-        hooks = [
-            module.register_forward_pre_hook(partial(measure, name), with_kwargs=True)
-            for name, module in measured.items()
-        ]
+    ]
+    if hooks:
         modes = [(module, module.training) for module in network.modules()]
         try:
             network.eval()
