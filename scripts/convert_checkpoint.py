@@ -47,7 +47,7 @@ from keepless.norms.report import listed
 from models.checkpoints import official
 from models.checkpoints.loading import load_by_name
 from models.checkpoints.recognition import Architecture, body_of, recognised
-from models.package import PACKAGE_ACTIVATIONS
+from models.released_norm import RELEASED_ACTIVATIONS
 
 VISTAS_CLASSES = 65
 OF_TRAINING = ("ema", "skipped_images", "recorded", "data")  # parts of a checkpoint that an evaluation does without
@@ -126,10 +126,10 @@ def _check_expressible(options: Conversion, norm: Norm, name: str) -> None:
             f"{name} was trained with norm.eps={norm.eps}: expected {official.EPS:g}, which readers of the released "
             f"layout assume; give format=standard_bn"
         )
-    if released and options.scale != "raw" and norm.activation not in PACKAGE_ACTIVATIONS:
+    if released and options.scale != "raw" and norm.activation not in RELEASED_ACTIVATIONS:
         raise ValueError(
             f"{name} was trained with norm.activation={norm.activation}: the release's in-place layers have "
-            f"{', '.join(PACKAGE_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
+            f"{', '.join(RELEASED_ACTIVATIONS)}; give format=standard_bn, or scale=raw for its standard layers"
         )
 
 

@@ -8,7 +8,7 @@ from omegaconf import MISSING
 from engine.schema.keys import key
 from engine.schema.network import PackageNorm, StandardNorm
 from engine.schema.training import DEVICES, PRECISIONS, TrainingRun
-from keepless.norms.activations import ACTIVATIONS
+from keepless.norms.backends.activations import ACTIVATIONS
 
 OVERLAP = 0.25
 ACTIVATION_PARAMS = {"leaky_relu": 0.01, "elu": 1.0}  # slope for negative inputs, alpha

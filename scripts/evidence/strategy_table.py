@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.configuration.command_line import configured
 from engine.planner.made_tensors import MadeTensors
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
-from keepless.norms.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
+from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes, saved_for_backward
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3

@@ -25,7 +25,7 @@ from engine.schema.network import BODIES, NORMS
 from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.losses import CrossEntropy
 from keepless import ABN, CheckpointedABN, InPlaceABN
-from models.package import package_abn
+from models.released_norm import released_abn
 from scripts.compare_runs import Comparison
 from scripts.evidence.papers import header
 from scripts.run_table import RunTable
@@ -305,7 +305,7 @@ def test_norm_choices_are_the_layers_of_figure_2():
 
 def test_without_the_released_package_its_norm_choice_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "inplace_abn", None)
-    package_abn.cache_clear()
+    released_abn.cache_clear()
     with pytest.raises(ValueError, match="pip install --no-build-isolation inplace-abn"):
         assemble.segmentation_network(run_config("norm=package", "norm.activation=elu"), classes=3)
 

@@ -1,34 +1,34 @@
-"""The released `inplace_abn` package as a norm of our networks."""
+"""The layer of the released `inplace_abn` as a norm of our networks (norm=package)."""
 
 from functools import cache
 
 from torch import Tensor, nn
 
-PACKAGE_ACTIVATIONS = ("leaky_relu", "elu", "identity")
+RELEASED_ACTIVATIONS = ("leaky_relu", "elu", "identity")
 
 
 @cache
-def package_abn() -> type[nn.Module]:
-    """The package's InPlaceABN, adapted to work anywhere in a network.
+def released_abn() -> type[nn.Module]:
+    """The released InPlaceABN, adapted to work anywhere in a network.
 
     It writes over its input, which residual blocks need for their shortcut, so it gets a copy; the bytes kept for the
     backward pass are the same. Its scale is |weight| + eps, so the sign of a weight has no effect. It supports float32
-    and float64. Its synchronised layer is not offered: version 1.1.0 silently does not synchronise over the default
-    group.
+    and float64. The released synchronised layer is not offered: version 1.1.0 silently does not synchronise over the
+    default group.
 
-    ValueError if the package is not installed or fails to load.
+    ValueError if `inplace_abn` is not installed or fails to load.
     """
     try:
         from inplace_abn import InPlaceABN
     except ImportError as error:
         raise ValueError(
-            f"norm=package needs the released inplace_abn package ({error}): build it against the installed PyTorch "
+            f"norm=package needs the released inplace_abn ({error}): build it against the installed PyTorch "
             f"with `pip install --no-build-isolation inplace-abn` (needs a compiler, and the CUDA toolkit for CUDA), "
             f"or use norm=inplace, which needs no package"
         ) from error
 
-    class PackageABN(InPlaceABN):
+    class ReleasedABN(InPlaceABN):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.clone())
 
-    return PackageABN
+    return ReleasedABN
