@@ -15,8 +15,6 @@ from datasets.layout import Layout
 from datasets.segmentation import restorable
 from datasets.small_pictures import Pictures, in_folders, in_zip
 
-IMAGES = {"train": 50_000, "test": 10_000}  # in the official splits of CIFAR-10 and CIFAR-100
-
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """
 apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can castle
@@ -64,7 +62,7 @@ _TEN = _Kind(
     ),
     Layout(
         name="cifar10",
-        splits=tuple(IMAGES),
+        splits=("train", "test"),
         tree="""
 DIR/cifar-10-batches-py/data_batch_1 … data_batch_5, test_batch
 or  DIR/cifar-10-batches-bin/data_batch_1.bin … data_batch_5.bin, test_batch.bin"""
@@ -88,7 +86,7 @@ _HUNDRED = _Kind(
     ),
     Layout(
         name="cifar100",
-        splits=tuple(IMAGES),
+        splits=("train", "test"),
         tree="""
 DIR/cifar-100-python/train, test
 or  DIR/cifar-100-binary/train.bin, test.bin"""

@@ -100,18 +100,18 @@ def folder(
     folds: int | None = None,
     fold: int = 0,
     fold_seed: int = 0,
-    folds_key: str = "folds",
+    keys: str = "",
 ) -> SegmentationDataset:
     """A split of a folder: `root`/`split`/images with labels beside it, or the images of `root`/images on a list.
 
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
-    `fold` of as many equal parts, drawn with `fold_seed`; messages call it `folds_key`. Images and labels are paired by
-    their paths below the two folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the
-    classes' colours, on the images as viewers show them: EXIF orientation counts.
+    `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
+    folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the classes' colours, on the
+    images as viewers show them: EXIF orientation counts. `keys`: what messages put before the name of an option.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
-    way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {folds_key}=5 to draw train and val,"
+    way = f"{_LAYOUT.source}, or into DIR/images and DIR/labels with {keys}folds=5 to draw train and val,"
     layout = replace(_LAYOUT, source=way)
     root = layout.top(root)
     above, drawn = root / split, folds is not None and split in DRAWN
@@ -119,8 +119,8 @@ def folder(
         above = root
     if drawn and not (root / "images").is_dir() and {*DRAWN} <= {*folder_splits(root)}:
         raise ValueError(
-            f"{folds_key}={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
-            f"val already: leave {folds_key} out, or move all images and labels to images and labels"
+            f"{keys}folds={folds} draws train and val from {root / 'images'}, which is missing; {root} has train and "
+            f"val already: leave {keys}folds out, or move all images and labels to images and labels"
         )
     images = layout.files(root, above / "images", _IMAGES, images_of=split, deep=True)
     without = split == WITHHELD and not (above / "labels").is_dir()

@@ -31,7 +31,7 @@ from engine.configuration.command_line import configured
 from engine.console import counted, make_console, table_of
 from engine.output_files import write_file
 from engine.records.provenance import provenance
-from engine.schema.classification import CLASSIFICATION_DATASETS, IMAGENET_CLASSES, ClassificationData
+from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
 from scripts.build_class_index import class_table
@@ -83,7 +83,7 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     """Check the splits, print the findings, write `out`. Raises ValueError for wrong keys only, never for data."""
     config = configuration.typed(values, VerifyData)
     console = make_console()
-    official = splits_of(config.data) or {"train": None}  # whose error shows the layout
+    official = assemble.official_images(config.data) or {"train": None}  # whose error shows the layout
     unknown = [split for split in config.splits or () if split not in official]
     if unknown or config.splits == []:
         raise ValueError(f"splits={config.splits}: expected some of {', '.join(official)}")
@@ -94,14 +94,6 @@ def verify_data(values: DictConfig) -> list[SplitReport]:
     if config.out is not None:
         write(Path(config.out), config.data, reports)
     return reports
-
-
-def splits_of(config: Data) -> dict[str, int | None]:
-    """The official number of images of every split; None if nothing is published."""
-    if isinstance(config, SegmentationData):
-        return assemble.official_images(config)
-    assert isinstance(config, ClassificationData), config
-    return assemble.classified_counts(config, IMAGENET_CLASSES)
 
 
 def check_split(
@@ -115,7 +107,8 @@ def check_split(
             with counted(console, f"checking {photographs.name} {split}") as progress:
                 problems = inspect_images(photographs, workers, progress)
             images, classes = len(photographs), photographs.classes
-            official_images = assemble.classified_counts(config, len(classes))[split]
+            if len(classes) != assemble.official_classes(config):  # other images in ImageNet's layout
+                official_images = None
         else:
             assert isinstance(config, SegmentationData), config
             dataset = assemble.dataset(config, split, strict=False, draw=True)

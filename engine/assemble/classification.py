@@ -1,6 +1,5 @@
 """Configuration keys -> classification datasets, loaders and networks."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,39 +17,16 @@ from datasets import (
     ResizedRandomCrop,
     ShuffledMinibatches,
     TenCrops,
-    cifar10,
-    cifar100,
     collated,
-    image_folder,
-    imagenet,
-    shapes,
 )
-from datasets.cifar import IMAGES as CIFAR_IMAGES
 from datasets.classification import mean_image
-from datasets.imagenet import IMAGES as IMAGENET_IMAGES
-from datasets.imagenet import own_splits
-from datasets.shapes import IMAGES as SHAPES_IMAGES
+from datasets.registry import FOR_CLASSIFICATION
 from datasets.workers import Loader
 from engine.assemble.data import evaluation_loader, loader, order_of, root_named
 from engine.assemble.network import body, norm_act
 from engine.distributed import World
-from engine.schema.classification import (
-    IMAGENET_CLASSES,
-    ClassificationData,
-    ClassificationRun,
-    ImageNetData,
-    SmallImagesData,
-)
+from engine.schema.classification import ClassificationData, ClassificationRun, ImageNetData, SmallImagesData
 from models.recomputation import choose_recomputation
-
-# The function that makes a split, and the published number of images in each.
-_SOURCES: dict[str, tuple[Callable[..., ClassificationDataset], dict[str, int]]] = {
-    "cifar10": (cifar10, CIFAR_IMAGES),
-    "cifar100": (cifar100, CIFAR_IMAGES),
-    "image_folder": (image_folder, {}),
-    "imagenet": (imagenet, IMAGENET_IMAGES),
-    "shapes": (shapes, SHAPES_IMAGES),
-}
 
 
 def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset, ClassificationDataset]:
@@ -66,9 +42,8 @@ def classified_splits(config: ClassificationData) -> tuple[ClassificationDataset
 
 def classified_split(config: ClassificationData, split: str, key: str = "data.split") -> ClassificationDataset:
     """One split. ValueError if the dataset has no such split, or files are missing; `key` is the config key of it."""
-    make, _ = _SOURCES[config.name]
     with root_named(config, f"{key}={split}: "):
-        return make(config.root, split)
+        return FOR_CLASSIFICATION[config.name].make(config.root, split)
 
 
 def evaluated_split(config: ClassificationData, split: str, state: dict) -> ClassificationDataset:
@@ -88,15 +63,6 @@ def evaluated_split(config: ClassificationData, split: str, state: dict) -> Clas
             f"{list(shape)}, as training writes it"
         )
     return dataset.minus(mean.numpy())
-
-
-def classified_counts(config: ClassificationData, classes: int) -> dict[str, int | None]:
-    """The published number of images in each split of the dataset; None for other images in ImageNet's layout."""
-    if config.name == "image_folder":
-        with root_named(config):
-            return dict.fromkeys(own_splits(config.root))
-    _, images = _SOURCES[config.name]
-    return dict.fromkeys(images) if isinstance(config, ImageNetData) and classes != IMAGENET_CLASSES else {**images}
 
 
 def classification_network(

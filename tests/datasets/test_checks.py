@@ -13,6 +13,7 @@ import pytest
 
 import datasets
 from datasets import SegmentationDataset, camvid, cityscapes, coco_stuff, imagenet, index_classes, inspect, verify
+from datasets.registry import FOR_SEGMENTATION
 from datasets.time_limit import reading_limit
 from tests import trees
 from tests.datasets import classification_trees
@@ -28,7 +29,7 @@ def refusal(dataset: SegmentationDataset, workers: int = 0) -> str:
 def test_good_data_has_no_problem_and_exact_counts(kind, tmp_path):
     root, seen = trees.SEGMENTATION[kind](tmp_path / "data"), []
     for split in ("train", "val", "test"):
-        dataset = getattr(datasets, kind)(root, split, strict=False)
+        dataset = FOR_SEGMENTATION[kind].make(root, split, strict=False)
         workers = 2 if (kind, split) == ("camvid", "train") else 0
         inspection = inspect(dataset, workers, lambda *counts: seen.append(counts))
         verify(dataset, workers, lambda *counts: seen.append(counts))
@@ -82,13 +83,13 @@ def test_finds_damaged_files_and_counts_the_others(file, tmp_path, capfd):
     kind, name, problem = FILES[file]
     root = trees.SEGMENTATION[kind](tmp_path / "data")
     path, split = root / name, "test" if "test" in name else "train"
-    data, intact = path.read_bytes(), inspect(getattr(datasets, kind)(root, split), workers=0)
+    data, intact = path.read_bytes(), inspect(FOR_SEGMENTATION[kind].make(root, split), workers=0)
     quarter = len(data) // 4
     for damage, (change, complaint) in DAMAGE.items():
         if (file, damage) == ("jpeg image", "one bit flipped"):  # it has no checksums
             continue
         path.write_bytes(change(data[:quarter], data[quarter:-quarter], data[-quarter:]))
-        dataset = getattr(datasets, kind)(root, split, strict=False)
+        dataset = FOR_SEGMENTATION[kind].make(root, split, strict=False)
         inspection = inspect(dataset, workers=0)
         (found,) = inspection.problems
         assert found.kind == problem and found.message.startswith(f"{path}: "), damage

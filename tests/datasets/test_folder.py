@@ -68,7 +68,7 @@ def test_splits_are_lists_or_are_drawn(root):
         f"neither the folder {root}/val/images nor the list {root}/val.txt exists[^$]*Fix: .* with data.folds=5 to draw"
     )
     with pytest.raises(ValueError, match=neither):
-        folder(root, "val", folds_key="data.folds")
+        folder(root, "val", keys="data.")
     (root / "val.txt").write_text("train/a/board.0\ntrain/a/board.7\n")
     with pytest.raises(ValueError, match=f"{root}/val.txt: 1 of its 2 images, such as train/a/board.7, are missing"):
         folder(root, "val")
@@ -243,7 +243,7 @@ def test_images_of_other_formats_are_not_passed_over(root):
 
 def test_a_divided_folder_is_not_divided_again(root):
     with pytest.raises(ValueError, match=f"^data.folds=5 draws .*{root} has train and val already"):
-        folder(root, "train", folds=5, folds_key="data.folds")
+        folder(root, "train", folds=5, keys="data.")
     flat(root)
     with pytest.raises(ValueError, match=f"give {root}, which holds images, instead of {root.parent}"):
         folder(root.parent, "train", folds=5)
