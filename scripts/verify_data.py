@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
+import numpy as np
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,6 @@ from engine.records.provenance import provenance
 from engine.schema.classification import CLASSIFICATION_DATASETS, ClassificationData
 from engine.schema.data import SEGMENTATION_DATASETS, Data, SegmentationData
 from engine.schema.keys import group, key
-from scripts.build_class_index import class_table
 
 
 @dataclass
@@ -163,6 +163,16 @@ def histogram(report: SplitReport, found: Inspection) -> Table:
     table.add_section()
     table.add_row("ignored", f"{found.ignored:,}", f"{share:.2f} of all", "")
     return table
+
+
+def class_table(title: str, classes: Sequence[str], pixels: np.ndarray, labels: np.ndarray) -> Table:
+    """Per class: pixels, share of all classes' pixels, and number of labels that contain it."""
+    total = max(1, pixels.sum())
+    rows = (
+        [name, f"{count:,}", f"{100 * count / total:.2f}", str(containing)]
+        for name, count, containing in zip(classes, pixels, labels, strict=True)
+    )
+    return table_of(["class", "pixels", "share %", "labels"], rows, title)
 
 
 def write(path: Path, config: Data, reports: Sequence[SplitReport]) -> None:
