@@ -15,6 +15,7 @@ from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     documents,
     jpeg_quality,
+    loader,
     networks,
     networks_budget,
     plan_experiments,
@@ -24,10 +25,9 @@ from scripts.evidence import (
     training,
 )
 from scripts.evidence.abn import page as abn_page
-from scripts.evidence.loader import measurement as loader
-from scripts.evidence.loader.crops import write_camvid
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
+from tests import trees
 from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -130,7 +130,7 @@ def headings(page: Path) -> list[str]:
 def test_the_example_in_the_readme_gives_the_same_losses_in_less_memory(tmp_path, network, steps):
     """In float64, with and without the line that it is about; in `make test` with a smaller network."""
     readme = (REPOSITORY / "README.md").read_text()
-    write_camvid(tmp_path, images=2 * steps, size=(32, 40))
+    trees.camvid_annot(tmp_path, training_images=2 * steps)
     code = readme[readme.index("import torch\nfrom datasets") :].split("```")[0]
     assert "deeplabv3_resnet50" in code
     code = code.replace('"DIR"', repr(str(tmp_path))).replace("deeplabv3_resnet50", network)
