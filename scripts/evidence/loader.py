@@ -110,9 +110,10 @@ def kib(files: Sequence[Path]) -> str:
     return f"{statistics.mean(file.stat().st_size for file in files) / 1024:.0f}"
 
 
-def scene(height: int, width: int, seed: int, grain: dict[int, float] = GRAIN) -> tuple[np.ndarray, np.ndarray]:
+def scene(size: Sequence[int], seed: int, grain: dict[int, float] = GRAIN) -> tuple[np.ndarray, np.ndarray]:
     """A drawn street, enlarged: image uint8 (H, W, 3) BGR and label uint8 (H, W) of Cityscapes label ids."""
     rng = np.random.default_rng(seed)
+    height, width = size
 
     def smooth(size: int, deviation: float) -> np.ndarray:  # noise float32 (H, W) that changes over `size` pixels
         small = rng.standard_normal((-(-height // size), -(-width // size)), np.float32) * np.float32(deviation)
@@ -135,12 +136,13 @@ def drawn_pairs(folder: Path, count: int, size: Sequence[int], suffix: str) -> S
     folder.mkdir()
     files = [Files(f"{n}", folder / f"{n}{suffix}", folder / f"{n}_label.png") for n in range(count)]
     for number, entry in enumerate(files):
-        image, label = scene(*size, seed=number)
+        image, label = scene(size, number)
         cv2.imwrite(str(entry.image), image, [cv2.IMWRITE_JPEG_QUALITY, 90])
-        stored = Image.fromarray(label)
+        cv2.imwrite(str(entry.label), label)
         if suffix == ".jpg":
+            stored = Image.fromarray(label)
             stored.putpalette([value % 256 for value in range(3 * 256)])
-        stored.save(str(entry.label))
+            stored.save(str(entry.label))
     return SegmentationDataset("streets", "train", files, cityscapes_classes())
 
 
@@ -148,8 +150,8 @@ def drawn_photographs(folder: Path, count: int, size: Sequence[int]) -> Classifi
     """Write `count` JPEGs (quality 95, 4:2:0) of 0.8, 1 and 1.2 times `size` (H, W), half of them upright."""
     (folder / "train" / "street").mkdir(parents=True)
     for number in range(count):
-        height, width = (round((0.8 + 0.2 * (number % 3)) * length) for length in size[:: -1 if number % 2 else 1])
-        image, _ = scene(height, width, number, FINE_GRAIN)
+        scaled = [round((0.8 + 0.2 * (number % 3)) * length) for length in size]
+        image, _ = scene(scaled[:: -1 if number % 2 else 1], number, FINE_GRAIN)
         file = folder / "train" / "street" / f"{number:06d}.jpg"
         cv2.imwrite(str(file), image, [cv2.IMWRITE_JPEG_QUALITY, 95])
     return imagenet(folder, "train")
@@ -174,7 +176,9 @@ def opencv(crops: TrainingCrops, key: Key) -> Crop:
     """Zeros around the image become black, and ignored in the label."""
     _, image_file, label_file, _ = crops.dataset.files[key[1]]
     (height, width), (top, left), mirrored = crops.geometry(key)
-    image = cv2.resize(cv2.imread(str(image_file)), (width, height), interpolation=cv2.INTER_LINEAR)
+    image = cv2.imread(str(image_file))
+    assert image is not None
+    image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
     label = cv2.resize(read_label(label_file), (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
     bottom, right = (start + side for start, side in zip((top, left), crops.transform.crop_size, strict=True))
     window = slice(max(0, top), bottom), slice(max(0, left), right)
