@@ -9,7 +9,7 @@ from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
 from datasets.classification import ClassificationDataset
-from datasets.classification_items import ClassificationCrops, EvaluatedImages, collated
+from datasets.classification_items import ClassificationCrops, CropsInMemory, EvaluatedImages, ImagesInMemory, collated
 from datasets.coco_stuff import coco_stuff
 from datasets.colour_jitter import ColourJitter, Lighting
 from datasets.folder import folder

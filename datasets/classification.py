@@ -69,12 +69,11 @@ class ClassificationDataset(Dataset):
         return chosen if self.mean_image is None else (chosen - self.mean_image).astype(np.float32)
 
     def image(self, number: int) -> np.ndarray:
-        """uint8 (H, W, 3) RGB. Unless `turned`, EXIF orientation is ignored, as in published ImageNet results.
+        """An image in a file, uint8 (H, W, 3) RGB.
 
+        Unless `turned`, EXIF orientation is ignored, as in published ImageNet results.
         ValueError if the file is missing, truncated or neither PNG nor JPEG, whatever its suffix.
         """
-        if self.pixels is not None:
-            return np.ascontiguousarray(self.pixels[number].transpose(1, 2, 0))
         with restorable():
             return decode_image(self.path(number), turned=self.turned)
 

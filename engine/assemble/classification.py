@@ -11,7 +11,9 @@ from datasets import (
     CentreCrop,
     ClassificationCrops,
     ClassificationDataset,
+    CropsInMemory,
     EvaluatedImages,
+    ImagesInMemory,
     PaddedCrop,
     RandomResizedCrop,
     ResizedRandomCrop,
@@ -82,18 +84,18 @@ def classified_crops(
     ValueError: the minibatch size does not fit the images or the world size.
     """
     data = config.data
-    crops = ClassificationCrops(dataset, _training_transform(data), config.seed, data.on_error == "skip")
+    crops: Dataset
+    if isinstance(data, SmallImagesData):
+        red, green, blue = (255 * value for value in data.mean)
+        padded = PaddedCrop(data.crop_size, data.padding, fill=(red, green, blue), flip=data.flip)
+        crops = CropsInMemory(dataset, padded, config.seed)
+    else:
+        assert isinstance(data, ImageNetData), data
+        sizes: dict[str, Any] = dict(size=data.crop_size, flip=data.flip)
+        transform = RandomResizedCrop(**sizes) if data.crops == "release" else ResizedRandomCrop(data.resize, **sizes)
+        crops = ClassificationCrops(dataset, transform, config.seed, data.on_error == "skip")
     minibatches = ShuffledMinibatches(len(dataset), **order_of(config, total_steps, world, start_step))
     return loader(crops, data, world, batch_sampler=minibatches, collate_fn=collated)
-
-
-def _training_transform(config: ClassificationData) -> RandomResizedCrop | ResizedRandomCrop | PaddedCrop:
-    common: dict[str, Any] = dict(size=config.crop_size, flip=config.flip)
-    if isinstance(config, SmallImagesData):
-        red, green, blue = (255 * value for value in config.mean)
-        return PaddedCrop(padding=config.padding, fill=(red, green, blue), **common)
-    assert isinstance(config, ImageNetData), config
-    return RandomResizedCrop(**common) if config.crops == "release" else ResizedRandomCrop(config.resize, **common)
 
 
 def classified_images(
@@ -109,10 +111,10 @@ def classified_images(
 
     With `images`, of as many spread evenly over the split, because files are in the order of their classes.
     """
-    view = None
+    source: Dataset = ImagesInMemory(dataset)
     if isinstance(config, ImageNetData):
         view = (TenCrops if ten_crops else CentreCrop)(config.resize, config.crop_size)
-    source: Dataset = EvaluatedImages(dataset, view)
+        source = EvaluatedImages(dataset, view)
     if images is not None and images < len(dataset):
         source = Subset(source, [number * len(dataset) // images for number in range(images)])
     return evaluation_loader(source, config, world, batch_size=batch_size, collate_fn=collated)

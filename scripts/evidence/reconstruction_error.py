@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
-from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cifar10
+from datasets import ClassificationDataset, CropsInMemory, PaddedCrop, cifar10
 from engine import assemble
 from engine.checkpoint import files as checkpoint
 from engine.configuration import config as configuration
@@ -157,7 +157,7 @@ def angles_of(network: RevNet, images: Tensor, labels: Tensor, precision: str) -
 
 
 def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArguments) -> Iterator[tuple[Tensor, Tensor]]:
-    crops = ClassificationCrops(dataset, PaddedCrop(padding=2, fill=MEAN), seed=0)
+    crops = CropsInMemory(dataset, PaddedCrop(padding=2, fill=MEAN), seed=0)
     if arguments.images > len(dataset):
         raise ValueError(f"images={arguments.images}: expected at most {len(dataset)}, the images of the data")
     per_epoch = len(dataset) // arguments.images
@@ -166,7 +166,6 @@ def _minibatches(dataset: ClassificationDataset, arguments: ReconstructionArgume
         order = np.random.default_rng(epoch).permutation(len(dataset))
         numbers = order[place * arguments.images :][: arguments.images].tolist()
         minibatch = crops.__getitems__([(epoch, number) for number in numbers])
-        assert isinstance(minibatch, dict)
         yield _normalised(minibatch["image"], arguments.device), minibatch["label"].to(arguments.device)
 
 
