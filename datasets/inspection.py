@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import cv2
 import numpy as np
 
 from datasets.classification import ClassificationDataset
@@ -82,7 +81,7 @@ def _inspected(dataset: SegmentationDataset, index: int) -> tuple[list[Problem],
             problems, label = check(dataset, index, size_of, dataset.read_label)
     except Exception as error:
         problems, label = [_unexpected(dataset.files[index], error)], None
-    return problems, np.zeros(256, np.int64) if label is None else _histogram(label)
+    return problems, np.bincount(() if label is None else label.reshape(-1), minlength=256)
 
 
 def _unexpected(what: object, error: Exception) -> Problem:
@@ -135,12 +134,3 @@ def _printed_by_decoders() -> Iterator[list[str]]:
             os.close(standard_error)
         file.seek(0)
         lines += file.read().decode(errors="replace").splitlines()
-
-
-def _histogram(label: np.ndarray) -> np.ndarray:
-    """uint8 (H, W) -> pixels of each value, int64 (256,). OpenCV counts in float32: exact to 2^24 pixels per call."""
-    bands = np.array_split(label, 1 + label.size // 2**23)
-    counts = np.zeros(256, np.int64)
-    for band in bands:
-        counts += cv2.calcHist([band], [0], None, [256], [0, 256]).ravel().astype(np.int64)
-    return counts

@@ -60,10 +60,12 @@ class TrainingCrops(Dataset):
             "name": self.dataset.files[draw.image].name,
         }
 
-    def geometry(self, key: tuple[int, int] | Draw) -> tuple[tuple[int, int], tuple[int, int], bool]:
-        """Geometry of a crop, as from `TrainingTransform.draw`: scaled size (H, W), offset (top, left), flip."""
+    def geometry(
+        self, key: tuple[int, int] | Draw, size: tuple[int, int]
+    ) -> tuple[tuple[int, int], tuple[int, int], bool]:
+        """`TrainingTransform.draw` of a crop from its image of `size` (H, W): scaled size, offset (top, left), flip."""
         draw = Draw(*key)
-        return self.transform.draw(self.dataset.size(draw.image), self._rng(draw), draw.pixel)
+        return self.transform.draw(size, self._rng(draw), draw.pixel)
 
     def _rng(self, draw: Draw) -> np.random.Generator:
         # (epoch, index) keys have no place: they draw an image at most once per epoch.

@@ -140,15 +140,6 @@ class SegmentationDataset(Dataset):
             self._check_same_size(entry, image.shape[1::-1], label.shape[::-1])
         return Sample(image=image, label=label, name=entry.name)
 
-    def size(self, index: int) -> tuple[int, int]:
-        """(H, W) of image `index`, from the headers of its files. ValueError if its label has another size."""
-        entry = self.files[index]
-        size = self.image_size(self._image_path(index))
-        with restorable():
-            label_size = size if entry.label is None else read_size(entry.label)
-        self._check_same_size(entry, size, label_size)
-        return size[::-1]
-
     def undecoded(self, index: int) -> tuple[Undecoded, Undecoded]:
         """Read the files of image and label `index` once. Slicing the results decodes no more than the slice needs.
 

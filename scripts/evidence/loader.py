@@ -175,9 +175,9 @@ def read_label(file: Path | None) -> np.ndarray:
 def opencv(crops: TrainingCrops, key: Key) -> Crop:
     """Zeros around the image become black, and ignored in the label."""
     _, image_file, label_file, _ = crops.dataset.files[key[1]]
-    (height, width), (top, left), mirrored = crops.geometry(key)
     image = cv2.imread(str(image_file))
     assert image is not None
+    (height, width), (top, left), mirrored = crops.geometry(key, image.shape[:2])
     image = cv2.resize(image, (width, height), interpolation=cv2.INTER_LINEAR)
     label = cv2.resize(read_label(label_file), (width, height), interpolation=cv2.INTER_NEAREST_EXACT)
     bottom, right = (start + side for start, side in zip((top, left), crops.transform.crop_size, strict=True))
@@ -195,8 +195,8 @@ def opencv(crops: TrainingCrops, key: Key) -> Crop:
 def transforms_v2(crops: TrainingCrops, key: Key) -> Crop:
     """As `opencv`. The label is no Mask: those are resized without the half-pixel offset, so they do not fit."""
     _, image_file, label_file, _ = crops.dataset.files[key[1]]
-    size, corner, mirrored = crops.geometry(key)
     image, label = io.decode_image(str(image_file), io.ImageReadMode.RGB), torch.from_numpy(read_label(label_file))
+    size, corner, mirrored = crops.geometry(key, (label.shape[0], label.shape[1]))
     image = on_tensors.resize(image, size, InterpolationMode.BILINEAR, antialias=True)
     label = on_tensors.resize(label[None], size, InterpolationMode.NEAREST_EXACT)
     image, label = (on_tensors.crop(part, *corner, *crops.transform.crop_size) for part in (image, label))
