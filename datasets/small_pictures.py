@@ -3,15 +3,14 @@
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from datasets.cache import cache_folder, read_arrays, write_arrays
+from datasets.classification import ClassificationDataset
 from datasets.file_list import FileList, class_folders, list_classes, listed
 from datasets.layout import Layout, first_of
 from datasets.reading import Stored, Unreadable, complete, decode_image, read
@@ -23,44 +22,11 @@ _SUFFIXES = (".jpg", ".jpeg", ".png")
 _VERSION = 1  # increment when decoded pixels change
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """The pictures of one split. `files`: what they are read from. `labels`: int64 (n,). `names`: (n,).
+def in_folders(root: Path, split: str, classes: tuple[str, ...], layout: Layout) -> ClassificationDataset:
+    """The pictures in `root`/`split`/CLASS, from the cache folder, or decoded and kept there.
 
-    `read()` yields the files in order, not yet decoded.
+    ValueError if the folders are not the `classes`, or empty, or names a file that is damaged or of another size.
     """
-
-    files: FileList
-    labels: np.ndarray
-    names: np.ndarray
-    read: Callable[[], Iterable[Stored]]
-
-    def pixels(self, about: str) -> np.ndarray:
-        """All pictures, uint8 (n, 3, 32, 32) RGB, from the cache folder, or decoded and kept there.
-
-        `about`: the dataset and its split. ValueError names a file that is damaged or of another size.
-        """
-        file = cache_folder() / "decoded" / f"{self.files.fingerprint([_VERSION, about])}.npz"
-        shape = (len(self.labels), 3, *SIZE)
-        found = read_arrays(file, ["pixels"])
-        if found is not None and found[0].shape == shape and found[0].dtype == np.uint8:
-            return found[0]
-        pixels = np.empty(shape, np.uint8)
-        with restorable():
-            for number, stored in enumerate(self.read()):
-                image = decode_image(stored)
-                if image.shape[:2] != SIZE:
-                    raise Unreadable(
-                        f"{stored.path}: has {image.shape[1]}x{image.shape[0]} pixels; expected {SIZE[1]}x{SIZE[0]}."
-                    )
-                pixels[number] = image.transpose(2, 0, 1)
-        with suppress(OSError):  # a cache folder that is read-only or full only costs the time of decoding again
-            write_arrays(file, {"pixels": pixels}, compressed=False)
-        return pixels
-
-
-def in_folders(root: Path, split: str, classes: Sequence[str], layout: Layout) -> Pictures:
-    """The pictures in `root`/`split`/CLASS. ValueError if the folders are not the `classes`, or empty."""
     folder = root / split
     with limited():
         _check_classes(class_folders(folder), classes, folder, root, layout)
@@ -69,21 +35,43 @@ def in_folders(root: Path, split: str, classes: Sequence[str], layout: Layout) -
     if empty:
         raise layout.error(f"{layout.name}: no pictures in {folder} of {first_of(empty)}", root)
     names = np.array([files.name(number) for number in range(len(files))])
-    return Pictures(files, labels, names, partial(_read_files, files))
+    pixels = _pixels(files, layout.name, split, len(files), _read_files(files))
+    return ClassificationDataset(layout.name, split, classes, labels, files, pixels, names)
 
 
-def in_zip(archive: Path, split: str, classes: Sequence[str], layout: Layout) -> Pictures:
-    """The pictures that the zip file calls …/`split`/CLASS/NAME. ValueError as from `in_folders`, or if damaged."""
+def in_zip(archive: Path, split: str, classes: tuple[str, ...], layout: Layout) -> ClassificationDataset:
+    """As `in_folders`, for the pictures that the zip file calls …/`split`/CLASS/NAME."""
     with restorable(), limited(archive), _opened(archive) as content:
         members = sorted(name for name in content.namelist() if _is_picture(name, split))
     found = [PurePosixPath(name).parts[-2] for name in members]
     _check_classes(sorted({*found}), classes, archive, archive.parent, layout)
-    label_of = {name: label for label, name in enumerate(classes)}
-    labels = np.array([label_of[name] for name in found], np.int64)
+    labels = np.array([classes.index(name) for name in found], np.int64)
     order = np.argsort(labels, kind="stable")  # as in folders, whatever lies above them
     members = [members[number] for number in order]
     names = np.array(["/".join(PurePosixPath(name).parts[-2:]) for name in members])
-    return Pictures(listed(archive.parent, [archive]), labels[order], names, partial(_read_members, archive, members))
+    files = listed(archive.parent, [archive])
+    pixels = _pixels(files, layout.name, split, len(members), _read_members(archive, members))
+    return ClassificationDataset(layout.name, split, classes, labels[order], files, pixels, names)
+
+
+def _pixels(files: FileList, name: str, split: str, count: int, stored: Iterator[Stored]) -> np.ndarray:
+    """All pictures, uint8 (count, 3, 32, 32) RGB. `stored`: their files in order, read only if they are not cached."""
+    file = cache_folder() / "decoded" / f"{files.fingerprint([_VERSION, f'{name} {split}'])}.npz"
+    found = read_arrays(file, ["pixels"])
+    if found is not None:
+        return found[0]
+    pixels = np.empty((count, 3, *SIZE), np.uint8)
+    with restorable():
+        for number, picture in enumerate(stored):
+            image = decode_image(picture)
+            if image.shape[:2] != SIZE:
+                raise Unreadable(
+                    f"{picture.path}: has {image.shape[1]}x{image.shape[0]} pixels; expected {SIZE[1]}x{SIZE[0]}."
+                )
+            pixels[number] = image.transpose(2, 0, 1)
+    with suppress(OSError):  # a cache folder that is read-only or full only costs the time of decoding again
+        write_arrays(file, {"pixels": pixels}, compressed=False)
+    return pixels
 
 
 def _is_picture(name: str, split: str) -> bool:
