@@ -14,7 +14,7 @@ _BYTES = 3 * 32 * 32
 
 
 class Batch(NamedTuple):
-    """What one file holds: uint8 (n, 3, 32, 32) RGB, int64 (n,), names (n,)."""
+    """The content of one file: pixels uint8 (n, 3, 32, 32) RGB, labels int64 (n,), names (n,)."""
 
     pixels: np.ndarray
     labels: np.ndarray
@@ -46,7 +46,7 @@ _ARRAY = object()  # stands for the class, which must not be called
 
 
 def _reconstruct(kind: object, shape: tuple, code: object) -> np.ndarray:
-    """An empty array, whose content follows in the pickle. Any other would be uninitialised memory."""
+    """An empty array; its content follows in the pickle. Any other shape would give uninitialised memory."""
     if kind is not _ARRAY or shape != (0,):
         raise _Foreign(f"an array {shape} without content")
     return np.empty(0)
@@ -108,7 +108,7 @@ def read_records(path: Path, label_bytes: int, classes: int) -> Batch:
 def _unpickled(path: Path) -> object:
     try:
         with open(path, "rb") as file:
-            return _PlainUnpickler(file, encoding="latin1").load()  # what numpy arrays of Python 2 need
+            return _PlainUnpickler(file, encoding="latin1").load()  # as numpy arrays of Python 2 require
     except _Foreign as error:
         raise Unreadable(
             f"{path}: the pickle asks for {error}, which could execute code and does not belong to CIFAR; nothing was "

@@ -15,9 +15,9 @@ from datasets.segmentation import restorable
 class ClassificationDataset(Dataset):
     """Images of one split with a class each.
 
-    `name`: the dataset's, e.g. "imagenet". `classes`: their names, by label. `labels`: the class of every image, int64
-    (images,). `files`: what the dataset is read from, one image each, unless `pixels` holds all images: uint8 (images,
-    3, H, W) RGB, which are called `names`. `mean_image`: see `minus`. `turned`: EXIF orientation counts.
+    `name`: the dataset, e.g. "imagenet". `classes`: names of the classes. `labels`: the class of every image, int64
+    (images,). `files`: one per image, unless all images are in memory: then `pixels` are uint8 (images, 3, H, W) RGB,
+    and `names` their names. `mean_image`: see `minus`. `turned`: EXIF orientation counts.
     """
 
     palette = None  # classes have no colours

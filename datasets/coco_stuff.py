@@ -87,7 +87,7 @@ def coco_stuff(
     `lists`: "challenge" selects the 40000 training and 5000 validation images of the 2017 challenge, "full" all images
     in the split's folder (118287 for training). The test split is never restricted. Labels are the challenge's pixel
     maps if they exist, otherwise `stuffthingmaps`; both give the same train ids. `other_class`: see
-    `coco_stuff_classes`. `keys`: what messages put before the name of an option.
+    `coco_stuff_classes`. `keys`: prefix of option names in messages.
     ValueError if the split is unknown, a folder, the list or all images are missing, or a listed image or a label is
     (without `strict`: all of them are).
     """

@@ -1,4 +1,4 @@
-"""People's own images: any folders of images with labels of the same names, and a file that names the classes."""
+"""The user's own images: any folders of images with labels of the same names, and a file that names the classes."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def folder_classes(file: Path) -> ClassTable:
 
 
 def folder_splits(root: str | os.PathLike | None, folds: int | None = None) -> list[str]:
-    """The splits that are folders or lists in `root`, and those drawn with `folds`; train and val come first."""
+    """Names of the splits in `root`: folders, lists and, with `folds`, the drawn ones; train and val come first."""
     root = _LAYOUT.top(root)
     lists = root.glob("*.txt") if (root / "images").is_dir() else ()
     folders = [path.parent for pattern in ("*/images", "*/*/images") for path in root.glob(pattern)]
@@ -107,7 +107,7 @@ def folder(
     The list is `root`/`split`.txt. With `folds`, "train" and "val" are drawn from `root`/images instead: "val" is part
     `fold` of as many equal parts, drawn with `fold_seed`. Images and labels are paired by their paths below the two
     folders; the split "test" may have no labels. Labels are 8-bit PNGs of ids, or RGB in the classes' colours, on the
-    images as viewers show them: EXIF orientation counts. `keys`: what messages put before the name of an option.
+    images as viewers show them: EXIF orientation counts. `keys`: prefix of option names in messages.
     ValueError if classes.json, a folder, the list, all images or a listed image is missing, or an image has no label
     (without `strict`: no image has one).
     """
@@ -155,7 +155,7 @@ def folder(
 
 
 def _check_formats(folder: Path, names: Set[str]) -> None:
-    """Raise ValueError if images that have a label are not PNG or JPEG. `names`: of labels without an image."""
+    """Raise ValueError if labels have images in other formats. `names`: labels without a PNG or JPEG image."""
     others = list_files(folder, _OTHERS, deep=True)
     if found := [str(path.relative_to(folder)) for name, path in others.items() if name in names]:
         raise ValueError(

@@ -23,11 +23,11 @@ _DAMAGE = re.compile("Corrupt JPEG data(?!: bad ICC)|Premature end of JPEG file|
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` found.
+    """The result of `inspect`.
 
-    `problems`: unpaired files first, then in the order of the files. The counts cover all readable labels: `pixels`,
-    int64 (classes,), pixels of each class; `labels`, int64 (classes,), labels that contain the class; `ignored`, pixels
-    of no class.
+    `problems`: unpaired files first, then in the order of the files. Over all readable labels, `pixels`, int64
+    (classes,), counts the pixels of each class, `labels`, int64 (classes,), the labels that contain it, and `ignored`
+    the pixels of no class.
     """
 
     problems: tuple[Problem, ...]
@@ -95,14 +95,9 @@ def _unpaired(dataset: SegmentationDataset) -> list[Problem]:
     without_label = [entry.image for entry in dataset.files if labelled and entry.label is None]
     without_image = [entry.label for entry in dataset.files if entry.image is None]
     return [
-        *(
-            Problem("image without label", f"{path}: has no label; expected one. Add it, or take the image out.")
-            for path in without_label
-        ),
-        *(
-            Problem("label without image", f"{path}: has no image; expected one. Add it, or take the label out.")
-            for path in without_image
-        ),
+        Problem(f"{kind} without {other}", f"{path}: has no {other}; expected one. Add it, or take the {kind} out.")
+        for kind, other, paths in (("image", "label", without_label), ("label", "image", without_image))
+        for path in paths
     ]
 
 

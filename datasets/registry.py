@@ -24,11 +24,11 @@ Images = Mapping[str, int | None]  # by split; None: nothing is published about 
 
 @dataclass(frozen=True)
 class Row(Generic[Split]):
-    """What is known about a dataset before its files are read.
+    """Facts about a dataset that need no files.
 
-    `make(root, split, **options)` opens a split. `images`: the official number of images by split, or a function of
-    root and options. `classes`: the number of classes, or a function of the options; None for the user's own images.
-    `drawn`: it needs no folder. `in_memory`: small images of one size (classification).
+    `make(root, split, **options)` opens a split. `images`: official number of images by split, or a function of root and
+    options. `classes`: number of classes, or a function of the options; None for the user's own images. `drawn`: it
+    needs no folder. `in_memory`: small images of one size (classification).
     """
 
     make: Callable[..., Split]

@@ -1,4 +1,4 @@
-"""Which images each training step sees. A run is one stream of steps; resuming starts later in that stream."""
+"""Samplers of training crops. A run is one stream of minibatches; resuming starts later in that stream."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

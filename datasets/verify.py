@@ -71,10 +71,9 @@ def _check_once(
     workers: int | None,
     progress: Progress,
 ) -> set[int]:
-    """The union of what is in the images. ValueError for the problems of any.
+    """Check all images; return the union of their classes. ValueError lists problems.
 
-    `look(index)` returns an image's problems, and what is in it. Success is remembered as `key`: nothing is checked
-    again.
+    `look(index)` returns an image's problems and classes. Success is remembered as `key`: nothing is checked again.
     """
     remembered = cache_folder() / "verified" / key
     with suppress(OSError, ValueError):
@@ -95,7 +94,7 @@ def _check_once(
 
 
 def first_lines(messages: Sequence[str]) -> list[str]:
-    """The first messages without the ending that they share, how many more there are, and that ending once."""
+    """The first messages and the number of the others; an ending that the messages share comes once, last."""
     shown = messages[:_SHOWN]
     ending = os.path.commonprefix([message[::-1] for message in shown])[::-1].partition(". ")[2]
     ending *= len(shown) > 1
@@ -105,7 +104,7 @@ def first_lines(messages: Sequence[str]) -> list[str]:
 
 
 def image_problems(read: Callable[[Any], object], image: Any) -> list[Problem]:
-    """The problem of an image that `read(image)` cannot read, if so."""
+    """A problem if `read(image)` raises ValueError."""
     try:
         read(image)
     except ValueError as error:

@@ -108,7 +108,7 @@ class FolderData(SegmentationData):
 
 @dataclass
 class Sampler:
-    """Which image, and which part of it, each training crop comes from."""
+    """How training crops are drawn: the image, and the part of it."""
 
     name: str = MISSING
 
