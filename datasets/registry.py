@@ -26,9 +26,9 @@ Images = Mapping[str, int | None]  # by split; None: nothing is published about 
 class Row(Generic[Split]):
     """Facts about a dataset that need no files.
 
-    `make(root, split, **options)` opens a split. `images`: official number of images by split, or a function of root and
-    options. `classes`: number of classes, or a function of the options; None for the user's own images. `drawn`: it
-    needs no folder. `in_memory`: small images of one size (classification).
+    `make(root, split, **options)` opens a split. `images`: official number of images by split, or a function of root
+    and options. `classes`: number of classes, or a function of the options; None for the user's own images. `drawn`:
+    it needs no folder. `in_memory`: small images of one size (classification).
     """
 
     make: Callable[..., Split]
