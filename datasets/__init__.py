@@ -15,13 +15,12 @@ from datasets.colour_jitter import ColourJitter, Lighting
 from datasets.folder import folder
 from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
 from datasets.imagenet import image_folder, imagenet
-from datasets.inspection import Inspection, inspect, inspect_images
 from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes
 from datasets.synthetic import synthetic
 from datasets.transforms import TrainingTransform
-from datasets.verify import verify, verify_images
+from datasets.verify import Inspection, inspect, inspect_images, verify, verify_images
 from datasets.vistas import vistas
 from datasets.workers import Workers, reading_errors, worker_init

@@ -90,8 +90,11 @@ def index_classes(
                 found = read_arrays(file, _ARRAYS)  # another process may have made it in the meantime
                 if found is None:
                     look = partial(_indexed, dataset, positions, skip_unreadable)
-                    counts, places = zip(*every(dataset, look, workers, progress), strict=True)
-                    found = [np.stack(counts), np.concatenate(places)]
+                    labels = list(every(dataset, look, workers, progress))
+                    found = [
+                        np.stack([counts for counts, _ in labels]),
+                        np.concatenate([places for _, places in labels]),
+                    ]
                     write_arrays(file, dict(zip(_ARRAYS, found, strict=True)))
         except TimeoutError:  # of a label
             raise

@@ -89,17 +89,9 @@ class ClassUniformMinibatches(_Minibatches):
     """
 
     def __init__(
-        self,
-        index: ClassIndex,
-        crops_per_minibatch: int,
-        seed: int,
-        steps: int,
-        start_step: int = 0,
-        fraction: float = 1.0,
-        rank: int = 0,
-        world_size: int = 1,
+        self, index: ClassIndex, crops_per_minibatch: int, seed: int, steps: int, fraction: float = 1.0, **options: int
     ):
-        super().__init__(len(index), crops_per_minibatch, seed, steps, start_step, rank, world_size)
+        super().__init__(len(index), crops_per_minibatch, seed, steps, **options)
         self.index = index
         self.fraction = fraction
         self.images_with = {class_id: index.images_with(class_id) for class_id in range(len(index.classes))}
