@@ -9,13 +9,21 @@ from datasets.cityscapes import cityscapes
 from datasets.class_index import ClassIndex, index_classes
 from datasets.class_table import ClassTable
 from datasets.classification import ClassificationDataset
-from datasets.classification_items import ClassificationCrops, CropsInMemory, EvaluatedImages, ImagesInMemory, collated
 from datasets.coco_stuff import coco_stuff
 from datasets.colour_jitter import ColourJitter, Lighting
 from datasets.folder import folder
 from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, ResizedRandomCrop, TenCrops
 from datasets.imagenet import image_folder, imagenet
-from datasets.loading import Draw, TrainingCrops, WholeImages
+from datasets.loading import (
+    ClassificationCrops,
+    CropsInMemory,
+    Draw,
+    EvaluatedImages,
+    ImagesInMemory,
+    TrainingCrops,
+    WholeImages,
+    collated,
+)
 from datasets.samplers import ClassUniformMinibatches, ShuffledMinibatches, minibatches_per_epoch
 from datasets.segmentation import INSTANCES_PER_CLASS, SegmentationDataset
 from datasets.shapes import shapes

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from datasets.cifar_files import Batch, read_pickle, read_records
+from datasets.cifar_files import Batch, in_folders, in_zip, read_pickle, read_records
 from datasets.classification import ClassificationDataset
 from datasets.file_list import listed
 from datasets.layout import Layout
 from datasets.segmentation import restorable
-from datasets.small_pictures import in_folders, in_zip
 
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"
 _CIFAR100 = """

@@ -80,7 +80,7 @@ def test_decoded_pictures_are_cached_until_the_file_changes_and_rebuilt_when_dam
     expected = cifar10(archive, "train").pixels
     (kept,) = decoded(cache)
     with monkeypatch.context() as patch:
-        patch.setattr("datasets.small_pictures.decode_image", None)  # decoding again would fail
+        patch.setattr("datasets.cifar_files.decode_image", None)  # decoding again would fail
         assert np.array_equal(cifar10(archive, "train").pixels, expected)
     data = kept.read_bytes()
     middle = len(data) // 2

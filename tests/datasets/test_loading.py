@@ -11,15 +11,17 @@ from torch.utils.data import DataLoader
 
 from datasets import SegmentationDataset, TrainingTransform, camvid, cifar10, cityscapes, imagenet
 from datasets.classification import mean_image
-from datasets.classification_items import (
+from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, TenCrops
+from datasets.loading import (
     ClassificationCrops,
     CropsInMemory,
+    Draw,
     EvaluatedImages,
     ImagesInMemory,
+    TrainingCrops,
+    WholeImages,
     collated,
 )
-from datasets.image_transforms import CentreCrop, PaddedCrop, RandomResizedCrop, TenCrops
-from datasets.loading import Draw, TrainingCrops, WholeImages
 from datasets.samplers import ShuffledMinibatches
 from datasets.workers import Loader
 from tests import trees
