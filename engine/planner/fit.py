@@ -119,7 +119,9 @@ def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool
 @cache
 def _code() -> str:
     """A hash of the code that a trace depends on."""
-    files = [file for folder in ("engine", "models") for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
+    files = [
+        file for folder in ("engine", "keepless", "models") for file in sorted((_REPOSITORY / folder).rglob("*.py"))
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -247,14 +249,14 @@ def fitted(config: Config) -> Iterator[Config]:
 
 
 def _images(config: TrainingRun) -> int | None:
-    """The number of training images in `data.root`; None if they cannot be found, which the run will say."""
+    """Number of training images in `data.root`; None if they cannot be found: the run then reports it."""
     with suppress(ValueError, OSError):
         return len(_train_split(config.data))
     return None
 
 
 def _begun(config: Config) -> Config | None:
-    """A copy with what `memory.fit` chose for the run to resume; None if there is no such run."""
+    """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
     before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")
