@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
 
+from datasets.registry import ROWS
 from engine import assemble, planner
 from engine.configuration import config as configuration
 from engine.configuration.command_line import configured
 from engine.console import make_console, table_of
 from engine.jobs import run_jobs
-from engine.schema.classification import CLASSIFICATION_DATASETS
-from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from models.checkpoints.published import published
@@ -36,8 +35,7 @@ from scripts.evidence.tables import Finished
 from scripts.released_table import released_table
 
 RELEASED = "released"
-DRAWN = ("synthetic", "shapes")  # data that needs no folder
-DATA = sorted({*SEGMENTATION_DATASETS, *CLASSIFICATION_DATASETS} - {*DRAWN})
+DATA = sorted(name for name, row in ROWS.items() if not row.drawn)  # in folders
 
 
 @dataclass
@@ -140,7 +138,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
     roots, weights = arguments.roots or {}, arguments.weights or {}
     if config.data.name in roots:
         options.append(override("data.root", roots[config.data.name]))
-    elif config.data.name not in DRAWN:
+    elif config.data.name in DATA:
         missing.append(f"roots={{{config.data.name}: DIR}}")
     if papers.WEIGHTS in papers.command_of(experiment):
         fitting = sorted((name for name in weights if name in experiment), key=len)

@@ -15,20 +15,19 @@ from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
     documents,
     jpeg_quality,
+    loader,
     networks,
     networks_budget,
     plan_experiments,
     reconstruction_error,
-    restored_gradients,
     reversible,
     tables,
     training,
 )
 from scripts.evidence.abn import page as abn_page
-from scripts.evidence.loader import measurement as loader
-from scripts.evidence.loader.crops import write_camvid
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
+from tests import trees
 from tests.faults import report
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -41,7 +40,7 @@ PAGES = {  # by the beginning of the record's name: record, its name -> the page
     "memory": plan_experiments.page,
     "networks_budget": networks_budget.page,
     "networks": networks.page,
-    "restored": restored_gradients.page,
+    "restored": reconstruction_error.page,
     "reversible": reversible.page,
     "revnet": reconstruction_error.page,
     "training": training.page,
@@ -135,7 +134,7 @@ def headings(page: Path) -> list[str]:
 def test_the_example_in_the_readme_gives_the_same_losses_in_less_memory(tmp_path, network, steps):
     """In float64, with and without the line that it is about; in `make test` with a smaller network."""
     readme = (REPOSITORY / "README.md").read_text()
-    write_camvid(tmp_path, images=2 * steps, size=(32, 40))
+    trees.camvid_annot(tmp_path, training_images=2 * steps)
     code = readme[readme.index("import torch\nfrom datasets") :].split("```")[0]
     assert "deeplabv3_resnet50" in code
     code = code.replace('"DIR"', repr(str(tmp_path))).replace("deeplabv3_resnet50", network)

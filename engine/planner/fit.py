@@ -16,12 +16,8 @@ import torch
 from torch import nn
 
 from datasets.cache import cache_folder
-from datasets.camvid import camvid_classes
-from datasets.cityscapes import cityscapes_classes
-from datasets.coco_stuff import coco_stuff_classes
-from datasets.shapes import CLASSES as SHAPES
-from engine.assemble.classification import classified_counts, classified_split
-from engine.assemble.data import dataset, official_images
+from engine.assemble.classification import classified_split
+from engine.assemble.data import dataset, official_classes, official_images
 from engine.assemble.network import forward
 from engine.assemble.training import learner_of
 from engine.configuration import config as configuration
@@ -34,8 +30,8 @@ from engine.memory import peak_memory_mib
 from engine.output_files import write_file
 from engine.planner.trace import Trace, traced
 from engine.schedule import Schedule
-from engine.schema.classification import IMAGENET_CLASSES, ClassificationData
-from engine.schema.data import CocoStuffData, Data, FolderData, SegmentationData
+from engine.schema.classification import ClassificationData
+from engine.schema.data import Data, SegmentationData
 from engine.schema.keys import as_list
 from engine.schema.memory import Memory
 from engine.schema.optim import Poly
@@ -46,45 +42,22 @@ from keepless.saved import size_text
 Config = TypeVar("Config", bound=TrainingRun)
 
 _REPOSITORY = Path(__file__).resolve().parent.parent.parent
-_VISTAS_CLASSES = 65
 _SMALLEST_CROP = 64
-# Any length will do: a schedule takes no memory.
+# An arbitrary length: it does not affect the memory.
 _STEPS = Schedule(2, steps_per_epoch=2, evaluate_every=None, checkpoint_every=2, log_every=2)
 
 
 def classes_of(data: Data) -> int:
-    """The number of classes of a dataset, whose files are not needed unless they are people's own."""
-    if (own := _own(data)) is not None:
-        return len(own.classes)
-    if isinstance(data, CocoStuffData):
-        return len(coco_stuff_classes(other_class=data.other_class).names)
-    known: dict[str, int] = {
-        "camvid": len(camvid_classes().names),
-        "cifar10": 10,
-        "cifar100": 100,
-        "cityscapes": len(cityscapes_classes().names),
-        "imagenet": IMAGENET_CLASSES,
-        "shapes": len(SHAPES),
-        "synthetic": len(cityscapes_classes().names),
-        "vistas": _VISTAS_CLASSES,
-    }
-    return known[data.name]
+    """Number of classes of a dataset; reads files only for the user's own images."""
+    return official_classes(data) or len(_train_split(data).classes)
 
 
 def training_images(data: Data) -> int:
-    """The number of training images of a dataset, whose files are not needed unless they are people's own."""
-    if (own := _own(data)) is not None:
-        return len(own)
-    if isinstance(data, SegmentationData):
-        published = official_images(data)
-        return sum(published.get(split) or 0 for split in as_list(data.train_split))
-    data = cast(ClassificationData, data)
-    return classified_counts(data, classes_of(data)).get(data.train_split) or 0
-
-
-def _own(data: Data) -> Dataset | None:
-    """The training split of people's own images, of which nothing is published; None for other datasets."""
-    return _train_split(data) if isinstance(data, FolderData) or data.name == "image_folder" else None
+    """Number of training images of a dataset; reads files only for the user's own images."""
+    if official_classes(data) is None:
+        return len(_train_split(data))
+    images = official_images(data)
+    return sum(images.get(split) or 0 for split in as_list(data.train_split))
 
 
 def _train_split(data: Data) -> Dataset:
@@ -146,7 +119,9 @@ def _kept_trace(config: TrainingRun, crops: int, crop_size: int, offloaded: bool
 @cache
 def _code() -> str:
     """A hash of the code that a trace depends on."""
-    files = [file for folder in ("engine", "models") for file in sorted((_REPOSITORY / folder).rglob("*.py"))]
+    files = [
+        file for folder in ("engine", "keepless", "models") for file in sorted((_REPOSITORY / folder).rglob("*.py"))
+    ]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -274,14 +249,14 @@ def fitted(config: Config) -> Iterator[Config]:
 
 
 def _images(config: TrainingRun) -> int | None:
-    """The number of training images in `data.root`; None if they cannot be found, which the run will say."""
+    """Number of training images in `data.root`; None if they cannot be found: the run then reports it."""
     with suppress(ValueError, OSError):
         return len(_train_split(config.data))
     return None
 
 
 def _begun(config: Config) -> Config | None:
-    """A copy with what `memory.fit` chose for the run to resume; None if there is no such run."""
+    """A copy with the numbers that `memory.fit` chose for the run to resume; None if there is no such run."""
     if config.resume != "auto" or config.run_dir is None or not (Path(config.run_dir) / "config.yaml").is_file():
         return None
     before = configuration.read_yaml(Path(config.run_dir) / "config.yaml")

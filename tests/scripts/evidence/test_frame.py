@@ -14,14 +14,13 @@ import torch
 
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
-from scripts.evidence import networks, training
+from scripts.evidence import loader, networks, training
 from scripts.evidence.abn import measurement as abn
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
-from scripts.evidence.loader import measurement as loader
 from scripts.evidence.measuring import Elsewhere, peak_bytes
 from tests.runs import REPOSITORY
 
-RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
+RUN = {"bench_abn": abn.run, "loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -111,7 +110,6 @@ def test_objects_elsewhere_answer_fail_and_end():
 def test_the_command_line_says_what_is_not_the_default():
     for name, arguments, options in (
         ("abn", abn.AbnArguments(device="cpu", dtypes=["bfloat16"], rounds=3), "dtypes=[bfloat16] rounds=3"),
-        ("loader", loader.LoaderArguments(png_size=[64, 96]), "png_size=[64,96]"),
         ("training", training.TrainingArguments(recipe=None, parts=["compile"]), "recipe=null parts=[compile]"),
         (
             "networks",
@@ -140,7 +138,7 @@ IMPOSSIBLE = {  # {benchmark: {options: message}}
         "out=???": "out has no value",
         "measure=false": "does not exist",
     },
-    "bench_loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
+    "loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
     "bench_training": {
         "device=cuda": "PyTorch sees no CUDA device",
         "parts=[all]": "parts=.*some of overhead, switches, data, norms, allocation, recompute, compile",

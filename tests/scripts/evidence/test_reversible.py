@@ -14,7 +14,7 @@ from engine.checkpoint import files as checkpoint
 from engine.configuration.config import plain
 from keepless import InPlaceABN
 from models import bodies
-from scripts.evidence import reconstruction_error, restored_gradients, reversible, reversible_costs
+from scripts.evidence import reconstruction_error, reversible, reversible_costs
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.reversible import targets
 from scripts.evidence.reversible_costs import PUBLISHED, activations, angle, bytes_per_pixel, variants
@@ -134,7 +134,7 @@ def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
 
     keep("a.pt", 7, "cifar10_revnet38")
     keep("b.pt", 0, "cifar10_revnet38")
-    result, text = measured("restored_gradients", restored_gradients.run, tmp_path, *options)
+    result, text = measured("reconstruction_error", reconstruction_error.run, tmp_path, *options)
     assert [row["step"] for row in result["rows"]] == [0, 7] and 0 < result["rows"][0]["angle"] < 1
     assert "at 2 steps of a training of 80,000 in float32" in text and "checkpoints=FOLDER" in text
     for name, step, message in (
@@ -143,4 +143,6 @@ def test_restored_gradients_are_measured_at_the_checkpoints_of_a_run(tmp_path):
     ):
         keep(name, step, "cifar10_resnet32")
         with pytest.raises(ValueError, match=message):
-            measured("restored_gradients", restored_gradients.run, tmp_path, *options)
+            measured("reconstruction_error", reconstruction_error.run, tmp_path, *options)
+    with pytest.raises(ValueError, match="steps=3 is of a training: leave it out, or checkpoints"):
+        measured("reconstruction_error", reconstruction_error.run, tmp_path, *options, "steps=3")
