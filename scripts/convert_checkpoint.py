@@ -30,8 +30,7 @@ from datasets.vistas import vistas_classes
 from engine import assemble
 from engine.assemble import initial_weights
 from engine.checkpoint import files as checkpoint
-from engine.checkpoint.migrations import FORMAT
-from engine.checkpoint.parts import PARTS
+from engine.checkpoint.parts import OF_TRAINING, PARTS
 from engine.configuration import config as configuration
 from engine.configuration.command_line import composed, configured
 from engine.console import make_console
@@ -50,7 +49,6 @@ from models.checkpoints.recognition import Architecture, body_of, recognised
 from models.package import PACKAGE_ACTIVATIONS
 
 VISTAS_CLASSES = 65
-OF_TRAINING = ("ema", "skipped_images", "recorded", "data")  # parts of a checkpoint that an evaluation does without
 NAMES = "eval.py compares the names with the data: for ImageNet the class folders (n01440764, …) in sorted order"
 VISTAS_POOLING = [84, 84]  # feature cells: the release's test crops, 672 pixels
 Colours = list[tuple[int, int, int]]
@@ -142,9 +140,9 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
     config.run_dir, config.resume, config.data.root, config.init = None, None, None, Init()
     if isinstance(config, SegmentationRun) and isinstance(config.sampler, ClassUniformSampler):
         config.sampler.folder = None
-    parts = {name: state[name] for name in PARTS if name in state and name not in OF_TRAINING}
+    parts = {name: state[name] for name in PARTS if name in state and name not in ("ema", *OF_TRAINING)}
     parts |= {"config": configuration.plain(config), "network": state.get("ema", state["network"])}
-    checkpoint.write_alone(output, {"format": FORMAT, **parts})
+    checkpoint.write_alone(output, {"format": checkpoint.FORMAT, **parts})
     averaged = "averaged " if "ema" in state else ""
     return [f"input {source}", f"the {averaged}weights of step {state['step']}, for evaluations and init.weights"]
 
@@ -172,7 +170,7 @@ def _write_checkpoint(
     load_by_name(network, tensors, source=str(source), name=f"input={source}", advice=advice)
     unnamed = options.classes is None and options.data.root is None
     state = {
-        "format": FORMAT,
+        "format": checkpoint.FORMAT,
         "task": config.task,
         "step": 0,
         "config": configuration.plain(config),

@@ -88,7 +88,7 @@ def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
 
 
 def from_plain(values: dict, schema: type[Schema], source: str = "the checkpoint") -> Schema:
-    """The inverse of `plain`. Keys newer than the checkpoint get their defaults.
+    """The inverse of `plain`; absent keys get their defaults.
 
     Only the groups that an evaluation needs are checked. Resuming compares all keys with the command's anyway.
 
