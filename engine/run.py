@@ -25,6 +25,7 @@ from engine.records.evaluated import Evaluated, print_results, write_results
 from engine.records.metrics_logger import MetricsLogger
 from engine.records.utilisation import peak_flops, training_flops
 from engine.schedule import Schedule
+from engine.schema.keys import deciding
 from engine.schema.training import TrainingRun
 from engine.stopping import StopRequest
 
@@ -201,7 +202,7 @@ def opened(
         StopRequest(data.timeout_seconds) as stop,
     ):
         config.check_shares(world.size)
-        given = configuration.deciding((word for word in shlex.split(command) if "=" in word), config)
+        given = deciding((word for word in shlex.split(command) if "=" in word), config)
         directory = RunDirectory(world.gather(config.run_dir or new_run_path(data.name, config.norm.name, given))[0])
         with directory.in_use(config), _removed_unless_begun(directory, stop):
             run = _agree(config, world, stop, directory, *find(data))

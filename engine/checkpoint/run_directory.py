@@ -2,9 +2,7 @@
 
 import errno
 import fcntl
-import hashlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -18,11 +16,11 @@ from engine.checkpoint import files as checkpoint
 from engine.checkpoint.parts import OF_TRAINING
 from engine.configuration.config import fixed, of_checkpoint
 from engine.console import logger
+from engine.schema.keys import named_after
 from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
-LONGEST_NAME = 255  # bytes, of Linux's filesystems
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -30,20 +28,6 @@ def new_run_path(dataset: str, norm: str, overrides: Sequence[str]) -> str:
     """The folder of a run if none is given: TensorBoard lists runs by their folders."""
     parts = ["runs", f"{dataset}-{norm}", *([named_after(overrides)] if overrides else [])]
     return "/".join([*parts, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"])
-
-
-def named_after(overrides: Sequence[str], digest: bool = False) -> str:
-    """A file name that lists key=value overrides: optim.lr=0.1,seed=0.
-
-    Brackets and quotes are left out, and a slash becomes a dash, so that few names need quotes. A name that is too
-    long, or one with `digest`, ends with a part of the overrides' hash.
-    """
-    text = ",".join(overrides)
-    name = re.sub(r"[^\w.+=,-]+", "-", re.sub(r"[][{}()'\"\s\\]", "", text))
-    if digest or len(name.encode()) > LONGEST_NAME:
-        hashed = hashlib.sha256(text.encode()).hexdigest()[:8]
-        name = f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{hashed}"
-    return name
 
 
 class RunDirectory:

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from engine.checkpoint.run_directory import named_after
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
 from engine.output_files import write_file
+from engine.schema.keys import named_after
 from engine.tasks import TASKS
 
 _FOLDERS = ("data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine

@@ -17,6 +17,7 @@ import torch
 from engine.checkpoint import files as checkpoint
 from engine.checkpoint.run_directory import RunDirectory, new_run_path
 from engine.configuration import config as cfg
+from engine.schema.keys import deciding
 from engine.schema.segmentation import SegmentationRun
 from tests.runs import run_config, same, with_key
 
@@ -237,7 +238,7 @@ FREE_ON_RESUME = {
 def test_a_folder_is_named_by_what_makes_its_run_another(tmp_path):
     """Overrides of keys that a resumed run may change are left out. The date tells equal runs apart."""
     given = ("norm=std", "+optim.lr=0.1", f"data.root={tmp_path}", "trainer.evaluate_images=2", "experiment=a/b")
-    assert cfg.deciding(given, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
+    assert deciding(given, run_config()) == ["norm=std", "+optim.lr=0.1", "experiment=a/b"]
     date = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"
     assert re.fullmatch(f"runs/streets-std/norm=std,experiment=a-b/{date}", new_run_path("streets", "std", given[::4]))
     assert re.fullmatch(f"runs/streets-std/{date}", new_run_path("streets", "std", []))
