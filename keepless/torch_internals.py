@@ -21,6 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
@@ -42,8 +43,8 @@ try:
     from torch.nn.modules.batchnorm import _NormBase as NormBase
     from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNormBase
     from torch.overrides import _get_current_function_mode as current_function_mode
-    from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-    from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map
+    from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+    from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
     # Whether a tensor has a storage, which sparse and batched ones lack.
     has_storage: Callable[[Tensor], bool] = torch._C._has_storage
@@ -230,3 +231,39 @@ def triton_is_interpreted() -> bool:
     if hasattr(triton, "knobs"):
         return bool(triton.knobs.runtime.interpret)
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+# For training and measuring with this package
+
+
+def running_node() -> Any:
+    """The node whose gradients the running backward pass computes; None outside of one."""
+    return torch._C._current_autograd_node()
+
+
+def scaler_skips_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Let GradScaler skip a step with infinite gradients. Otherwise it calls a fused optimizer for it too."""
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # set by fused optimizers
+
+
+def compiler_settings(**settings: Any) -> AbstractContextManager:
+    """Context with other settings of `torch.compile`, such as `recompile_limit`."""
+    return torch._dynamo.config.patch(**settings)
+
+
+def compile_gradients() -> None:
+    """From now on `torch.compile` traces `autograd.grad` inside backward passes, as reversible blocks need it."""
+    torch._dynamo.config.trace_autograd_ops = True
+
+
+def compile_within(graph: fx.GraphModule, inputs: list[Tensor], compiler: str, budget: float) -> Callable[..., Any]:
+    """Compile a graph with a backend of `torch.compile` that keeps a share of the activations."""
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        return torch._dynamo.lookup_backend(compiler)(graph, inputs)
+
+
+def compiled_graphs() -> dict[str, Any]:
+    """What `torch.compile` counts, by topic: "stats", "graph_break", …"""
+    from torch._dynamo.utils import counters
+
+    return counters

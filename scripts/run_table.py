@@ -28,7 +28,7 @@ from engine.console import make_console, table_of
 from engine.jobs import run_jobs
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
-from models.checkpoints.published import published
+from models.checkpoints.released_files import released_file
 from scripts.evidence import papers
 from scripts.evidence.measuring import operations_of
 from scripts.evidence.tables import Finished
@@ -145,7 +145,7 @@ def job_of(experiment: str, seed: int, arguments: RunTable) -> Job:
         if fitting:
             file = Path(weights[fitting[-1]])
             options.append(override("init.weights", file))
-            options += ["init.format=released"] if file.is_file() and published(file) else []
+            options += ["init.format=released"] if file.is_file() and released_file(file) else []
         else:
             network = experiment.split("/")[1].removeprefix(f"{config.data.name}_")
             missing.append(f"weights={{{network}: FILE}}")

@@ -12,7 +12,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from engine.configuration import sweep
+from engine import sweep
 from engine.configuration.arguments import check_arguments
 from scripts import plan_memory, run_table
 from scripts.evidence import frame, methods, papers, tables

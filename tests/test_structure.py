@@ -26,7 +26,7 @@ MAY_IMPORT = {
 }
 KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names  # it is installed without the rest
 
-KNOWS_HYDRA = ("engine/configuration/", "engine/schema/")
+KNOWS_HYDRA = ("engine/configuration/", "engine/schema/", "engine/sweep.py")
 NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
 # Modules outside engine/schema and engine/assemble that import the schema, and the names they import.
 KNOWS_SCHEMA = {
@@ -39,9 +39,9 @@ KNOWS_SCHEMA = {
         "keys.without_interpolation",
         "training.TrainingRun",
     },
-    "engine/run.py": {"training.TrainingRun"},
-    "engine/checkpoint/run_directory.py": {"training.TrainingRun"},
-    "engine/configuration/sweep.py": {"keys.Keys", "keys.override"},
+    "engine/run.py": {"keys.deciding", "training.TrainingRun"},
+    "engine/checkpoint/run_directory.py": {"keys.named_after", "training.TrainingRun"},
+    "engine/sweep.py": {"keys.Keys", "keys.deciding", "keys.named_after", "keys.override"},
     "engine/configuration/command_line.py": {"keys.Keys", "keys.override"},
     "engine/configuration/arguments.py": {
         "keys.groups_of",
@@ -55,8 +55,6 @@ KNOWS_SCHEMA = {
     },
     "engine/configuration/choices.py": {"keys.groups_of"},
     "engine/configuration/help.py": {"keys.expected"},
-    "engine/classification/evaluation.py": {"classification.ClassificationRun"},
-    "engine/segmentation/evaluation.py": {"segmentation.SegmentationRun"},
     "engine/tasks.py": {
         "classification.ClassificationRun",
         "evaluation.Evaluation",
@@ -141,13 +139,31 @@ def test_imports_point_down():
     assert wrong == []
 
 
-def test_no_file_imports_itself_through_others():
-    """Also where only type checkers import, and through packages that hand on names."""
+def imports_of_files() -> dict[str, set[str]]:
+    """{module: modules of ours that it imports}, also where only type checkers import."""
     files = {source.module: source for source in sources("", *MAY_IMPORT, "scripts")}
     graph = {}
     for module, source in files.items():
         longest = {next((f for f in (name, name.rpartition(".")[0]) if f in files), None) for name in source.imported}
         graph[module] = longest - {None, module}
+    return graph
+
+
+def test_no_file_imports_itself_through_others():
+    """Also through packages that hand on names."""
+    graphlib.TopologicalSorter(imports_of_files()).prepare()
+
+
+def test_no_folder_imports_itself_through_others():
+    """In engine each folder is one node, and so is each file that lies in engine itself."""
+    graph: dict[str, set[str]] = {}
+    for module, imported in imports_of_files().items():
+        if module.startswith("engine."):
+            node, *others = (
+                ".".join(name.split(".")[:2]) for name in (module, *imported) if name.startswith("engine.")
+            )
+            graph.setdefault(node, set()).update({*others} - {node})
+    assert {"engine.assemble", "engine.run"} <= graph.keys()
     graphlib.TopologicalSorter(graph).prepare()
 
 

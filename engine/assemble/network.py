@@ -42,7 +42,7 @@ def norm_act(
     `eager`: whatever the configured backend is, compile nothing.
     ValueError: the released package is chosen but not installed.
     """
-    if isinstance(config, schema.PackageNorm):
+    if isinstance(config, schema.ReleasedNorm):
         return partial(released_abn(), **options_of(config, "name"))
     options = options_of(config, "name", "sync_group") | ({"backend": "eager"} if eager else {})
     return partial(_NORMS[type(config)], group=group, **options)

@@ -60,7 +60,7 @@ class InPlaceNorm1(InPlaceNorm):
 
 
 @dataclass
-class PackageNorm(Norm):
+class ReleasedNorm(Norm):
     name: str = "package"  # the released inplace_abn
 
     def check(self) -> None:
@@ -171,7 +171,7 @@ class DeepLabV3Head(Head):
 
 
 NORMS: dict[str, type[Norm]] = by_name(
-    StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, PackageNorm
+    StandardNorm, CheckpointNorm, CheckpointXHatNorm, InPlaceNorm1, InPlaceNorm, ReleasedNorm
 )
 BODIES: dict[str, type[Body]] = by_name(ResNetBody, ResNeXtBody, DenseNetBody, RevNetBody, WiderResNetBody)
 HEADS = by_name(DeepLabV3Head)

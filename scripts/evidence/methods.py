@@ -13,13 +13,13 @@ import torch
 import torchvision
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from keepless import recompute_activations
 from keepless.saved import kept_bytes
+from keepless.torch_internals import tree_flatten, tree_leaves, tree_unflatten
 from scripts.evidence import frame, frozen
 from scripts.evidence.measuring import Elsewhere, compiled, peak_bytes, timed, training_step
 
@@ -291,7 +291,7 @@ def measured(name: str, device: str, images: int, size: int, rounds: int, compil
 
     rows, left_out = each_method(name, methods_of(name, plain, device, compiler), start)
     times_ms = timed(steps, rounds, device)
-    torch._dynamo.reset()  # frees compiled code
+    torch.compiler.reset()  # frees compiled code
     return (
         [{"network": name, "method": method, **row, "times_ms": times_ms[method]} for method, row in rows.items()],
         left_out,

@@ -9,13 +9,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
-from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
-from engine.checkpoint.run_directory import named_after
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
 from engine.output_files import write_file
+from engine.schema.keys import named_after
 from engine.tasks import TASKS
 
 _FOLDERS = ("data.root", "init.weights", "sampler.folder")  # keys whose values are of one machine
@@ -78,9 +77,7 @@ class Run:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
         (task,) = (task for task in TASKS.values() if task.schema.score == self.scores.best)
         self.entry = task.entry
-        known_format = SEGMENTATION_ONLY if self.scores.best == "miou" else FORMAT
-        config = cast(dict, migrated({"format": known_format, "config": self.results["config"]}))["config"]
-        self.typed = configuration.from_plain(config, task.schema, f"{folder}")
+        self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
         shared = configuration.shared(self.typed).items()
         self.keys = {name: value for name, value in shared if name not in OF_A_RUN}
         self.keys |= {"processes": self.processes or 1, "images": self.results["images"]}

@@ -19,15 +19,13 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.configuration.command_line import configured
 from engine.planner.made_tensors import MadeTensors
 from keepless import ABN, CheckpointedABN, InPlaceABN, recompute_activations
 from keepless.norms.backends.activations import EXACT_RANGES, INVERTIBLE_ACTIVATIONS, Activation, invertible_range
 from keepless.saved import kept_bytes, saved_for_backward
+from keepless.torch_internals import FakeTensorMode, OpOverload, TorchDispatchMode
 from models.bodies import Body, densenet264, resnet101, resnext101, wider_resnet38_a2
 from models.heads import DeepLabV3
 from models.recomputation import RECOMPUTE, choose_recomputation

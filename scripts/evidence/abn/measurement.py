@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from keepless.norms.backends import check_backend
+from keepless.torch_internals import compiler_settings
 from scripts.evidence.abn.page import page, pictures
 from scripts.evidence.abn.strategies import (
     BLOCKS,
@@ -123,7 +124,7 @@ def measure(arguments: AbnArguments, clock: Clock) -> dict:
     left_out: list[dict] = []
     with ExitStack() as context:
         context.enter_context(_alone_in_a_group())
-        context.enter_context(torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=1024))
+        context.enter_context(compiler_settings(recompile_limit=1024, accumulated_recompile_limit=1024))
         context.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True))
         for cell in arguments.cells():
             reasons = {"all": f"out of time: minutes={settings.minutes:g}"}

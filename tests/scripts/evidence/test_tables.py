@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from models.checkpoints import published
+from models.checkpoints import released_files as of_the_release
 from scripts import released_table, run_table
 from scripts.evidence import papers, tables
 from scripts.evidence.tables import END, START, Tables
@@ -249,12 +249,13 @@ def test_released_files_are_evaluated_beside_the_published_scores(tmp_path, monk
     root = classification_trees.imagenet(tmp_path / "imagenet")
     arguments = RunTable(table="released", files=str(file.parent), runs=str(tmp_path / "runs"))
     with pytest.raises(
-        ValueError, match="none of its 2 files is published, by their md5; expected some of ResNeXt-101"
+        ValueError, match="none of its 2 files is a released one, by their md5; expected some of ResNeXt-101"
     ):
         run_table.run(OmegaConf.structured(arguments))
     scores = {"224": (50.0, 100.0), "ten crops": (50.0, 100.0)}
-    entry = published.Published("a net", hashlib.md5(file.read_bytes()).hexdigest(), "inplace", "imagenet", scores)
-    monkeypatch.setattr(published, "PUBLISHED", (entry,))
+    md5 = hashlib.md5(file.read_bytes()).hexdigest()
+    entry = of_the_release.ReleasedFile("a net", md5, "inplace", "imagenet", scores)
+    monkeypatch.setattr(of_the_release, "RELEASED_FILES", (entry,))
     assert run_table.run(OmegaConf.structured(arguments)) == 0
     assert "needs roots={imagenet: DIR}" in capsys.readouterr().out
     arguments.roots = {"imagenet": str(root)}

@@ -16,10 +16,10 @@ from torch import nn
 
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models import bodies
-from models.checkpoints import published
+from models.checkpoints import released_files
 from models.checkpoints.loading import load_by_name
-from models.checkpoints.official import load_released, released_file, to_released, to_standard_bn
 from models.checkpoints.recognition import recognised
+from models.checkpoints.released import load_released, to_released, to_standard_bn, weights_in
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests import released_files as files
@@ -42,7 +42,7 @@ OUR_NAMES = {"widths": "channels", "channels": "stem_channels", "base": "base_ch
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_names_and_shapes_of_the_published_networks(name):
+def test_names_and_shapes_of_the_released_networks(name):
     """Every tensor of ours but the counts is in the file, and no other. The architecture is read off the file."""
     kind, options = FULL[name]
     released = Released(device="meta")
@@ -139,27 +139,27 @@ def file(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("norm, scale, other", [("std", "raw", "released"), ("inplace", "released", "raw")])
-def test_the_md5_of_a_published_file_decides_the_scale(file, monkeypatch, norm, scale, other):
+def test_the_md5_of_a_released_file_decides_the_scale(file, monkeypatch, norm, scale, other):
     told, recognising = small_resnext(classes=3), small_resnext(classes=3)
     assert f"({scale}): as scale says" in str(load_released(told, file, scale))
-    entry = published.Published(
+    entry = released_files.ReleasedFile(
         "a net", hashlib.md5(file.read_bytes()).hexdigest(), norm, "imagenet", {"224": (77.0, 93.5)}
     )
-    monkeypatch.setattr(published, "PUBLISHED", (*published.PUBLISHED, entry))
+    monkeypatch.setattr(released_files, "RELEASED_FILES", (*released_files.RELEASED_FILES, entry))
     report = load_released(recognising, file)
-    assert f"({scale}): it is the published a net, norm {norm}: ImageNet top-1/top-5 224 77.00/93.50" in str(report)
+    assert f"({scale}): it is the released a net, norm {norm}: ImageNet top-1/top-5 224 77.00/93.50" in str(report)
     assert same(told.state_dict(), recognising.state_dict())
-    with pytest.raises(ValueError, match=f"scale={other} is wrong for .*published.*or give scale={scale}"):
+    with pytest.raises(ValueError, match=f"scale={other} is wrong for .*released.*or give scale={scale}"):
         load_released(recognising, file, other)
 
 
 def test_other_files_need_a_scale_or_the_report_says_which_was_taken(tmp_path, file):
     network = small_resnext(classes=3)
     report = load_released(network, file)
-    assert r"|weight| + eps (released): the default for files that are not published" in str(report)
+    assert r"|weight| + eps (released): the default for other files" in str(report)
     content = torch.load(file, weights_only=True)
     with pytest.raises(ValueError, match="not known: give init.scale=released .* or init.scale=raw"):
-        released_file(content, file, "FILE", key="init.scale")
+        weights_in(content, file, "FILE", key="init.scale")
     with pytest.raises(ValueError, match="scale=plain: expected one of released, raw"):
         load_released(network, file, "plain")
     counted = files.write_classifier(tmp_path / "counted.pth.tar", network.state_dict())
@@ -168,8 +168,8 @@ def test_other_files_need_a_scale_or_the_report_says_which_was_taken(tmp_path, f
     load_released(network, counted, "raw")
 
 
-def test_the_table_of_published_files():
-    table = published.PUBLISHED
+def test_the_table_of_released_files():
+    table = released_files.RELEASED_FILES
     assert len({entry.md5 for entry in table}) == len(table) == 10
     assert all(len(entry.md5) == 32 and set(entry.md5) <= set("0123456789abcdef") for entry in table)
     assert [entry.network for entry in table if entry.scale == "raw"] == ["ResNeXt-101"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import train_imagenet
-from engine.configuration import sweep
+from engine import sweep
 from engine.configuration.command_line import command_line
 from engine.stopping import Preempted
 from tests.runs import REPOSITORY, SHORT_SHAPES, composed, run

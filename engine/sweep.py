@@ -11,12 +11,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
-from engine.checkpoint.run_directory import RunDirectory, named_after
-from engine.configuration.config import deciding, plain
 from engine.console import log_to, make_console
 from engine.distributed import launched
 from engine.jobs import run_jobs
-from engine.schema.keys import Keys, override
+from engine.schema.keys import Keys, deciding, named_after, override
 
 FLAGS = ("-m", "--multirun")
 OF_RUN_DIRECTORIES = ("run_dir", "resume")  # keys that the sweep sets for each job
@@ -31,10 +29,10 @@ class Job(NamedTuple):
         """Whether this very command has left results."""
         if self.run_dir is None:
             return False
-        directory, command = RunDirectory(str(self.run_dir)), shlex.join(["python", sys.argv[0], *self.arguments])
-        if not (directory.results.is_file() and directory.config.is_file()):
+        config, command = self.run_dir / "config.yaml", shlex.join(["python", sys.argv[0], *self.arguments])
+        if not ((self.run_dir / "results.json").is_file() and config.is_file()):
             return False
-        return directory.config.read_text("utf-8", "replace").startswith(f"# {command}\n")
+        return config.read_text("utf-8", "replace").startswith(f"# {command}\n")
 
 
 def asked_for(arguments: list[str]) -> bool:
@@ -96,7 +94,7 @@ def jobs_of(
         for chosen in itertools.product(*values.values())
     ]
     configs = [check([*shared, *own, *given_folder]) for own in owns]
-    for (own, config), (other, other_config) in itertools.combinations(zip(owns, map(plain, configs), strict=True), 2):
+    for (own, config), (other, other_config) in itertools.combinations(zip(owns, configs, strict=True), 2):
         if config == other_config:
             raise ValueError(f"{' '.join(own)} and {' '.join(other)} are the same job: leave one of them out")
     if not has_run_dir:

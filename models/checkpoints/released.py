@@ -12,8 +12,8 @@ from keepless import from_released
 from keepless.norms.report import listed
 from models.checkpoints import torch_files
 from models.checkpoints.loading import Loaded, load_by_name
-from models.checkpoints.published import published
 from models.checkpoints.recognition import body_of, differences, recognised
+from models.checkpoints.released_files import released_file
 
 EPS = 1e-5  # of the released layers, in the variance and in the scale
 SCALES = ("released", "raw")
@@ -22,7 +22,7 @@ PARTS = ("body", "head", "cls")  # of a segmentation file
 OLD_LEVEL = re.compile(r"(^|\.)(bn\d*|bn_out|\w+_bn)\.bn\.")
 
 
-class ReleasedFile(NamedTuple):
+class ReleasedWeights(NamedTuple):
     """The tensors of a released file under our names."""
 
     tensors: dict[str, Tensor]  # values as in the file; of a segmentation network with the prefixes of its parts
@@ -30,13 +30,13 @@ class ReleasedFile(NamedTuple):
     remarks: tuple[str, ...]  # what the file is and why it has this scale
 
     @property
-    def package_eps(self) -> float | None:
+    def eps(self) -> float | None:
         """The eps of norms whose scale is |weight| + eps; None if the weight is the scale."""
         return EPS if self.scale == "released" else None
 
     def converted(self) -> dict[str, Tensor]:
         """The tensors with scales as our layers have them."""
-        return self.tensors if self.package_eps is None else from_released(self.tensors, self.package_eps)
+        return self.tensors if self.eps is None else from_released(self.tensors, self.eps)
 
 
 def load_released(network: nn.Module, path: str | Path, scale: str | None = None) -> Loaded:
@@ -47,8 +47,8 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
             its norms are of any kind in `keepless`.
         path: the file as downloaded. It is no archive, although it is called .pth.tar.
         scale: "released": a norm's weight w stands for the scale |w| + eps, as in the release's in-place and
-            synchronised layers. "raw": for w, as in its standard layers. None: as the md5 says for a published file,
-            otherwise "released". A file does not say which it holds.
+            synchronised layers. "raw": for w, as in its standard layers. None: by the md5 if it is a file of the
+            release, otherwise "released". A file does not say which it holds.
 
     Returns:
         What matched, and which scale was taken and why.
@@ -58,7 +58,7 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
             is then unchanged.
     """
     path = Path(path)
-    file = released_file(read(path, str(path)), path, str(path), scale, otherwise="released")
+    file = weights_in(read(path, str(path)), path, str(path), scale, otherwise="released")
     options = differences(file.tensors, network.state_dict())
     advice = "Build the network that the file is of"
     if options:
@@ -73,7 +73,7 @@ def read(path: Path, name: str, advice: str | None = None) -> object:
     return torch_files.read(path, name, expected, advice or "download it again")
 
 
-def released_file(
+def weights_in(
     content: object,
     path: Path,
     name: str,
@@ -81,14 +81,14 @@ def released_file(
     *,
     otherwise: str | None = None,
     key: str = "scale",
-) -> ReleasedFile:
+) -> ReleasedWeights:
     """Find the tensors in the content of a released file.
 
     Args:
         content: what `read` returned.
-        path: the file, whose md5 tells published files apart.
-        scale: as for `load_released`, or None: as its md5 says.
-        otherwise: the scale of a file that is not published, if `scale` is None.
+        path: the file; the md5 says whether it is one of the release.
+        scale: as for `load_released`; None: by the md5.
+        otherwise: the scale of other files if `scale` is None.
         name, key: of the file and of the argument `scale`, for messages.
 
     Raises:
@@ -97,13 +97,13 @@ def released_file(
     if scale not in (None, *SCALES):
         raise ValueError(f"{key}={scale}: expected one of {', '.join(SCALES)}")
     tensors = _tensors(content, name)
-    entry = published(path)
+    entry = released_file(path)
     if entry is not None and scale not in (None, entry.scale):
         raise ValueError(f"{key}={scale} is wrong for {name}, {entry}; leave it out, or give {key}={entry.scale}")
     taken = entry.scale if entry else scale or otherwise
     if taken is None:
         raise ValueError(
-            f"{name} is none of the published files, so its scales are not known: give {key}=released if it is of a "
+            f"{name} is none of the released files, so its scales are not known: give {key}=released if it is of a "
             f"network with the release's in-place or synchronised layers (scale |weight| + eps), or {key}=raw with "
             f"its standard layers (scale weight)"
         )
@@ -114,10 +114,10 @@ def released_file(
             f"network with standard batch normalisation"
         )
     meaning = "|weight| + eps" if taken == "released" else "weight"
-    why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for files that are not published"
+    why = f"it is {entry}" if entry else f"as {key} says" if scale else "the default for other files"
     remark = f"norms scale by {meaning} ({taken}): {why}"
     remarks = (remark,) if entry else (remark, *torch_files.unchecked(path, name))
-    return ReleasedFile(tensors, taken, remarks)
+    return ReleasedWeights(tensors, taken, remarks)
 
 
 def _tensors(content: object, name: str) -> dict[str, Tensor]:
