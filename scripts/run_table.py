@@ -6,7 +6,7 @@
 
 Lists each training with its command, its arithmetic and the least hours that it takes at `tflops`. Without dry_run it
 then runs them into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not
-keep the others from running. Rows that are the same training run once. For the page: `python -m scripts.tables
+keep the others from running. Rows that are the same training run once. For the page: `python -m scripts.evidence.tables
 runs=[RUNS]`. `weights` are checkpoints of this project or files that the authors released. table=released trains
 nothing: it evaluates every released file in `files`, and prints the published scores beside ours.
 """
@@ -50,7 +50,7 @@ class RunTable:
     weights: Any = None  # {part of experiments' names, such as resnext101 or wrn38_std: init.weights}; the longest wins
     devices: int | None = key(None, above=0)  # processes of each training; null: as many as in its header
     seeds: list[int] = field(default_factory=lambda: [0])  # each training runs once with every seed
-    overrides: list[str] = field(default_factory=list)  # of every training; scripts.tables prints them
+    overrides: list[str] = field(default_factory=list)  # of every training; scripts.evidence.tables prints them
     tflops: float = key(10.0, above=0)  # arithmetic per second of one device in a training, in 10¹² operations
 
     def check(self) -> None:

@@ -20,7 +20,7 @@ from engine.output_files import write_file
 from models import bodies
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
-from scripts.evidence.abn.page import SHOWN, summary, targets
+from scripts.evidence.abn_page import SHOWN, summary, targets
 from scripts.evidence.frame import GIB, MIB, RESULTS, grouped, ratio_of, time_ratio
 from scripts.evidence.methods import NETWORKS, PLAIN, RECOMPUTED
 from scripts.evidence.networks import LIMITS

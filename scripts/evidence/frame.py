@@ -87,7 +87,7 @@ def benchmark(
 ) -> tuple[Callable[[DictConfig], Path], Callable[[], None]]:
     """Returns `run(values)`, which writes FILE.json and FILE.md and returns the page's path, and its command.
 
-    `name` is the command's module in `scripts`.
+    `name` is the module in `scripts.evidence`.
 
     `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
     record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
@@ -126,7 +126,7 @@ def benchmark(
 
     about = f"{sys.modules[measure.__module__].__doc__}{FILES}"
 
-    @configured(name.rpartition(".")[2], schema, about=about)
+    @configured(name, schema, about=about)
     def main(values: DictConfig) -> None:
         print(run(values))
 
@@ -140,7 +140,7 @@ def known_of(arguments: Arguments) -> dict[str, Any]:
 
 def command_line(name: str, arguments: Arguments) -> str:
     """The command that measures the same again."""
-    default, words = type(arguments)(), [f"python -m scripts.{name}"]
+    default, words = type(arguments)(), [f"python -m scripts.evidence.{name}"]
     for argument, value in vars(arguments).items():
         if argument not in ("out", "measure") and value != getattr(default, argument):
             text = FOLDERS.get(argument) or json.dumps(value, separators=(",", ":")).replace('"', "")

@@ -85,7 +85,7 @@ def page(result: dict, name: str) -> str:
     return frame.page_text("jpeg_quality", result, experiment=EXPERIMENT, table=columns(rows, COLUMNS, left=0))
 
 
-run, main = frame.benchmark("evidence.jpeg_quality", QualityArguments, measure, page)
+run, main = frame.benchmark("jpeg_quality", QualityArguments, measure, page)
 
 if __name__ == "__main__":
     main()

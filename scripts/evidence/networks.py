@@ -1,8 +1,8 @@
 """What `recompute_activations` saves and costs in known networks, beside other methods to train in less memory:
 
-    python -m scripts.bench_networks [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_networks only=[resnet50,densenet121] images=4 out=FILE.json
-    python -m scripts.bench_networks measure=false out=FILE.json
+    python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json
+    python -m scripts.evidence.networks measure=false out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
 adds networks to it. FILE.png shows bytes against time.
@@ -59,7 +59,7 @@ def page(result: dict, name: str) -> str:
     rows = [row for of_network in networks.values() for row in of_network.values()]
     return methods.page_text(
         "networks",
-        "bench_networks",
+        "networks",
         result,
         methods.NETWORKS,
         picture=f"![memory against time of every network and method]({name}.png)",
@@ -169,4 +169,7 @@ def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
     yield from methods.each(arguments, clock, methods.chosen(arguments.only), methods.measured)
 
 
-run, main = frame.benchmark("bench_networks", NetworksArguments, measure, page, pictures)
+run, main = frame.benchmark("networks", NetworksArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """What a byte budget for `recompute_activations` costs in known networks, beside checkpoints and the compiler's budget:
 
-    python -m scripts.bench_budget [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_budget only=[resnet50,densenet121] images=2 out=FILE.json
-    python -m scripts.bench_budget measure=false out=FILE.json
+    python -m scripts.evidence.networks_budget [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.networks_budget only=[resnet50,densenet121] images=2 out=FILE.json
+    python -m scripts.evidence.networks_budget measure=false out=FILE.json
 
 FILE.json is written again after each network: the same command continues a run that was stopped, and another `only`
 adds networks to it. FILE.png shows the peak against time, a panel for each network.
@@ -56,7 +56,7 @@ def page(result: dict, name: str) -> str:
     networks = frame.grouped(result["rows"], ["network"], "method")
     return methods.page_text(
         "networks_budget",
-        "bench_budget",
+        "networks_budget",
         result,
         NETWORKS,
         picture=f"![peak against time of every network]({name}.png)",
@@ -261,4 +261,7 @@ def _planned(network: Trained, plan: Plan, pixels: Tensor) -> Tensor:
         return network(pixels)
 
 
-run, main = frame.benchmark("bench_budget", NetworksArguments, measure, page, pictures)
+run, main = frame.benchmark("networks_budget", NetworksArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

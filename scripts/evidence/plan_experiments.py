@@ -290,7 +290,7 @@ def pictures(result: dict) -> dict[str, Figure]:
     return {"": figure}
 
 
-run, main = frame.benchmark("evidence.plan_experiments", PlanArguments, measure, page, pictures)
+run, main = frame.benchmark("plan_experiments", PlanArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

@@ -212,7 +212,7 @@ def drawn(rows: list[dict]) -> Figure:
     return figure
 
 
-run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page, pictures)
+run, main = frame.benchmark("reconstruction_error", ReconstructionArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

@@ -87,7 +87,7 @@ def pictures(result: dict) -> dict[str, Figure]:
     return {"": drawn(result["rows"])}
 
 
-run, main = frame.benchmark("evidence.restored_gradients", RestoredArguments, measure, page, pictures)
+run, main = frame.benchmark("restored_gradients", RestoredArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

@@ -1,8 +1,8 @@
 """What reversible networks save and cost, beside stored activations and checkpointing:
 
-    python -m scripts.bench_reversible out=FILE.json
-    python -m scripts.bench_reversible rounds=3 images=50 out=FILE.json
-    python -m scripts.bench_reversible measure=false out=FILE.json
+    python -m scripts.evidence.reversible out=FILE.json
+    python -m scripts.evidence.reversible rounds=3 images=50 out=FILE.json
+    python -m scripts.evidence.reversible measure=false out=FILE.json
 
 Bytes and operations are counted, times are measured. FILE.png is RevNet's Table 1, measured; FILE_budget.png shows
 memory against time of every method.
@@ -209,4 +209,7 @@ def budget_chart(rows: list[dict]) -> Figure:
     return figure
 
 
-run, main = frame.benchmark("bench_reversible", ReversibleArguments, measure, page, pictures)
+run, main = frame.benchmark("reversible", ReversibleArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Measure what each strategy of the paper's Figure 2 keeps and recomputes in a BN + ACT + CONV block:
 
-    python -m scripts.strategy_table
+    python -m scripts.evidence.strategy_table
 
 prints the tables of docs/memory.md: the strategies in a block and in the release's whole networks, checkpointed blocks,
 and the ranges in which activations can be inverted. Buffers are recognised by their values among the tensors that

@@ -1,8 +1,8 @@
 """Write the papers' tables, with our scores beside the published ones:
 
-    python -m scripts.tables runs=[docs/results] out=docs/results
-    python -m scripts.tables runs=[docs/results,runs/tables] out=docs/results
-    python -m scripts.tables plan=docs/results/memory_plan.json
+    python -m scripts.evidence.tables runs=[docs/results] out=docs/results
+    python -m scripts.evidence.tables runs=[docs/results,runs/tables] out=docs/results
+    python -m scripts.evidence.tables plan=docs/results/memory_plan.json
 
 `runs`: a folder, or several, in which run directories lie, at any depth. Writes the tables into OUT/README.md, between
 its lines "tables start" and "tables end", and a figure for every table with runs. A run counts for an experiment if it

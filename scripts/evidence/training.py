@@ -1,8 +1,8 @@
 """Speed and memory of training steps under every switch, and the training loop's overhead:
 
-    python -m scripts.bench_training [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_training rounds=3 starts=1 out=FILE.json
-    python -m scripts.bench_training measure=false out=FILE.json
+    python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json
+    python -m scripts.evidence.training measure=false out=FILE.json
 
 `parts` chooses groups of switches, and the overhead.
 """
@@ -219,4 +219,7 @@ def code(name: str) -> str:
     return f"`{name}`" if "=" in name else name
 
 
-run, main = frame.benchmark("bench_training", TrainingArguments, measure, page)
+run, main = frame.benchmark("training", TrainingArguments, measure, page)
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,8 @@
 """Speed of the training crops, against decoding their files and against resizing whole images; memory and start-up:
 
-    python -m scripts.bench_loader out=FILE.json
-    python -m scripts.bench_loader rounds=5 starts=1 out=FILE.json
-    python -m scripts.bench_loader measure=false out=FILE.json
+    python -m scripts.evidence.loader out=FILE.json
+    python -m scripts.evidence.loader rounds=5 starts=1 out=FILE.json
+    python -m scripts.evidence.loader measure=false out=FILE.json
 
 The files are drawn. The targets hold for their default sizes.
 """
@@ -315,4 +315,4 @@ def _title(source: str, result: dict) -> str:
     return f"{size}: {width}x{height} pixels, files of {kib['image']:.0f} KiB, labels of {kib['label']:.0f} KiB"
 
 
-run, main = frame.benchmark("bench_loader", LoaderArguments, measure, page)
+run, main = frame.benchmark("loader", LoaderArguments, measure, page)

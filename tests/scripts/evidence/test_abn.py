@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from scripts.evidence.abn import measurement as abn
-from scripts.evidence.abn import strategies
-from scripts.evidence.abn.page import EAGER, PASS_IN_PART, SHOWN, pictures, targets
-from scripts.evidence.abn.strategies import BUDGET, COMPILED, COPY, INPLACE_2, PACKAGE, STANDARD, SYNC, Cell, Work
+from scripts.evidence import abn
+from scripts.evidence import abn_strategies as strategies
+from scripts.evidence.abn_page import EAGER, PASS_IN_PART, SHOWN, pictures, targets
+from scripts.evidence.abn_strategies import BUDGET, COMPILED, COPY, INPLACE_2, PACKAGE, STANDARD, SYNC, Cell, Work
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, Clock
 from scripts.evidence.measuring import peak_bytes
 from tests.scripts.evidence.records import measured
@@ -36,7 +36,7 @@ def record(tmp_path_factory, no_compiled_backend) -> tuple[dict, str]:
     """A whole run, with a compiler that takes no time."""
     options = ["groups=[bn_act,bn_act_conv]", "compiler=aot_eager", "backend=eager"]
     options += [f"{key}={value}" for key, value in TINY.items()]
-    return measured("bench_abn", abn.run, tmp_path_factory.mktemp("benchmark"), *options)
+    return measured("abn", abn.run, tmp_path_factory.mktemp("benchmark"), *options)
 
 
 def rows_of(result: dict, group: str, layout: str) -> dict[str, dict]:

@@ -14,14 +14,13 @@ import torch
 
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
-from scripts.evidence import networks, training
-from scripts.evidence.abn import measurement as abn
+from scripts.evidence import abn, networks, training
 from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
 from scripts.evidence.loader import measurement as loader
 from scripts.evidence.measuring import Elsewhere, peak_bytes
 from tests.runs import REPOSITORY
 
-RUN = {"bench_abn": abn.run, "bench_loader": loader.run, "bench_training": training.run, "bench_networks": networks.run}
+RUN = {"abn": abn.run, "loader": loader.run, "training": training.run, "networks": networks.run}
 
 
 def test_every_round_calls_every_timer_once_in_a_new_order():
@@ -119,15 +118,14 @@ def test_the_command_line_says_what_is_not_the_default():
             "only=[resnet18,timm/densenet121]",
         ),
     ):
-        name = f"bench_{name}"
         command = command_line(name, arguments)
-        assert command == f"python -m scripts.{name} {options} out=FILE.json"
+        assert command == f"python -m scripts.evidence.{name} {options} out=FILE.json"
         values = composed(name, *command.split()[3:])
         assert all(values[key] == value for key, value in vars(arguments).items() if key != "out")
 
 
 IMPOSSIBLE = {  # {benchmark: {options: message}}
-    "bench_abn": {
+    "abn": {
         "device=tpu": "device=tpu: expected one of cpu, cuda",
         "device=cuda": "PyTorch sees no CUDA device",
         "dtypes=[float16]": "expected some of float32, bfloat16",
@@ -140,12 +138,12 @@ IMPOSSIBLE = {  # {benchmark: {options: message}}
         "out=???": "out has no value",
         "measure=false": "does not exist",
     },
-    "bench_loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
-    "bench_training": {
+    "loader": {"rounds=0": "rounds", "png_size=[8,8]": "png_size"},
+    "training": {
         "device=cuda": "PyTorch sees no CUDA device",
         "parts=[all]": "parts=.*some of overhead, switches, data, norms, allocation, recompute, compile",
     },
-    "bench_networks": {
+    "networks": {
         "device=cuda": "PyTorch sees no CUDA device",
         "images=1": "images=1: expected 2 or more",
         "only=[resnet51]": "only=resnet51: .* nearest names are resnet50, ",

@@ -66,7 +66,7 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return measured("bench_loader", run, tmp_path_factory.mktemp("benchmark"), *TINY)
+    return measured("loader", run, tmp_path_factory.mktemp("benchmark"), *TINY)
 
 
 @pytest.mark.parametrize("kind, base_size", [(SMALL, None), (PNG, None), (JPEG, None), (JPEG, 100)])
@@ -145,7 +145,7 @@ def test_a_tiny_run_measures_everything(record):
     assert all(len(ms) == 3 and min(ms) > 0 for of_source in times.values() for ms in of_source.values())
     assert "96x64 pixels" in text and "minibatches of 4" in text
     assert {target.verdict for target in classification.targets(result)} == {NOT_MEASURED}
-    assert text.count(f"| {OURS} |") == 6 and f"python -m scripts.bench_loader {TINY[0]}" in text
+    assert text.count(f"| {OURS} |") == 6 and f"python -m scripts.evidence.loader {TINY[0]}" in text
 
 
 def with_times(result: dict, times_ms: dict[str, list[float]]) -> dict:

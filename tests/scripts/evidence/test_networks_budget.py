@@ -29,7 +29,7 @@ def here(monkeypatch):
 def test_plans_are_measured_beside_the_rivals(here, tmp_path):
     """Bytes as planned and gradients to the bit, in a whole run; the same command then measures nothing again."""
     options = ["rounds=1", "images=2", "image_size=64", "compiler=null", f"only=[{SMALL},{FAILS}]"]
-    result, text = measured("bench_budget", networks_budget.run, tmp_path, *options)
+    result, text = measured("networks_budget", networks_budget.run, tmp_path, *options)
     rows = {row["method"]: row for row in result["rows"]}
     assert [*rows][:3] == [PLAIN, RECOMPUTED, BLOCKS] and {AS_BLOCKS, IN_TIME_OF_BLOCKS} <= rows.keys()
     plans = [row for row in rows.values() if "planned_bytes" in row]
@@ -43,13 +43,13 @@ def test_plans_are_measured_beside_the_rivals(here, tmp_path):
     assert verdicts["measured peak from the planned one"] == verdicts["measured peak to the budget"] == PASS
     assert "| squeezenet1_1 | plain |" in text and list(pictures(result)) == [""]
     before = (tmp_path / "record.json").read_bytes()
-    networks_budget.run(composed("bench_budget", f"out={tmp_path / 'record.json'}", *options))
+    networks_budget.run(composed("networks_budget", f"out={tmp_path / 'record.json'}", *options))
     assert json.loads(before)["rows"] == json.loads((tmp_path / "record.json").read_bytes())["rows"]
 
 
 def test_networks_without_plans_are_refused_and_no_picture_is_drawn_of_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"only=\['frozen/resnet50'\]: frozen networks are not measured"):
-        networks_budget.run(composed("bench_budget", f"out={tmp_path / 'a.json'}", "only=[frozen/resnet50]"))
+        networks_budget.run(composed("networks_budget", f"out={tmp_path / 'a.json'}", "only=[frozen/resnet50]"))
     assert pictures({"rows": []}) == {}
 
 
@@ -63,7 +63,7 @@ def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
 
     monkeypatch.setattr(methods, "forward_of", failing)
     options = ["rounds=1", "images=2", "image_size=64", "compiler=null", f"only=[{SMALL}]"]
-    result, _ = measured("bench_budget", networks_budget.run, tmp_path, *options)
+    result, _ = measured("networks_budget", networks_budget.run, tmp_path, *options)
     assert [entry["method"] for entry in result["left_out"]] == [BLOCKS]
     assert {PLAIN, RECOMPUTED, "the least"} <= {row["method"] for row in result["rows"]}
 

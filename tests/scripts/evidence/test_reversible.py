@@ -39,7 +39,7 @@ def test_table_1_counts_what_theory_says_and_the_page_shows_it(monkeypatch, tmp_
         reversible_costs, "segmentation", lambda: [{"case": case, "bytes_per_pixel": 10} for case in CASES]
     )
     options = ["rounds=1", "images=2", "crop_size=32", "parts=[steps,depths,segmentation]"]
-    result, text = measured("bench_reversible", reversible.run, tmp_path, *options)
+    result, text = measured("reversible", reversible.run, tmp_path, *options)
 
     rows = {(row["units"], row["method"]): row for row in result["depths"]}
     state = 4 * 32 * 16 * 16 * 4  # bytes of a unit's output

@@ -100,8 +100,8 @@ def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp
     hardware = json.loads(results.read_text())["environment"]["hardware"]
     results.write_text(results.read_text().replace(hardware, f"1 x NVIDIA H200; {hardware}"))
     assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
-    other = json.dumps({**record, "command": "python -m scripts.bench_abn"})
-    for text, found in ((other, ": .*bench_abn"), ("[]", "")):
+    other = json.dumps({**record, "command": "python -m scripts.evidence.abn"})
+    for text, found in ((other, ": .*evidence.abn"), ("[]", "")):
         (tmp_path / "out" / "memory_plan.json").write_text(text)
         with pytest.raises(
             ValueError, match=f"memory_plan.json is not a record of scripts.evidence.plan_experiments{found}"

@@ -37,7 +37,7 @@ def test_a_record_has_times_and_bytes_of_what_ran_and_reasons_for_the_rest(monke
     some = [s for s in SWITCHES if s.name in ("trainer.accumulation_steps=2", "trainer.tf32=true")]
     monkeypatch.setattr(training, "Elsewhere", here)
     monkeypatch.setitem(training.GROUPS, "switches", (PLAIN, *some, Switch(("optim.lr=1e30",))))
-    result, text = measured("bench_training", training.run, tmp_path, *options)
+    result, text = measured("training", training.run, tmp_path, *options)
     assert {name: len(times) for name, times in result["overhead_ms"].items()} == {"bare": 2, "real": 2}
     rows = {row["switch"]: row for row in result["rows"]}
     assert rows.keys() == {DEFAULT, "trainer.accumulation_steps=2"}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from matplotlib.figure import Figure
 
 from scripts.evidence import charts, frame
-from scripts.evidence.abn.strategies import (
+from scripts.evidence.abn_strategies import (
     BLOCKS,
     BUDGET,
     CHECKPOINTING_B,
