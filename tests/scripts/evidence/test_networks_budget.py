@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from engine.configuration.command_line import composed
-from keepless.recompute import choice
+from keepless.budget import search
 from scripts.evidence import methods, networks_budget
 from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
@@ -23,7 +23,7 @@ def here(monkeypatch):
     build = methods.build
     monkeypatch.setattr(methods, "build", lambda name, size: nn.Identity() if name == FAILS else build(name, size))
     monkeypatch.setattr(methods, "alone", records.here)
-    monkeypatch.setattr(choice, "_SECONDS", 1.0)
+    monkeypatch.setattr(search, "_SECONDS", 1.0)
 
 
 def test_plans_are_measured_beside_the_rivals(here, tmp_path):
