@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import MISSING, DictConfig
 from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
 
 from engine import assemble, planner
 from engine.configuration import config as configuration
@@ -30,10 +31,9 @@ from engine.schema.data import SEGMENTATION_DATASETS
 from engine.schema.keys import key, override
 from engine.schema.training import TrainingRun
 from models.checkpoints.published import published
-from scripts.evidence import papers
-from scripts.evidence.measuring import operations_of
-from scripts.evidence.tables import Finished
 from scripts.released_table import released_table
+from scripts.reports import papers
+from scripts.reports.runs import Run
 
 RELEASED = "released"
 DRAWN = ("synthetic", "shapes")  # data that needs no folder
@@ -163,7 +163,7 @@ def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
     if not (run_dir / "results.json").is_file():
         return False
     try:
-        run = Finished(run_dir)
+        run = Run(run_dir)
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}; give another folder as runs=") from error
     ours, wanted = papers.training_of(run.typed), papers.training_of(config)
@@ -180,7 +180,9 @@ def crop_flops(config: TrainingRun) -> int:
     with planner.FakeTensors():
         learner, loss, minibatch = planner.fake_step(config, crops, config.data.crop_size)
         learner.network.train()
-        return operations_of(lambda: loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()) // crops
+        with FlopCounterMode(display=False) as counter:
+            loss(learner.forward(minibatch["image"]), minibatch["label"]).backward()
+    return counter.get_total_flops() // crops
 
 
 def job_table(jobs: list[Job], arguments: RunTable) -> Table:

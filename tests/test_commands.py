@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 from engine.configuration import sweep
 from engine.configuration.arguments import check_arguments
 from scripts import plan_memory, run_table
-from scripts.evidence import frame, methods, papers, tables
+from scripts.evidence import frame, methods, tables
+from scripts.reports import papers
 from tests.runs import REPOSITORY, composed
 
 DOCS, RESULTS = REPOSITORY / "docs", REPOSITORY / "docs" / "results"

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from matplotlib.figure import Figure
 
-from scripts.evidence import charts, frame
+from scripts.evidence import frame
 from scripts.evidence.abn_strategies import (
     BLOCKS,
     BUDGET,
@@ -20,7 +20,9 @@ from scripts.evidence.abn_strategies import (
     PACKAGE,
     STANDARD,
 )
-from scripts.evidence.frame import MIB, MISS, PASS, Columns, Target, columns, judged, mib, ratio_of, section, time_ratio
+from scripts.evidence.frame import MIB, MISS, PASS, Target, judged, mib, ratio_of, time_ratio
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns, section, table
 
 SHOWN, PASS_IN_PART = "shown", "reached where measured"
 
@@ -242,9 +244,7 @@ def summary(rows: list[dict]) -> str:
         ratio = statistics.median(row["ratio"] for row in found)
         return f"{ratio:.2f}, {round(found[0]['saved_buffers'])} kept"
 
-    return frame.table(
-        ["strategy", *kinds], ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS)
-    )
+    return table(["strategy", *kinds], ([name, *(entry(name, cells) for cells in kinds.values())] for name in COLOURS))
 
 
 def _size(row: dict) -> str:

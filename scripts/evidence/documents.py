@@ -24,10 +24,10 @@ from scripts.evidence.abn_page import SHOWN, summary, targets
 from scripts.evidence.frame import GIB, MIB, RESULTS, grouped, ratio_of, time_ratio
 from scripts.evidence.methods import NETWORKS, PLAIN, RECOMPUTED
 from scripts.evidence.networks import LIMITS
-from scripts.evidence.papers import REPOSITORY
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
 from scripts.evidence.training import code, median_ms, ratio
 from scripts.evidence.training_steps import DEFAULT
+from scripts.reports.papers import REPOSITORY
 
 DOCUMENTS = tuple(REPOSITORY / name for name in ("README.md", "docs/memory.md", "docs/training.md"))
 BLOCK = re.compile(r"(?s)(?<=<!-- )(\w+)( start -->\n?)(.*?)(?=\n?<!-- \1 end -->)")

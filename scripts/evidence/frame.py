@@ -23,7 +23,8 @@ from engine.distributed import device_of
 from engine.output_files import write_file
 from engine.records.provenance import provenance
 from engine.schema.keys import key
-from scripts.evidence import charts
+from scripts.reports import charts
+from scripts.reports.markdown import conditions, section, table
 
 PASS, MISS, NOT_MEASURED = "reached", "**missed**", "not measured"
 MIB, GIB = 2**20, 2**30
@@ -45,7 +46,6 @@ ROUNDS = """
 """.strip()
 
 A = TypeVar("A", bound="Arguments")
-Columns = Sequence[tuple[str, str | Callable[[Any], str]]]  # title, format of a row or row -> its text
 
 
 @dataclass
@@ -247,26 +247,6 @@ def judged(
     return Target(about, to_reach, measured, PASS if all(reached) else MISS, paper)
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the columns after the first `left` hold numbers."""
-    rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
-    header, *lines = (f"| {' | '.join(cells)} |" for cells in [titles, *rows])
-    return "\n".join([header, rule, *lines])
-
-
-def columns(rows: Iterable[Any], shown: Columns, left: int = 1) -> str:
-    """A Markdown table of rows, from a list of columns."""
-
-    def texts(row: Any) -> list[str]:
-        return [text.format_map(row) if isinstance(text, str) else text(row) for _, text in shown]
-
-    return table([title for title, _ in shown], map(texts, rows), left)
-
-
-def section(title: str, *paragraphs: str) -> str:
-    return "\n\n".join([f"## {title}", *paragraphs])
-
-
 def mib(count: float | None, digits: int = 1) -> str:
     """Bytes in MiB for a table; nothing if they are not known."""
     return "" if count is None else f"{count / MIB:.{digits}f}"
@@ -299,14 +279,6 @@ def page_text(template: str, result: dict, **parts: object) -> str:
     }
     text = (TEMPLATES / f"{template}.md").read_text().format_map(known)
     return re.sub(r"\n{3,}", "\n\n", text)  # around a part that is empty
-
-
-def conditions(environment: dict) -> str:
-    """Hardware, threads if they are known, versions and commit."""
-    count = environment.get("threads")
-    threads = "" if count is None else f", {count} thread" + "s" * (count > 1)
-    versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
-    return f"{environment['hardware']}{threads}; {versions}; commit {environment['commit']}"
 
 
 def as_text(result: dict) -> str:

@@ -22,7 +22,7 @@ from datasets import cifar10
 from engine.configuration.command_line import composed
 from engine.schema.keys import key, override
 from scripts.evidence import frame
-from scripts.evidence.frame import Columns, columns
+from scripts.reports.markdown import Columns, columns
 
 EXPERIMENT = "cifar10/preact_resnet32"
 

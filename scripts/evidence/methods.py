@@ -22,6 +22,7 @@ from keepless import recompute_activations
 from keepless.saved import kept_bytes
 from scripts.evidence import frame, frozen
 from scripts.evidence.measuring import Elsewhere, compiled, peak_bytes, timed, training_step
+from scripts.reports.markdown import section
 
 NETWORKS = (
     *("alexnet", "vgg16_bn", "squeezenet1_1", "googlenet", "inception_v3"),
@@ -200,7 +201,7 @@ def page_text(template: str, benchmark: str, result: dict, names: Sequence[str],
         template,
         {**result, "command": frame.command_line(benchmark, arguments)},
         device=frame.DEVICES[result["arguments"]["device"]],
-        not_measured=frame.section("Not measured", "\n".join(left_out)) if left_out else "",
+        not_measured=section("Not measured", "\n".join(left_out)) if left_out else "",
         **parts,
     )
 

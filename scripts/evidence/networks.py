@@ -15,8 +15,8 @@ from functools import partial
 
 from matplotlib.figure import Figure
 
-from scripts.evidence import charts, frame, methods
-from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
+from scripts.evidence import frame, methods
+from scripts.evidence.frame import Target, judged, mib, time_ratio
 from scripts.evidence.methods import (
     BLOCKS,
     BUDGET,
@@ -27,6 +27,8 @@ from scripts.evidence.methods import (
     RECOMPUTED,
     NetworksArguments,
 )
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 Rows = dict[str, dict]  # of one network, by method
 

@@ -23,8 +23,8 @@ from keepless.budget.execution import Plan, Planned
 from keepless.budget.planned_recording import PlannedRecording
 from keepless.budget.search import Choice, frontier, plan_of
 from keepless.budget.simulation import plain_peak
-from scripts.evidence import charts, frame, methods
-from scripts.evidence.frame import Columns, Target, columns, judged, mib, time_ratio
+from scripts.evidence import frame, methods
+from scripts.evidence.frame import Target, judged, mib, time_ratio
 from scripts.evidence.measuring import peak_bytes, timed
 from scripts.evidence.methods import (
     BLOCKS,
@@ -36,6 +36,8 @@ from scripts.evidence.methods import (
     deviation,
     gradients_of,
 )
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 Rows = dict[str, dict]  # of one network, by method
 

@@ -22,10 +22,11 @@ from datasets import ClassificationCrops, ClassificationDataset, PaddedCrop, cif
 from engine.schema.keys import key
 from keepless.reversible.drift import drift
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
-from scripts.evidence import charts, frame
-from scripts.evidence.frame import Columns, columns
+from scripts.evidence import frame
 from scripts.evidence.measuring import PRECISIONS, autocast
 from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 BODIES = {"revnet38": revnet38_cifar, "revnet110": revnet110_cifar, "revnet164": revnet164_cifar}
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels

@@ -21,9 +21,9 @@ from engine.distributed import World, device_of
 from engine.schema.classification import ClassificationRun
 from models.bodies import RevNet
 from scripts.evidence import frame
-from scripts.evidence.frame import columns
 from scripts.evidence.measuring import PRECISIONS
 from scripts.evidence.reconstruction_error import CURVE_COLUMNS, angles_of, curves_of, drawn
+from scripts.reports.markdown import columns
 
 
 @dataclass

@@ -18,10 +18,12 @@ from matplotlib.figure import Figure
 
 from engine.memory import keep_freed_memory
 from engine.schema.keys import key
-from scripts.evidence import charts, frame
+from scripts.evidence import frame
 from scripts.evidence import reversible_costs as costs
-from scripts.evidence.frame import MIB, Columns, columns, judged, mib, ratio_of, section, time_ratio
+from scripts.evidence.frame import MIB, judged, mib, ratio_of, time_ratio
 from scripts.evidence.reversible_costs import FORWARD, PUBLISHED, VARIANTS
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns, section
 
 PARTS = ("steps", "activations", "depths", "segmentation", "budget")
 

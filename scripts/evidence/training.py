@@ -18,6 +18,7 @@ from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.measuring import Elsewhere
 from scripts.evidence.training_steps import BFLOAT16, COMPILE, DEFAULT, GROUPS, STANDARD, Overhead, Switch, Training
+from scripts.reports.markdown import Columns, columns, section
 
 PARTS = ("overhead", *GROUPS)
 OF_EACH_START = ("times_ms", "process_mib", "first_step_s")  # the rest of a row is of the first start
@@ -181,7 +182,7 @@ def _plural(count: int, noun: str) -> str:
 
 def _switches(result: dict) -> str:
     default = {row["switch"]: row for row in result["rows"]}.get(DEFAULT, {})
-    shown: frame.Columns = [
+    shown: Columns = [
         ("switch", lambda row: code(row["switch"])),
         ("step, ms", median_ms),
         ("time to default", lambda row: "1" if row is default else spread(row, default)),
@@ -190,10 +191,10 @@ def _switches(result: dict) -> str:
         ("process, MiB", lambda row: f"{row['process_mib'][0]:.0f}"),
         ("loss", "{loss:.4f}"),
     ]
-    lines = [frame.columns(result["rows"], shown)]
+    lines = [columns(result["rows"], shown)]
     for entry in result["left_out"]:
         lines.append(f"| {code(entry['switch'])} | not measured: {entry['reason']} |" + "  |" * 5)
-    return frame.section("Switches", "\n".join(lines)) if result["rows"] or result["left_out"] else ""
+    return section("Switches", "\n".join(lines)) if result["rows"] or result["left_out"] else ""
 
 
 def median_ms(row: dict) -> str:

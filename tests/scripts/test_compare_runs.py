@@ -19,7 +19,7 @@ from datasets import synthetic
 from eval import evaluate
 from scripts.compare_runs import Comparison, Group, as_csv, compare, main
 from scripts.compare_runs import report as report_of
-from scripts.evidence.runs import Run, differing, found_runs
+from scripts.reports.runs import Run, differing, found_runs
 from tests.runs import REPOSITORY, SHORT, composed
 from train_seg import train
 
@@ -200,7 +200,7 @@ def test_curves_are_means_over_the_steps_that_all_seeds_have():
 def test_runs_are_found_in_the_order_of_their_numbers(tmp_path):
     for number, lr in enumerate(("10", "9", "0.05", "1e-3")):
         copied(tmp_path / f"optim.lr={lr}", score=number / 10)
-    runs, _ = found_runs([tmp_path], Run)
+    runs, _ = found_runs([tmp_path])
     assert [run.name for run in runs] == [f"optim.lr={lr}" for lr in ("1e-3", "0.05", "9", "10")]
 
 

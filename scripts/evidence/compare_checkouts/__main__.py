@@ -28,7 +28,7 @@ from engine.output_files import write_file
 from scripts.evidence.compare_checkouts.checkout import CommandFailed, Side
 from scripts.evidence.compare_checkouts.scenarios import SCENARIOS
 from scripts.evidence.compare_checkouts.values import COLUMNS, Column, compare_folders
-from scripts.evidence.frame import table
+from scripts.reports.markdown import table
 
 SHOWN = 5  # differences per scenario and column
 

@@ -21,6 +21,7 @@ from datasets.file_list import listed
 from scripts.evidence import frame
 from scripts.evidence.loader.crops import OURS, Key, opencv_pixels, torchvision_pixels
 from scripts.evidence.measuring import timed_over
+from scripts.reports.markdown import Columns, columns, section
 
 PILLOW, V2 = "torchvision on Pillow images", "transforms.v2 on tensors"
 DECODE_OPENCV, DECODE_TORCHVISION = "bare decode, OpenCV", "bare decode, torchvision"
@@ -139,10 +140,10 @@ def sections(result: dict) -> Iterator[str]:
         for name, times_ms in measured["times_ms"][source].items()
     ]
     for source, found in frame.grouped(rows, ["source"], "pipeline").items():
-        yield frame.section(f"{source}: {about[source]}", frame.columns(found.values(), COLUMNS))
+        yield section(f"{source}: {about[source]}", columns(found.values(), COLUMNS))
 
 
-COLUMNS: frame.Columns = [
+COLUMNS: Columns = [
     ("pipeline", "{pipeline}"),
     ("ms", lambda row: f"{statistics.median(row['times_ms']):.2f}"),
     ("images/s per core", lambda row: f"{1e3 * row['images'] / statistics.median(row['times_ms']):,.0f}"),

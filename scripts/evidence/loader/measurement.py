@@ -44,7 +44,7 @@ from datasets import (
 from datasets.class_index import POSITIONS, index_label
 from engine.schema.keys import key
 from scripts.evidence import frame
-from scripts.evidence.frame import Columns, columns, judged, section, time_ratio
+from scripts.evidence.frame import judged, time_ratio
 from scripts.evidence.loader import classification
 from scripts.evidence.loader.crops import (
     DECODES,
@@ -59,6 +59,7 @@ from scripts.evidence.loader.crops import (
     write_vistas,
 )
 from scripts.evidence.measuring import timed_over
+from scripts.reports.markdown import Columns, columns, section
 
 T = TypeVar("T")
 Minibatches = Sequence[Sequence[Key]]

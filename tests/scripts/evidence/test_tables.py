@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 
 from models.checkpoints import published
 from scripts import released_table, run_table
-from scripts.evidence import papers, tables
+from scripts.evidence import tables
 from scripts.evidence.tables import END, START, Tables
+from scripts.reports import papers
 from scripts.run_table import RunTable
 from tests import released_files
 from tests.datasets import classification_trees

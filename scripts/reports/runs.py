@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.checkpoint.run_directory import named_after
@@ -49,6 +49,8 @@ class Run:
     Attributes:
         copied: whether a comparison wrote the files.
         typed: its configuration.
+        experiment: the one that it was started as, if any.
+        classes: their names.
         keys: the configuration's keys without `OF_A_RUN`, paths and devices; the processes, the images evaluated.
     """
 
@@ -64,6 +66,9 @@ class Run:
         self.command = _without_folders(header.removeprefix("# "))
         processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
         self.processes = int(processes[1]) if processes else None  # None: of an older version
+        named = re.search(r"experiment=([\w/.-]+)", self.command)
+        self.experiment = named[1] if named else None
+        self.classes = list(self.results[self.scores.of_classes])
         self.copied = self.results["config"]["run_dir"] == "DIR"
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
@@ -113,6 +118,10 @@ class Run:
 
     def peak_memory(self) -> float:
         return max(self.curve("train", "peak_memory_mib")[1])
+
+    def on_gpu(self) -> bool:
+        """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
+        return " x " in self.results["environment"]["hardware"] and self.typed.trainer.device != "cpu"
 
     @cached_property
     def percent(self) -> dict[tuple[str, str], float | None]:
@@ -171,12 +180,7 @@ def _without_folders(command: str) -> str:
     return shlex.join(f"{key}=DIR" if key in _FOLDERS else word for key, word in zip(keys, words, strict=True))
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
-
-
-def found_runs(
-    folders: Iterable[str | Path], kind: type[AnyRun], but_not_below: Path | None = None
-) -> tuple[list[AnyRun], dict[Path, str]]:
+def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the other run directories, with the reason.
 
     Of a run and the copies of it that comparisons wrote into the same folder, the run counts. Those in `but_not_below`,
@@ -184,7 +188,7 @@ def found_runs(
 
     ValueError: a folder has no run directory.
     """
-    runs: list[AnyRun] = []
+    runs: list[Run] = []
     left_out: dict[Path, str] = {}
     hidden = but_not_below and but_not_below.resolve()
     for folder in map(Path, folders):
@@ -195,13 +199,13 @@ def found_runs(
             found = [path for path in found if not path.resolve().is_relative_to(hidden)]
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        own: dict[str, AnyRun] = {}  # by records
+        own: dict[str, Run] = {}  # by records
         for path in sorted(found, key=_with_numbers):
             if not (path / "results.json").is_file():
                 left_out[path] = _not_ended(path)
                 continue
             try:
-                run = kind(path)
+                run = Run(path)
             except (ValueError, KeyError, TypeError, AttributeError, IndexError, FileNotFoundError) as error:
                 left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
                 continue
