@@ -111,21 +111,6 @@ def of_cifar(dataset: ClassificationDataset, minibatch: int) -> dict[str, Callab
     return {OURS: ours, PILLOW: partial(rival, images, on_pillow), V2: partial(rival, tensors, on_tensors)}
 
 
-def targets(result: dict) -> list[frame.Target]:
-    """Not measured if the arguments are others."""
-    arguments, times = result["arguments"], result["classification"]["times_ms"]
-    complete = all(arguments[name] == value for name, value in _REQUIRED.items())
-    found = []
-    for source, rivals, least in ((PHOTOGRAPHS, (PILLOW,), 1.0), (PHOTOGRAPHS, (V2,), 1.0), (CIFAR, (PILLOW, V2), 8.0)):
-        ratios = {}
-        if complete:
-            ours = times[source][OURS]
-            ratios = {name: frame.ratio_of(times[source][name], ours).median for name in rivals}
-        about = f"{source}: throughput relative to {' and '.join(rivals)}"
-        found.append(frame.judged(about, f"at least {least:g}", ratios, at_least=least))
-    return found
-
-
 def sections(result: dict) -> Iterator[str]:
     """A table for each source."""
     measured, arguments = result["classification"], result["arguments"]

@@ -4,7 +4,7 @@
     python -m scripts.evidence.loader rounds=5 starts=1 out=FILE.json
     python -m scripts.evidence.loader measure=false out=FILE.json
 
-The files are drawn. The targets hold for their default sizes.
+The files are drawn.
 """
 
 import multiprocessing
@@ -44,13 +44,11 @@ from datasets import (
 from datasets.class_index import POSITIONS, index_label
 from engine.schema.keys import key
 from scripts.evidence import frame
-from scripts.evidence.frame import judged, time_ratio
+from scripts.evidence.frame import time_ratio
 from scripts.evidence.loader import classification
 from scripts.evidence.loader.crops import (
     DECODES,
-    OPENCV,
     OURS,
-    RIVALS,
     Key,
     pipelines,
     write_camvid,
@@ -143,12 +141,6 @@ def _start(root: Path) -> dict[str, float]:
 
 
 SMALL, PNG, JPEG, JPEG_BASE = "small PNG", "PNG", "JPEG", "JPEG, base_size"
-
-# The targets hold for these arguments; for others they are neither reached nor missed.
-_REQUIRED = {
-    **{"small_size": [360, 480], "small_crop_size": 240},
-    **{"png_size": [1024, 2048], "jpeg_size": [3648, 5472], "crop_size": 872, "files": 18000},
-}
 
 Rows = dict[str, dict]  # of one source, by pipeline
 
@@ -262,40 +254,11 @@ def page(result: dict, _: str) -> str:
     return frame.page_text(
         "loader",
         result,
-        targets=frame.target_table([*targets(result), *classification.targets(result)]),
         sources=[*sources, *classification.sections(result)],
         index=columns(index, INDEX),
         memory=columns(({"source": source, **mib} for source, mib in result["memory_mib"].items()), MEMORY),
         start=columns(steps, START),
     )
-
-
-def targets(result: dict) -> list[frame.Target]:
-    sources = by_source(result)
-    found = []
-    for source, limit in ((PNG, 1.20), (JPEG, 1.10)):
-        ratio = time_ratio(sources[source], OURS, fastest(sources[source], DECODES)).median
-        found.append(judged(f"{source}: time to bare decode", f"at most {limit:.2f}", {"": ratio}, at_most=limit))
-    for source, limit in ((PNG, 1.1), (JPEG, 1.8)):
-        rival = fastest(sources[source], RIVALS)
-        ratio = time_ratio(sources[source], rival, OURS).median
-        about = f"{source}: throughput relative to the fastest rival"
-        found.append(judged(about, f"at least {limit}", {rival: ratio}, at_least=limit))
-    ratio = time_ratio(sources[SMALL], OURS, OPENCV).median
-    index_ms = statistics.median(result["index_ms"][PNG])
-    added_mib = max(mib["peak"] - mib["idle"] for mib in result["memory_mib"].values())
-    start_s = statistics.median(sum(parts.values()) for parts in result["cached_starts_s"])
-    start = f"start with {result['arguments']['files']} images, cached"
-    adds = "JPEG: unique memory that a worker adds"
-    found += [
-        judged(f"{SMALL}: time to {OPENCV}", "at most 1.00", {"": ratio}, at_most=1),
-        judged("PNG: a label read and indexed", "at most 30 ms", {"": index_ms}, at_most=30, text="{:.1f} ms"),
-        judged(adds, "at most 400 MiB", {"": added_mib}, at_most=400, text="{:.0f} MiB"),
-        judged(start, "under 2 s", {"": start_s}, below=2, text="{:.2f} s"),
-    ]
-    if any(result["arguments"][name] != value for name, value in _REQUIRED.items()):
-        return [target._replace(verdict=frame.NOT_MEASURED) for target in found]
-    return found
 
 
 def by_source(result: dict) -> dict[str, Rows]:

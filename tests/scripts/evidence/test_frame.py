@@ -15,7 +15,7 @@ import torch
 from engine.configuration.command_line import composed
 from keepless.saved import saved_for_backward
 from scripts.evidence import abn, networks, training
-from scripts.evidence.frame import MISS, NOT_MEASURED, PASS, command_line, interleaved, judged, ratio_of
+from scripts.evidence.frame import command_line, interleaved, longer, ratio_of
 from scripts.evidence.loader import measurement as loader
 from scripts.evidence.measuring import Elsewhere, peak_bytes
 from tests.runs import REPOSITORY
@@ -38,14 +38,7 @@ def test_ratios_are_taken_within_a_round():
     ratio = ratio_of([4.0, 20.0, 100.0], [1.0, 10.0, 5.0])
     assert ratio == (4.0, 3.0, 12.0) and f"{ratio:.1f}" == "4.0 (3.0 – 12.0)"
     assert ratio_of([3.0], [2.0]) == (1.5, 1.5, 1.5)
-
-
-def test_a_target_is_judged_by_its_worst_value():
-    assert judged("a", "0.8", {}, at_most=0.8).verdict == NOT_MEASURED
-    assert judged("a", "0.8", {"x": 0.8}, at_most=0.8)[2:4] == ("0.80 (x)", PASS)
-    assert judged("a", "0.8", {"x": 0.8}, below=0.8).verdict == MISS
-    assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_most=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst y", MISS)
-    assert judged("a", "0.8", {"x": 0.79, "y": 0.81}, at_least=0.8)[2:4] == ("0.79 – 0.81, 1 of 2; worst x", MISS)
+    assert longer({"a": 1.004, "b": 1.2, "c": 0.9}) == "b (1.20)" and longer({}) == "none"
 
 
 CALLS_A_BUSY_PROCESS = """

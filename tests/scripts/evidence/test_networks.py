@@ -1,4 +1,4 @@
-"""The benchmark of known networks: what it counts, how it resumes and judges. No test asserts a time."""
+"""The benchmark of known networks: what it counts, and how it resumes. No test asserts a time."""
 
 import json
 import re
@@ -11,9 +11,7 @@ from torchvision.models import resnet
 from engine.configuration.command_line import composed
 from keepless.saved import kept_bytes
 from scripts.evidence import frame, methods, networks
-from scripts.evidence.frame import MISS, NOT_MEASURED, PASS
 from scripts.evidence.methods import BLOCKS, BUDGET, COMPILED, NETWORKS, PLAIN, RECOMPUTED, blocks_of, build, installed
-from scripts.evidence.networks import LIMITS, pictures, targets
 from tests.scripts.evidence.records import here, measured
 
 SMALL, SEGMENTATION = "squeezenet1_1", "lraspp_mobilenet_v3_large"
@@ -54,6 +52,9 @@ def test_every_method_is_measured_beside_the_plain_network(monkeypatch, tmp_path
     assert (entry["network"], entry["method"]) == (FAILS, "all methods")
     assert f"- {FAILS}, all methods: failed: " in text and only in text and "![memory against time" in text
     assert "| recompute_activations | 2 |" in text and "| compiled | 1 |" in text
+    assert re.search(
+        r"- \*recompute_activations\* beside \*checkpoint per block\*: faster in . of 2 networks, keeps", text
+    )
 
 
 @pytest.mark.slow
@@ -177,20 +178,3 @@ def test_packages_that_are_not_installed_are_named(monkeypatch, tmp_path):
     text = networks.run(composed("networks", f"out={tmp_path / 'b.json'}")).read_text()
     assert names == [name for name in NETWORKS if not name.startswith(("timm/", "smp/"))]
     assert "- timm/densenet121, all methods: no_timm is not installed" in text
-
-
-def test_targets_are_judged():
-    def rows(name: str, time_ms: float, kept: int) -> list[dict]:
-        plain = {"network": name, "method": PLAIN, "kept_bytes": 100, "peak_bytes": 100, "times_ms": [1.0, 1.0]}
-        own = {"method": RECOMPUTED, "kept_bytes": kept, "times_ms": [time_ms, time_ms], "deviation": 1e-15}
-        return [plain, plain | own]
-
-    def verdicts(rows: list[dict], device: str = "cpu") -> list[str]:
-        return [target.verdict for target in targets({"arguments": {"device": device}, "rows": rows})]
-
-    good = [row for name in LIMITS for row in rows(name, 1.05, 20)]
-    assert verdicts(good) == [PASS] * 11 and verdicts(good, "cuda") == [PASS] * 9
-    assert verdicts(good[:2]) == [PASS, *[NOT_MEASURED] * 8, PASS, PASS]
-    one_is_bad = [*good[2:], *rows("densenet121", 1.2, 26)]
-    assert verdicts(one_is_bad) == [MISS, *[PASS] * 8, MISS, PASS]
-    assert len(pictures({"rows": good})[""].axes) == 2

@@ -1,4 +1,4 @@
-"""The benchmark of byte budgets: what it measures, how it resumes and judges. No test asserts a time."""
+"""The benchmark of byte budgets: what it measures, and how it resumes. No test asserts a time."""
 
 import json
 
@@ -8,9 +8,8 @@ from torch import nn
 from engine.configuration.command_line import composed
 from keepless.budget import search
 from scripts.evidence import methods, networks_budget
-from scripts.evidence.frame import MISS, PASS
 from scripts.evidence.methods import BLOCKS, PLAIN, RECOMPUTED
-from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures, targets
+from scripts.evidence.networks_budget import AS_BLOCKS, IN_TIME_OF_BLOCKS, pictures
 from tests.scripts.evidence import records
 from tests.scripts.evidence.records import measured
 
@@ -39,8 +38,9 @@ def test_plans_are_measured_beside_the_rivals(here, tmp_path):
         assert row["budget"] is None or row["peak_bytes"] <= 1.03 * row["budget"]
     (entry,) = result["left_out"]
     assert entry["network"] == FAILS and f"- {FAILS}, {methods.ALL}: failed: " in text
-    verdicts = {target.about: target.verdict for target in targets(result)}
-    assert verdicts["measured peak from the planned one"] == verdicts["measured peak to the budget"] == PASS
+    assert (
+        f"- {len(plans)} plans: measured peaks are within " in text and "- With the peak of the checkpoints, a" in text
+    )
     assert "| squeezenet1_1 | plain |" in text and list(pictures(result)) == [""]
     before = (tmp_path / "record.json").read_bytes()
     networks_budget.run(composed("networks_budget", f"out={tmp_path / 'record.json'}", *options))
@@ -66,10 +66,3 @@ def test_a_rival_that_fails_leaves_the_others(here, monkeypatch, tmp_path):
     result, _ = measured("networks_budget", networks_budget.run, tmp_path, *options)
     assert [entry["method"] for entry in result["left_out"]] == [BLOCKS]
     assert {PLAIN, RECOMPUTED, "the least"} <= {row["method"] for row in result["rows"]}
-
-
-def test_targets_are_missed_by_one_plan_above_its_budget():
-    row = {"network": SMALL, "times_ms": [1.0], "peak_bytes": 100}
-    plan = row | {"method": "60% of plain", "budget": 60, "planned_bytes": 60, "deviation": 0.0, "peak_bytes": 63}
-    verdicts = [target.verdict for target in targets({"rows": [row | {"method": PLAIN}, plan]})]
-    assert verdicts == [PASS, MISS, MISS]
