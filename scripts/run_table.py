@@ -167,7 +167,7 @@ def _has_ended(run_dir: Path, config: TrainingRun, devices: int) -> bool:
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}; give another folder as runs=") from error
     ours, wanted = papers.training_of(run.typed), papers.training_of(config)
-    ours["crops"] = papers.crops_per_norm(run.typed, run.processes or devices)
+    ours["crops"] = papers.crops_per_norm(run.typed, run.processes)
     wanted["crops"] = papers.crops_per_norm(config, devices)
     if any(ours.get(name) != wanted.get(name) for name in {*ours, *wanted} - {*papers.SPEED}):
         raise ValueError(f"{run_dir} holds a run with other keys than these: give another folder as runs=")

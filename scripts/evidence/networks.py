@@ -52,9 +52,7 @@ def page(result: dict, name: str) -> str:
     rows = [row for of_network in networks.values() for row in of_network.values()]
     return methods.page_text(
         "networks",
-        "networks",
         result,
-        methods.NETWORKS,
         picture=f"![memory against time of every network and method]({name}.png)",
         networks=len(networks),
         summary=_summary(networks),
@@ -151,7 +149,7 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    yield from methods.each(arguments, clock, methods.chosen(arguments.only), methods.measured)
+    yield from methods.each(arguments, clock, methods.NETWORKS, methods.measured)
 
 
 run, main = frame.benchmark("networks", NetworksArguments, measure, page, pictures)

@@ -52,9 +52,7 @@ def page(result: dict, name: str) -> str:
     networks = frame.grouped(result["rows"], ["network"], "method")
     return methods.page_text(
         "networks_budget",
-        "networks_budget",
         result,
-        NETWORKS,
         picture=f"![peak against time of every network]({name}.png)",
         networks=len(networks),
         comparison=_comparison(networks),
@@ -143,10 +141,9 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 def measure(arguments: NetworksArguments, clock: frame.Clock) -> Iterator[dict]:
-    names = [name for name in methods.chosen(arguments.only) if name in NETWORKS]
-    if not names:
+    if arguments.only and not {*arguments.only} & {*NETWORKS}:
         raise ValueError(f"only={arguments.only}: frozen networks are not measured within budgets; give others")
-    yield from methods.each(arguments, clock, names, measured)
+    yield from methods.each(arguments, clock, NETWORKS, measured)
 
 
 class Trained(nn.Module):

@@ -253,7 +253,7 @@ def _score(run: Run) -> str:
 def _provenance(run: Run, out: Path) -> str:
     environment = run.results["environment"]
     versions = ", ".join(f"{name} {environment['versions'][name]}" for name in ("python", "torch"))
-    seed, on = run.typed.seed, f"; {run.processes} processes" if (run.processes or 1) > 1 else ""
+    seed, on = run.typed.seed, f"; {run.processes} processes" if run.processes > 1 else ""
     hardware, commit = environment["hardware"], environment["commit"]
     return f"- {_link(run, out)}: seed {seed}; {hardware}{on}; {versions}; commit {commit}"
 

@@ -9,9 +9,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
-from engine.checkpoint.migrations import FORMAT, SEGMENTATION_ONLY, migrated
 from engine.checkpoint.run_directory import named_after
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
@@ -64,8 +63,7 @@ class Run:
         (self.scores,) = known
         header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
-        processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
-        self.processes = int(processes[1]) if processes else None  # None: of an older version
+        self.processes = int(self.config.split()[1])  # "# 2 x cpu"
         named = re.search(r"experiment=([\w/.-]+)", self.command)
         self.experiment = named[1] if named else None
         self.classes = list(self.results[self.scores.of_classes])
@@ -83,16 +81,14 @@ class Run:
             raise ValueError("its last record is not the evaluation in its results.json, so it has not ended")
         (task,) = (task for task in TASKS.values() if task.schema.score == self.scores.best)
         self.entry = task.entry
-        known_format = SEGMENTATION_ONLY if self.scores.best == "miou" else FORMAT
-        config = cast(dict, migrated({"format": known_format, "config": self.results["config"]}))["config"]
-        self.typed = configuration.from_plain(config, task.schema, f"{folder}")
+        self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
         shared = configuration.shared(self.typed).items()
         self.keys = {name: value for name, value in shared if name not in OF_A_RUN}
-        self.keys |= {"processes": self.processes or 1, "images": self.results["images"]}
+        self.keys |= {"processes": self.processes, "images": self.results["images"]}
 
     def launched(self) -> str:
         """The command that starts all of its processes."""
-        if self.processes in (None, 1):
+        if self.processes == 1:
             return self.command
         return f"torchrun --nproc-per-node {self.processes} {self.command.removeprefix('python ')}"
 
@@ -135,18 +131,17 @@ class Run:
         for name, results in self.others.items():
             found[f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
         found |= {(scores.class_title, name): share for name, share in of_classes.items()}
-        confusion = self.results.get("confusion_matrix")
-        if confusion is not None:
-            # A class that is predicted but not scored may have a row and a column more (`all_scores`).
-            predicted = [sum(column) for column in zip(*confusion[: len(of_classes)], strict=True)]
-            for number, name in enumerate(of_classes):
-                right, labelled = confusion[number][number], sum(confusion[number])
-                found["precision", name] = _ratio(right, predicted[number])
-                found["recall", name] = _ratio(right, labelled)
-                found["F1", name] = _ratio(2 * right, predicted[number] + labelled)
-            for score in FROM_CONFUSION:
-                known = [share for (title, _), share in found.items() if title == score and share is not None]
-                found[score, ""] = statistics.mean(known) if known else None
+        confusion = self.results["confusion_matrix"]
+        # A class that is predicted but not scored may have a row and a column more (`all_scores`).
+        predicted = [sum(column) for column in zip(*confusion[: len(of_classes)], strict=True)]
+        for number, name in enumerate(of_classes):
+            right, labelled = confusion[number][number], sum(confusion[number])
+            found["precision", name] = _ratio(right, predicted[number])
+            found["recall", name] = _ratio(right, labelled)
+            found["F1", name] = _ratio(2 * right, predicted[number] + labelled)
+        for score in FROM_CONFUSION:
+            known = [share for (title, _), share in found.items() if title == score and share is not None]
+            found[score, ""] = statistics.mean(known) if known else None
         return {key: None if share is None else 100 * share for key, share in found.items()}
 
     def write(self, folder: Path) -> None:
