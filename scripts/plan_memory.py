@@ -34,7 +34,7 @@ from engine.schema.network import NORMS, Norm
 from engine.schema.training import TrainingRun
 from keepless.norms.backends.activations import INVERTIBLE_ACTIVATIONS
 from keepless.saved import size_text
-from scripts.evidence import papers
+from scripts.reports import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
 FITS = {  # memory.fit: what it does, and the paper's name for that

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from keepless.saved import kept_bytes
 from scripts.compare_runs import Comparison, compare
 from scripts.evidence import (
+    abn_page,
     documents,
     jpeg_quality,
     loader,
@@ -24,7 +25,6 @@ from scripts.evidence import (
     tables,
     training,
 )
-from scripts.evidence.abn import page as abn_page
 from scripts.evidence.tables import Tables
 from scripts.evidence.training_steps import DEFAULT, GROUPS
 from tests import trees

@@ -4,9 +4,11 @@ import ast
 import functools
 import graphlib
 import itertools
+import os
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ MAY_IMPORT = {
     "engine": {"datasets", "engine", "keepless", "models"},
 }
 KEEPLESS_IMPORTS = {"torch", "triton", "keepless"} | sys.stdlib_module_names  # it is installed without the rest
+
+NO_CIRCLE_OF_FOLDERS = ("datasets", "engine", "keepless", "models", "scripts")
 
 KNOWS_HYDRA = ("engine/configuration/", "engine/schema/", "engine/sweep.py")
 NAMES_KEYS = ("engine/schema/", "engine/assemble/", "engine/planner/fit.py")
@@ -136,35 +140,41 @@ def test_imports_point_down():
         wrong += [(source.name, name) for name in ours if room_of(name) not in MAY_IMPORT[source.room]]
         if source.room == "keepless":
             wrong += [(source.name, name) for name in source.imported if room_of(name) not in KEEPLESS_IMPORTS]
+    commands = [source for source in sources("scripts") if not source.name.startswith("scripts/evidence/")]
+    wrong += [(source.name, n) for source in commands for n in source.imported if n.startswith("scripts.evidence")]
     assert wrong == []
 
 
-def imports_of_files() -> dict[str, set[str]]:
-    """{module: modules of ours that it imports}, also where only type checkers import."""
-    files = {source.module: source for source in sources("", *MAY_IMPORT, "scripts")}
-    graph = {}
+def imports_among(files: dict[str, Source]) -> Iterator[tuple[str, str]]:
+    """Yields (module, module that it imports); also where only type checkers import, and of packages their __init__."""
     for module, source in files.items():
-        longest = {next((f for f in (name, name.rpartition(".")[0]) if f in files), None) for name in source.imported}
-        graph[module] = longest - {None, module}
-    return graph
+        for name in source.imported:
+            found = next((known for known in (name, name.rpartition(".")[0]) if known in files), None)
+            if found not in (None, module):
+                yield module, found
 
 
 def test_no_file_imports_itself_through_others():
-    """Also through packages that hand on names."""
-    graphlib.TopologicalSorter(imports_of_files()).prepare()
-
-
-def test_no_folder_imports_itself_through_others():
-    """In engine each folder is one node, and so is each file that lies in engine itself."""
-    graph: dict[str, set[str]] = {}
-    for module, imported in imports_of_files().items():
-        if module.startswith("engine."):
-            node, *others = (
-                ".".join(name.split(".")[:2]) for name in (module, *imported) if name.startswith("engine.")
-            )
-            graph.setdefault(node, set()).update({*others} - {node})
-    assert {"engine.assemble", "engine.run"} <= graph.keys()
+    files = {source.module: source for source in sources("", *MAY_IMPORT, "scripts")}
+    graph = {}
+    for module, imported in imports_among(files):
+        graph.setdefault(module, set()).add(imported)
     graphlib.TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("room", NO_CIRCLE_OF_FOLDERS)
+def test_no_folder_imports_itself_through_others(room):
+    """At every level: of the files and folders in a folder, none imports itself through the others there."""
+    files = {source.module: source for source in sources(room)}
+    graphs = {}
+    for pair in imports_among(files):
+        places = [(*files[module].path.parent.parts, files[module].path.stem) for module in pair]
+        shared = os.path.commonprefix(places)
+        importing, imported = (place[len(shared)] for place in places)
+        graphs.setdefault(shared, {}).setdefault(importing, set()).add(imported)
+    assert graphs
+    for graph in graphs.values():
+        graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_hydra_stays_above():

@@ -21,10 +21,10 @@ from models import bodies
 from models.bodies import resnext101
 from scripts.evidence import strategy_table
 from scripts.evidence.frame import GIB, MIB, RESULTS, ratio_of
-from scripts.evidence.papers import REPOSITORY
 from scripts.evidence.strategy_table import BODIES, RECOMPUTED_NORMS, STRATEGIES, recomputation_table
 from scripts.evidence.training import code, median_ms, ratio
 from scripts.evidence.training_steps import DEFAULT
+from scripts.reports.papers import REPOSITORY
 
 DOCUMENTS = tuple(
     REPOSITORY / name for name in ("README.md", "docs/memory.md", "docs/originals.md", "docs/training.md")

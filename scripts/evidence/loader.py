@@ -40,6 +40,7 @@ from datasets.streets import draw_street
 from engine.schema.keys import key
 from scripts.evidence import frame
 from scripts.evidence.measuring import timed_over
+from scripts.reports.markdown import Columns, columns, section
 
 OURS = "ours"
 OPENCV, V2 = "OpenCV: resize, then crop", "transforms.v2: resize, then crop"  # of images with labels
@@ -228,7 +229,7 @@ def of_photographs(crops: ClassificationCrops) -> Pipelines:
     return {OURS: lambda key: (crops[key]["image"],), PILLOW: pillow, TENSORS: tensors}
 
 
-COLUMNS: frame.Columns = [
+COLUMNS: Columns = [
     ("pipeline", "{pipeline}"),
     ("ms", "{median_ms:.3g}"),
     ("crops/s per core", lambda row: f"{1e3 / row['median_ms']:.1f}"),
@@ -238,7 +239,7 @@ COLUMNS: frame.Columns = [
 
 def page(result: dict, _: str) -> str:
     tables = [
-        frame.section(f"{source}: {result['about'][source]}", frame.columns(rows.values(), COLUMNS))
+        section(f"{source}: {result['about'][source]}", columns(rows.values(), COLUMNS))
         for source, rows in frame.grouped(result["rows"], ["source"], "pipeline").items()
     ]
     return frame.page_text("loader", result, sources=tables)

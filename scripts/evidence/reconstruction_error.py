@@ -30,10 +30,11 @@ from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
 from keepless.reversible.drift import drift
 from models.bodies import RevNet, revnet38_cifar, revnet110_cifar, revnet164_cifar
-from scripts.evidence import charts, frame
-from scripts.evidence.frame import Columns, columns
+from scripts.evidence import frame
 from scripts.evidence.measuring import PRECISIONS, autocast
 from scripts.evidence.reversible_costs import NORMS, angle, gradient_of, step_of
+from scripts.reports import charts
+from scripts.reports.markdown import Columns, columns
 
 BODIES = {"revnet38": revnet38_cifar, "revnet110": revnet110_cifar, "revnet164": revnet164_cifar}
 MEAN, STD = (125.3, 123.0, 113.9), (63.0, 62.1, 66.7)  # of CIFAR-10's training pixels
@@ -271,7 +272,7 @@ def drawn(rows: list[dict]) -> Figure:
     return figure
 
 
-run, main = frame.benchmark("evidence.reconstruction_error", ReconstructionArguments, measure, page, pictures)
+run, main = frame.benchmark("reconstruction_error", ReconstructionArguments, measure, page, pictures)
 
 if __name__ == "__main__":
     main()

@@ -47,11 +47,6 @@ class Switch(NamedTuple):
     def name(self) -> str:
         return self.title or " ".join(self.overrides)
 
-    @property
-    def graphs(self) -> int:
-        """How many graphs torch.compile may make: one per micro-batch size (8 crops are split into 3 + 3 + 2)."""
-        return 2 if "trainer.accumulation_steps=3" in self.overrides else 1
-
 
 DEFAULT = "default"
 LONG = 100_000  # steps, more than a benchmark takes

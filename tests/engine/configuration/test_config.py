@@ -27,7 +27,7 @@ from engine.segmentation.losses import CrossEntropy
 from keepless import ABN, CheckpointedABN, InPlaceABN
 from models.released_norm import released_abn
 from scripts.compare_runs import Comparison
-from scripts.evidence.papers import header
+from scripts.reports.papers import header
 from scripts.run_table import RunTable
 from tests import runs
 from tests.runs import classification_config, composed, run_config, with_key

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from engine.configuration import config as configuration
 from engine.configuration.help import as_text
@@ -48,6 +48,8 @@ class Run:
     Attributes:
         copied: whether a comparison wrote the files.
         typed: its configuration.
+        experiment: the one that it was started as, if any.
+        classes: their names.
         keys: the configuration's keys without `OF_A_RUN`, paths and devices; the processes, the images evaluated.
     """
 
@@ -61,8 +63,10 @@ class Run:
         (self.scores,) = known
         header, self.config = (folder / "config.yaml").read_text().split("\n", 1)
         self.command = _without_folders(header.removeprefix("# "))
-        processes = re.search(r"(?m)^# (\d+) x \w+$", self.config)
-        self.processes = int(processes[1]) if processes else None  # None: of an older version
+        self.processes = int(self.config.split()[1])  # "# 2 x cpu"
+        named = re.search(r"experiment=([\w/.-]+)", self.command)
+        self.experiment = named[1] if named else None
+        self.classes = list(self.results[self.scores.of_classes])
         self.copied = self.results["config"]["run_dir"] == "DIR"
         self.config = re.sub(r"(?m)^(run_dir|  root|  weights|  folder): (?!null).*$", r"\1: DIR", self.config)
         _hide_folders(self.results)
@@ -80,11 +84,11 @@ class Run:
         self.typed = configuration.from_plain(self.results["config"], task.schema, f"{folder}")
         shared = configuration.shared(self.typed).items()
         self.keys = {name: value for name, value in shared if name not in OF_A_RUN}
-        self.keys |= {"processes": self.processes or 1, "images": self.results["images"]}
+        self.keys |= {"processes": self.processes, "images": self.results["images"]}
 
     def launched(self) -> str:
         """The command that starts all of its processes."""
-        if self.processes in (None, 1):
+        if self.processes == 1:
             return self.command
         return f"torchrun --nproc-per-node {self.processes} {self.command.removeprefix('python ')}"
 
@@ -111,6 +115,10 @@ class Run:
     def peak_memory(self) -> float:
         return max(self.curve("train", "peak_memory_mib")[1])
 
+    def on_gpu(self) -> bool:
+        """Whether the hardware has GPUs (`engine.records.provenance` names them first), and the run used one."""
+        return " x " in self.results["environment"]["hardware"] and self.typed.trainer.device != "cpu"
+
     @cached_property
     def percent(self) -> dict[tuple[str, str], float | None]:
         """{(score, class): percent}; the class is "" for scores of all classes, the value None where there is none.
@@ -123,18 +131,17 @@ class Run:
         for name, results in self.others.items():
             found[f"{scores.best_title}, eval.py: {name.replace('_', ', ')}", ""] = results[scores.best]
         found |= {(scores.class_title, name): share for name, share in of_classes.items()}
-        confusion = self.results.get("confusion_matrix")
-        if confusion is not None:
-            # A class that is predicted but not scored may have a row and a column more (`all_scores`).
-            predicted = [sum(column) for column in zip(*confusion[: len(of_classes)], strict=True)]
-            for number, name in enumerate(of_classes):
-                right, labelled = confusion[number][number], sum(confusion[number])
-                found["precision", name] = _ratio(right, predicted[number])
-                found["recall", name] = _ratio(right, labelled)
-                found["F1", name] = _ratio(2 * right, predicted[number] + labelled)
-            for score in FROM_CONFUSION:
-                known = [share for (title, _), share in found.items() if title == score and share is not None]
-                found[score, ""] = statistics.mean(known) if known else None
+        confusion = self.results["confusion_matrix"]
+        # A class that is predicted but not scored may have a row and a column more (`all_scores`).
+        predicted = [sum(column) for column in zip(*confusion[: len(of_classes)], strict=True)]
+        for number, name in enumerate(of_classes):
+            right, labelled = confusion[number][number], sum(confusion[number])
+            found["precision", name] = _ratio(right, predicted[number])
+            found["recall", name] = _ratio(right, labelled)
+            found["F1", name] = _ratio(2 * right, predicted[number] + labelled)
+        for score in FROM_CONFUSION:
+            known = [share for (title, _), share in found.items() if title == score and share is not None]
+            found[score, ""] = statistics.mean(known) if known else None
         return {key: None if share is None else 100 * share for key, share in found.items()}
 
     def write(self, folder: Path) -> None:
@@ -168,12 +175,7 @@ def _without_folders(command: str) -> str:
     return shlex.join(f"{key}=DIR" if key in _FOLDERS else word for key, word in zip(keys, words, strict=True))
 
 
-AnyRun = TypeVar("AnyRun", bound=Run)
-
-
-def found_runs(
-    folders: Iterable[str | Path], kind: type[AnyRun], but_not_below: Path | None = None
-) -> tuple[list[AnyRun], dict[Path, str]]:
+def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the other run directories, with the reason.
 
     Of a run and the copies of it that comparisons wrote into the same folder, the run counts. Those in `but_not_below`,
@@ -181,7 +183,7 @@ def found_runs(
 
     ValueError: a folder has no run directory.
     """
-    runs: list[AnyRun] = []
+    runs: list[Run] = []
     left_out: dict[Path, str] = {}
     hidden = but_not_below and but_not_below.resolve()
     for folder in map(Path, folders):
@@ -192,13 +194,13 @@ def found_runs(
             found = [path for path in found if not path.resolve().is_relative_to(hidden)]
         if not found:
             raise ValueError(f"runs: there is no run directory (with a config.yaml) below {folder}")
-        own: dict[str, AnyRun] = {}  # by records
+        own: dict[str, Run] = {}  # by records
         for path in sorted(found, key=_with_numbers):
             if not (path / "results.json").is_file():
                 left_out[path] = _not_ended(path)
                 continue
             try:
-                run = kind(path)
+                run = Run(path)
             except (ValueError, KeyError, TypeError, AttributeError, IndexError, FileNotFoundError) as error:
                 left_out[path] = f"it cannot be read ({type(error).__name__}: {error})".replace(f"{path}", path.name)
                 continue

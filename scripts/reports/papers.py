@@ -120,20 +120,16 @@ def training_of(config: TrainingRun) -> dict[str, object]:
     return {name: value for name, value in keys.items() if name not in {*FREE, *without_effect}}
 
 
-def changed_keys(config: TrainingRun, experiment: str, processes: int | None = None) -> list[str]:
+def changed_keys(config: TrainingRun, experiment: str, processes: int) -> list[str]:
     """key=value of every key, without `SPEED`, in which a run differs from its experiment.
 
-    Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header;
-    `processes`: of the run, if known.
+    Processes and micro-batches count if norms see other crops at a time than on the devices of the experiment's header.
     """
     changed = [f"{name}={value}" for name, value in _differing(config, experiment).items() if name not in SPEED]
     if WEIGHTS in command_of(experiment) and config.init.weights is None:
         changed.append("init.weights=null")
     own, parts = _configuration(experiment), config.trainer.accumulation_steps
-    if processes is None:
-        if parts != own.trainer.accumulation_steps:
-            changed.append(f"trainer.accumulation_steps={parts}")
-    elif not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
+    if not changed and crops_per_norm(config, processes) != crops_per_norm(own, devices_of(experiment)):
         changed.append(f"processes={processes} trainer.accumulation_steps={parts}")
     return changed
 

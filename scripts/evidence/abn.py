@@ -1,8 +1,8 @@
 """Time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
 
-    python -m scripts.bench_abn [device=cpu|cuda] out=FILE.json
-    python -m scripts.bench_abn dtypes=[float32] rounds=5 minutes=3 out=FILE.json
-    python -m scripts.bench_abn measure=false out=FILE.json
+    python -m scripts.evidence.abn [device=cpu|cuda] out=FILE.json
+    python -m scripts.evidence.abn dtypes=[float32] rounds=5 minutes=3 out=FILE.json
+    python -m scripts.evidence.abn measure=false out=FILE.json
 
 FILE.png is a chart like Figure 4.
 """
@@ -23,8 +23,8 @@ from engine.memory import keep_freed_memory
 from engine.schema.keys import key
 from keepless.norms.backends import check_backend
 from keepless.torch_internals import compiler_settings
-from scripts.evidence.abn.page import page, pictures
-from scripts.evidence.abn.strategies import (
+from scripts.evidence.abn_page import page, pictures
+from scripts.evidence.abn_strategies import (
     BLOCKS,
     COPY,
     DTYPES,
@@ -68,7 +68,7 @@ DEFAULTS = {
 
 @dataclass
 class AbnArguments(DeviceArguments):
-    """Arguments of bench_abn; null takes the value in DEFAULTS."""
+    """Null takes the value in DEFAULTS."""
 
     groups: list[str] | None = None  # of measurements; null: all
     dtypes: list[str] | None = None  # null: a selection that suits the device
@@ -220,4 +220,7 @@ def _alone_in_a_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-run, main = benchmark("bench_abn", AbnArguments, measure, page, pictures)
+run, main = benchmark("abn", AbnArguments, measure, page, pictures)
+
+if __name__ == "__main__":
+    main()

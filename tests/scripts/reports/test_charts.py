@@ -2,8 +2,8 @@
 
 import math
 
-from scripts.evidence import charts
-from scripts.evidence.charts import Series
+from scripts.reports import charts
+from scripts.reports.charts import Series
 
 
 def test_bars_stand_beside_each_other_and_a_missing_value_has_none():
