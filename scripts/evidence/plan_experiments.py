@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from engine import planner
 from engine.schema.classification import ClassificationRun
 from engine.schema.keys import key
-from engine.schema.memory import Memory, bytes_of
+from engine.schema.memory import Memory
 from scripts.evidence import charts, frame, papers
 from scripts.evidence.frame import GIB, Columns, columns
 from scripts.plan_memory import combinations
@@ -42,7 +42,7 @@ class PlanArguments(frame.Arguments):
     devices: int = key(4, above=0)  # of Table 3
 
     def check(self) -> None:
-        bytes_of("budget", self.budget)
+        Memory(budget=self.budget, gpus=self.devices).check()
 
 
 def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
