@@ -177,7 +177,7 @@ def test_a_training_evaluates_batches(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("engine.segmentation.inference._predict", needs_too_much)
-    with pytest.raises(MemoryError, match="2 images of .* trainer.evaluate_batch_size=1 roughly halves it"):
+    with pytest.raises(MemoryError, match="2 images of .* trainer.evaluate_batch_size. need less"):
         train_short(tmp_path, "trainer.steps=1", "trainer.evaluate_batch_size=2")
     assert sizes == [2]
 

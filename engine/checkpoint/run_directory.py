@@ -183,7 +183,7 @@ class RunDirectory:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
             advice = "Give the same values to continue it, or another run_dir to start a new run"
             if state["step"] == steps and total_steps > steps:
-                advice = config.longer_advice(self.last)
+                advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"
             raise ValueError(f"run_dir={self.path} holds a run with another configuration: {listed}. {advice}")
         if steps != total_steps:
             raise ValueError(
