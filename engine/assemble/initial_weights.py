@@ -141,7 +141,7 @@ def is_ours(content: object) -> bool:
 
 def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:
     """Why not to load a classifier of as many classes; None if they have the same names."""
-    pairs = zip(trained or (), classes, strict=False)
-    return next(
-        (f"for other classes, such as {there} in place of {here}" for there, here in pairs if there != here), None
-    )
+    for there, here in zip(trained or (), classes, strict=False):
+        if there != here:
+            return f"for other classes, such as {there} in place of {here}"
+    return None

@@ -41,12 +41,7 @@ CASES = [
     case("NaN or infinity", "the loss of a step is NaN", nan_loss, LOSS, slow=False),
     case("NaN or infinity", "a weight is NaN", nan_weight, "step 5: .*not finite|step 6: the loss is nan"),
     case("NaN or infinity", "a gradient is infinite", inf_gradient, GRADIENT),
-    case(
-        "out of memory",
-        "torch.OutOfMemoryError in a step",
-        out_of_memory,
-        FEWER,
-    ),
+    case("out of memory", "torch.OutOfMemoryError in a step", out_of_memory, FEWER),
     case("out of memory", "the CPU's allocator is asked for 2^60 bytes in a step", no_memory, SMALLER),
 ]
 
