@@ -6,16 +6,15 @@ Hydra's own messages advise `+key=value`, which is refused here, and have five l
 import difflib
 import re
 import shlex
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.configuration.choices import CONFIGS, alternatives_of, choices, groups_in, no_such_choice
@@ -69,7 +68,8 @@ def _in_a_line() -> Iterator[None]:
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        about, key = re.split(r"\n    full_key|\nTo append", str(error))[0], getattr(error, "full_key", "")
+        reason = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+        about, key = re.split(r"\n    full_key|\nTo append", str(reason))[0], getattr(reason, "full_key", "")
         raise ValueError(f"{key}: " * bool(key) + " ".join(about.split())) from error
 
 
@@ -98,8 +98,6 @@ class Arguments:
                 raise ValueError(self._unknown(name, value_of(given)))
             elif given.is_delete():
                 raise ValueError(f"{given.input_line}: leave {name} out to keep its default")
-            elif not (self.sweeps and given.is_sweep_override()):
-                self._check_value(given)
 
     def _is_new_entry(self, given: Override) -> bool:
         """Whether an argument adds to a mapping: +roots.camvid=DIR."""
@@ -128,12 +126,7 @@ class Arguments:
 
     def _hint(self, name: str) -> Any:
         """The type of a key's value."""
-        if self.known[name].entry.metadata.get("names"):
-            return list[str]
-        hint = get_type_hints(self.known[name].owner)[self.known[name].entry.name]
-        if get_origin(hint) in (Union, types.UnionType):
-            (hint,) = (each for each in get_args(hint) if each is not type(None))
-        return hint
+        return get_type_hints(self.known[name].owner)[self.known[name].entry.name]
 
     def _parsed(self, word: str) -> Override:
         name, equals, value = word.partition("=")
@@ -149,21 +142,10 @@ class Arguments:
         try:
             return PARSER.parse_override(word)
         except HydraException as error:
-            raise ValueError(self._unreadable(name.lstrip("+~"), value)) from error
-
-    def _unreadable(self, name: str, value: str) -> str:
-        """The message for key=value that Hydra's grammar does not have."""
-        if name in self.groups:
-            return str(no_such_choice(name, value, choices(name, self.schema)))
-        if name not in self.known:
-            return self._unknown(name, value)
-        hint, given = self._hint(name), f"{name}={value}"
-        if hint is str:
-            return f"{given}: Hydra needs quotes of its own here; give {shlex.quote(override(name, value))}"
-        fix = """quote lists and mappings for the shell, and special characters for Hydra too: 'key=["a=b",c]'"""
-        if get_origin(hint) is list and not value.startswith("["):
-            fix = f"give {shlex.quote(f'{name}=[{value}]')}"
-        return f"{given}: expected {kind_of(hint)}; {fix}"
+            fix = """quote lists and mappings for the shell, and special characters for Hydra too: 'key=["a=b",c]'"""
+            if name not in self.groups and name in self.known and self._hint(name) in (str, str | None):
+                fix = f"give {shlex.quote(override(name, value))}"
+            raise ValueError(f"{word}: Hydra cannot read the value; {fix}") from error
 
     def _check_choice(self, given: Override) -> None:
         group, argument = given.key_or_group, str(given.input_line)
@@ -183,23 +165,6 @@ class Arguments:
         takers = [name for name, schema in COMMANDS.items() if groups_of(schema) and choice in choices(group, schema)]
         here = "" if group == "experiment" else f"; expected one of {', '.join(fitting)}"
         raise ValueError(f"{group}={choice} is for {' and '.join(takers) or 'another command'}{here}")
-
-    def _check_value(self, given: Override) -> None:
-        """Raise ValueError if the value has the wrong type."""
-        name, several = given.key_or_group, given.is_sweep_override()
-        if not several:
-            try:
-                OmegaConf.update(self.values, name, given.value())
-                return
-            except OmegaConfBaseException:
-                pass
-        hint, text = self._hint(name), value_of(given)
-        fix = "; -m runs the command once with each value" if several else ""
-        if get_origin(hint) is list and text != "null":
-            fix = f"; give {shlex.quote(f'{name}=[{text}]')}"
-        elif several and hint is str:
-            fix = f"; give {shlex.quote(override(name, text))}"
-        raise ValueError(f"{given.input_line}: expected {kind_of(hint)}{fix}")
 
     def _unknown(self, name: str, value: str) -> str:
         """The message for a key that the command does not have."""
@@ -253,10 +218,3 @@ class Arguments:
 def value_of(given: Override) -> str:
     """The value as it was typed."""
     return str(given.input_line).partition("=")[2]
-
-
-def kind_of(hint: Any) -> str:
-    """The type of a key's value in words."""
-    if get_origin(hint) is list:
-        return f"a list of {({int: 'whole numbers', float: 'numbers'}).get(get_args(hint)[0], 'words')}"
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(hint, "text")
