@@ -159,7 +159,7 @@ def test_errors_reach_the_user_as_one_message(tmp_path):
     assert "layout" in done.stderr
     for overrides, message in (
         (("experiment=camvid/resnext_small", "data.root=missing"), "data.root=missing: .*missing"),
-        (("resume=yes",), "resume=yes: expected auto"),
+        (("resume=yes",), "resume=yes: expected one of auto"),
         (("trainer.steps=0",), "trainer.steps=0: expected a number above 0"),
     ):
         with pytest.raises(ValueError, match=message):

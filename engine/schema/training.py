@@ -90,7 +90,7 @@ class TrainingRun:
     # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
     run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it
-    resume: str | None = key(None, free_on_resume=True)
+    resume: str | None = key(None, one_of=("auto",), free_on_resume=True)
     seed: int = key(0, least=0, most=2**63 - 1)  # of initial weights, sampling and augmentation
     init: Init = field(default_factory=Init)
     norm: Norm = group(NORMS)
@@ -129,14 +129,6 @@ class TrainingRun:
                 f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks and sqrt are for bodies "
                 f"that are not reversible; give trainer.recompute=none or activations"
             )
-        run_dir = str(self.run_dir)
-        if (shown := run_dir.encode(errors="backslashreplace").decode()) != run_dir:
-            raise ValueError(
-                f"run_dir={shown}: expected a path in UTF-8, as the run's records need; if it is one, set a UTF-8 "
-                f"locale such as LC_ALL=C.UTF-8"
-            )
-        if self.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
