@@ -5,7 +5,6 @@ import os
 from io import BytesIO
 from pathlib import Path
 
-import cv2
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
@@ -54,14 +53,8 @@ def write_png(path: Path, pixels: np.ndarray, palette: np.ndarray | None = None)
 
     `palette`: uint8 (256, 3) RGB, for a palette PNG with indices `pixels` (H, W).
     """
+    image, encoded = Image.fromarray(pixels), BytesIO()
     if palette is not None:
-        indexed, encoded = Image.fromarray(pixels), BytesIO()
-        indexed.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
-        indexed.save(encoded, "PNG")
-        write_file(path, encoded.getvalue())
-        return
-    if pixels.ndim == 3:
-        pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR)
-    fits, data = cv2.imencode(".png", pixels)
-    assert fits, path
-    write_file(path, data.tobytes())
+        image.putpalette(palette.tobytes())  # unlike convert("P"), keeps the indices
+    image.save(encoded, "PNG", compress_level=1)
+    write_file(path, encoded.getvalue())

@@ -91,7 +91,7 @@ class Run(Generic[Config, Split]):
             ) from error
 
     def _announce(self, parameters: int) -> None:
-        """Log what is trained, for how long, and what its user may not expect."""
+        """Log the size and length of the run, and warnings about unusual settings."""
         if self.start_step == 0 and (doubt := self.config.doubts(parameters, len(self.train_set.classes))):
             logger.warning(doubt)
         logger.info(
@@ -99,8 +99,6 @@ class Run(Generic[Config, Split]):
             f"{len(self.train_set)} training and {len(self.val_set)} validation images, steps {self.start_step} to "
             f"{self.schedule.total_steps} on {self.world.size} x {self.world.device.type}"
         )
-        if shorter := self.config.shorter_length(self.schedule.steps_per_epoch):
-            logger.info(shorter)
         if self.config.compiles(self.world.device.type):
             logger.info("the first steps may take minutes, as code is compiled and kept for later runs")
 

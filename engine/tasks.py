@@ -55,7 +55,7 @@ def segment(
             views=assemble.views(options, config.data),
             world=world,
             progress=progress,
-            memory_advice=config.evaluation_memory_advice(options.batch_size or 1, "batch_size"),
+            memory_advice=config.evaluation_memory_advice,
             on_prediction=writer,
         )
 
@@ -77,9 +77,13 @@ def classify(
         ten_crops=options.view == "ten_crop",
     )
     with progress_bar(console) as progress:
-        advice = config.evaluation_memory_advice(config.trainer.evaluate_batch_size, "batch_size")
         evaluated = classification.evaluate_split(
-            forward, dataset, images, world=world, progress=progress, memory_advice=advice
+            forward,
+            dataset,
+            images,
+            world=world,
+            progress=progress,
+            memory_advice=config.evaluation_memory_advice,
         )
     return replace(evaluated, details={**evaluated.details, "view": options.view})
 
@@ -104,7 +108,7 @@ def segment_in_run(run: Run[SegmentationRun, SegmentationDataset], loader: DataL
         views=Views(data.base_size, data.antialias, base_side=data.base_side),
         world=world,
         progress=run.metrics.progress,
-        memory_advice=run.config.evaluation_memory_advice(trainer.evaluate_batch_size),
+        memory_advice=run.config.evaluation_memory_advice,
         on_prediction=collector,
     )
     shown = {
@@ -128,7 +132,7 @@ def classify_in_run(run: Run[ClassificationRun, ClassificationDataset], loader: 
         UntilStopped(loader, run.stop, world),
         world=world,
         progress=run.metrics.progress,
-        memory_advice=run.config.evaluation_memory_advice(run.config.trainer.evaluate_batch_size),
+        memory_advice=run.config.evaluation_memory_advice,
     )
     layers = {}
     if world.first:

@@ -82,8 +82,7 @@ def predict_images(options: Prediction, config: SegmentationRun, state: dict, co
                 unreadable.append(str(error))
                 continue
             batch = torch.from_numpy(image).permute(2, 0, 1)[None]  # (1, 3, H, W)
-            advice = config.evaluation_memory_advice(1)
-            ids = inference.predict(forward, batch, views, advice, windows)[0].cpu().numpy()
+            ids = inference.predict(forward, batch, views, config.evaluation_memory_advice, windows)[0].cpu().numpy()
             write_png(ids_file, ids)
             write_png(colour_file, palette[ids])
             write_png(overlay_file, overlay(image, palette[ids]))

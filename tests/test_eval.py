@@ -133,8 +133,8 @@ def test_batches_reach_the_network(run_dir, tmp_path, monkeypatch):
     assert np.sum(batched["confusion_matrix"]) == np.sum(plain["confusion_matrix"])
     assert batched["miou"] == pytest.approx(plain["miou"], abs=1e-3)  # scores of two classes may round otherwise
     monkeypatch.setattr("engine.segmentation.inference._predict", _needs_too_much)
-    fewer = "4 images of .* were evaluated. batch_size=2 roughly halves it; eval.py"
-    for size, advice in ((4, fewer), (1, "an image of .* was evaluated. eval.py")):
+    fewer = "4 images of .* were evaluated. Fewer images at once .batch_size,"
+    for size, advice in ((4, fewer), (1, "an image of .* was evaluated. Fewer images at once")):
         with pytest.raises(MemoryError, match=advice):
             evaluate_run(run_dir, f"batch_size={size}", f"results={tmp_path / 'b.json'}")
 

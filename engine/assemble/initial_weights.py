@@ -7,19 +7,17 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from engine.checkpoint import files as checkpoint
-from engine.configuration.choices import alternatives_of, choices
 from engine.configuration.config import group_from_plain
 from engine.schema.network import NORMS, Norm, ReleasedNorm
 from engine.schema.training import TrainingRun
 from keepless import ABN, from_released
 from models.checkpoints import released, torch_files
 from models.checkpoints.loading import Loaded, is_of_body, is_of_classifier, load_by_name
-from models.checkpoints.recognition import differences
 from models.checkpoints.torchvision_names import from_torchvision
 
 
 class Weights(NamedTuple):
-    """What a file holds."""
+    """The weights in a file."""
 
     tensors: Mapping[str, Tensor]
     source: str
@@ -64,11 +62,7 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
             return "init.part=body"
         return _other_classes(weights.classes, list(classes)) if is_of_classifier(tensor_name) else None
 
-    options = _other_body(tensors, network)
-    advice = (
-        f"Give the body{f' ({options})' if options else ''}, head and norm.learn_scale that it was trained with, or "
-        f"init.part=body if only the head differs"
-    )
+    advice = "Give the body, head and norm.learn_scale that it was trained with, or init.part=body for its body alone"
     report = load_by_name(
         network, tensors, source=weights.source, name=name, advice=advice, skip=skip, remarks=weights.remarks
     )
@@ -76,17 +70,6 @@ def initialise(config: TrainingRun, network: nn.Module, classes: Sequence[str]) 
         remark = "the file does not name its classes: only their number was compared"
         return report._replace(remarks=(*report.remarks, remark))
     return report
-
-
-def _other_body(tensors: Mapping[str, Tensor], network: nn.Module) -> str:
-    """The options with which the network would have the body of a file; "" if they are not known."""
-    wrong = differences(tensors, network.state_dict())
-    if "name" not in wrong:
-        return " ".join(f"body.{option}={value}".replace(", ", ",") for option, value in wrong.items())
-    of_kind = [
-        name for name in choices("body", TrainingRun) if ("body", wrong["name"]) in alternatives_of("body", name)
-    ]
-    return " or ".join(f"body={name}" for name in of_kind)
 
 
 def of_checkpoint(content: object, path: Path, name: str) -> Weights:
@@ -157,9 +140,8 @@ def is_ours(content: object) -> bool:
 
 
 def _other_classes(trained: list[str] | None, classes: list[str]) -> str | None:
-    if trained is None or trained == classes:
-        return None
-    if len(trained) != len(classes):
-        return f"for {len(trained)} classes: expected {len(classes)}"
-    there, here = next(pair for pair in zip(trained, classes, strict=True) if pair[0] != pair[1])
-    return f"for other classes, such as {there} in place of {here}"
+    """Why not to load a classifier of as many classes; None if they have the same names."""
+    for there, here in zip(trained or (), classes, strict=False):
+        if there != here:
+            return f"for other classes, such as {there} in place of {here}"
+    return None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from engine.checkpoint.comparison import check_tensors
 from engine.checkpoint.parts import OPTIONAL, PARTS
 from engine.console import logger
-from engine.memory import is_out_of_memory
+from keepless.torch_internals import tree_leaves
 from models.checkpoints import torch_files
 
 FORMAT = "inplace-abn/2"
@@ -104,9 +104,10 @@ def _put_in_place(unfinished: Path, path: Path, previous: Path | None) -> None:
 
 
 def _not_written(path: Path, state: dict, previous: Path | None, reason: OSError) -> str:
+    size = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, Tensor))  # to within a few kB
     return (
         f"checkpoint {path} of step {state.get('step')} cannot be written: {reason.strerror or reason}. It needs "
-        f"{_bytes(state):,} bytes, and {what_is_left(path.parent, path, previous)}"
+        f"{size:,} bytes, and {what_is_left(path.parent, path, previous)}"
     )
 
 
@@ -131,15 +132,6 @@ def last_good(*paths: Path | None) -> tuple[Path, int] | None:
             if all(tensor.isfinite().all() for tensor in state["network"].values()):
                 return path, state["step"]
     return None
-
-
-def _bytes(value: object) -> int:
-    """Bytes of all tensors in nested containers: the size of their checkpoint, to within a few kB."""
-    if isinstance(value, Tensor):
-        return value.nbytes
-    if isinstance(value, dict):
-        return _bytes(list(value.values()))
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def load(path: Path) -> dict:
@@ -196,7 +188,7 @@ def load_network(
     `averaged` takes the averaged weights if the checkpoint has them.
 
     ValueError: `classes` are not the trained ones (only their number counts if the checkpoint has `unnamed_classes`),
-    the network cannot be built, or the weights do not fit.
+    or the weights do not fit.
     """
     trained = tuple(state["classes"])
     if "unnamed_classes" in state and len(trained) == len(classes):
@@ -207,14 +199,7 @@ def load_network(
             f"checkpoint {source} was trained on {len(trained)} classes ({', '.join(trained[:3])}, …) and the dataset "
             f"has {len(classes)} ({', '.join(classes[:3])}, …): evaluate it on its own dataset"
         )
-    try:
-        network = make()
-    except (ValueError, RuntimeError, TypeError) as error:  # PyTorch raises any of them for huge numbers
-        if is_out_of_memory(error):
-            raise
-        reason = str(error).partition("\nException raised from")[0]  # without the C++ frames
-        raise ValueError(f"checkpoint {source}: the network of its configuration cannot be built: {reason}") from error
-    part = "ema" if averaged and "ema" in state else "network"
+    network, part = make(), "ema" if averaged and "ema" in state else "network"
     try:
         check_tensors(part, state[part], network.state_dict())
         network.load_state_dict(state[part])

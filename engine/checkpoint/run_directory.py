@@ -21,6 +21,7 @@ from engine.schema.training import TrainingRun
 from engine.transfers import HostCopy
 
 SECONDS_FOR_ANOTHER = 120  # to wait for another process to end: a requeued job may start before the old one is gone
+_ANOTHER = "give another run_dir to start a new run"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -83,10 +84,10 @@ class RunDirectory:
         for path in files:
             if path.exists() and not path.is_file():
                 found = "a folder" if path.is_dir() else "a device, pipe or socket"
-                raise ValueError(
-                    f"run_dir={self.path}: {path} is {found}, expected a file: move it away, then continue with "
-                    f"resume=auto"
-                )
+                raise self._error(f": {path} is {found}, expected a file: move it away, then continue with resume=auto")
+
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"run_dir={self.path}{message}")
 
     def lock(self) -> None:
         """Lock the folder against other runs until `in_use` ends or the process dies.
@@ -104,9 +105,7 @@ class RunDirectory:
                 return
             except (BlockingIOError, PermissionError) as error:
                 if time.monotonic() - started_s > SECONDS_FOR_ANOTHER:
-                    raise ValueError(
-                        f"run_dir={self.path}: another process is training there; end it, or give another run_dir"
-                    ) from error
+                    raise self._error(": another process is training there; end it, or give another run_dir") from error
             except OSError:  # a filesystem without locks
                 return
             if not told:
@@ -124,7 +123,7 @@ class RunDirectory:
 
     @contextmanager
     def in_use(self, config: TrainingRun) -> Iterator[None]:
-        """Wraps a run: unless a key is wrong, errors say what survived, and `config` adds advice."""
+        """Re-raise errors of a run with the last good checkpoint and advice."""
         try:
             try:
                 yield
@@ -166,36 +165,27 @@ class RunDirectory:
             self._check_nothing_is_lost(config.resume)
             return None
         if config.resume is None:
-            raise ValueError(
-                f"run_dir={self.path} already holds a run: give resume=auto to continue it, another run_dir, or "
-                f"remove the folder"
-            )
+            raise self._error(" already holds a run: give resume=auto to continue it, or another run_dir")
         state = self._newest_good()
         if not {"total_steps", *OF_TRAINING} <= state.keys():  # scripts.convert_checkpoint wrote it
-            raise ValueError(
-                f"run_dir={self.path} has the weights alone of a run, which cannot continue: "
-                f"{config.new_run_advice(self.last)}"
-            )
+            advice = config.new_run_advice(self.last)
+            raise self._error(f" has the weights alone of a run, which cannot continue: {advice}")
         before, now = fixed(of_checkpoint(state, type(config), f"run_dir={self.path}")), fixed(config)
         changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
         steps = state["total_steps"]
         if changed:
             listed = "; ".join(f"{key} was {before.get(key)} and is {now.get(key)}" for key in changed)
-            advice = "Give the same values to continue it, or another run_dir to start a new run"
+            advice = f"Give the same values to continue it, or {_ANOTHER}"
             if state["step"] == steps and total_steps > steps:
-                advice = config.longer_advice(self.last)
-            raise ValueError(f"run_dir={self.path} holds a run with another configuration: {listed}. {advice}")
+                advice = f"The run has ended. To train its weights for longer, {config.new_run_advice(self.last)}"
+            raise self._error(f" holds a run with another configuration: {listed}. {advice}")
         if steps != total_steps:
-            raise ValueError(
-                f"run_dir={self.path} holds a run of {steps} steps, but with the images found now it would have "
-                f"{total_steps}: continue it on the same data"
-            )
+            would = f"with the images found now it would have {total_steps}"
+            raise self._error(f" holds a run of {steps} steps, but {would}: continue it on the same data")
         self._check_files(state["data"], files)
         if state["step"] > total_steps:
-            raise ValueError(
-                f"run_dir={self.path} cannot be continued: its checkpoint is of step {state['step']}, beyond the run's "
-                f"end at {total_steps}. Restore the checkpoint, or give another run_dir to start a new run"
-            )
+            beyond = f"its checkpoint is of step {state['step']}, beyond the run's end at {total_steps}"
+            raise self._error(f" cannot be continued: {beyond}. Restore the checkpoint, or {_ANOTHER}")
         return state
 
     def _check_nothing_is_lost(self, resume: str | None) -> None:
@@ -205,26 +195,23 @@ class RunDirectory:
         """
         left = [path.name for path in (self.best, self.results, self.metrics) if os.path.lexists(path)]
         if resume is None and left:
-            raise ValueError(
-                f"run_dir={self.path} already holds {', '.join(left)} of a run, which a new run would overwrite: give "
-                f"another run_dir, or remove the folder"
-            )
+            raise self._error(f" already holds {', '.join(left)} of a run, which a new run would overwrite: {_ANOTHER}")
         if self.best.name in left or self.results.name in left:
-            copy = f"copy {self.best} to {self.last} to continue from its step, " if self.best.is_file() else ""
-            raise ValueError(
-                f"run_dir={self.path} cannot be continued: it holds {', '.join(left)}, but {self.last} and "
-                f"{self.previous} are gone. Restore one of the two, {copy}or give another run_dir to start a new run"
-            )
+            gone = f"it holds {', '.join(left)}, but {self.last} and {self.previous} are gone"
+            raise self._error(f" cannot be continued: {gone}. {self._restore()}")
+
+    def _restore(self) -> str:
+        """Advice without a good last checkpoint."""
+        copy = f", copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
+        return f"Restore one of the two{copy}, or {_ANOTHER}"
 
     def _check_files(self, before: dict, now: dict[str, list[str]]) -> None:
         """ValueError if a split has files of other names than before; a notice if only their sizes differ."""
         for split, (names, sizes) in now.items():
             names_before, sizes_before = before.get(split, ("", ""))
             if names != names_before:
-                raise ValueError(
-                    f"run_dir={self.path} holds a run on other data: {split} files were added, removed or renamed. "
-                    f"Continue it on the same data, or give another run_dir to start a new run"
-                )
+                other = f"{split} files were added, removed or renamed"
+                raise self._error(f" holds a run on other data: {other}. Continue it on the same data, or {_ANOTHER}")
             if sizes != sizes_before:
                 changed = f"{split} files have other sizes than when the run was last saved: their content changed"
                 self.notice = f"{self.notice}; {changed}" if self.notice else changed
@@ -233,21 +220,15 @@ class RunDirectory:
         try:
             return checkpoint.load(self.last)
         except checkpoint.OtherFormat as error:  # going back would overwrite it
-            raise ValueError(
-                f"run_dir={self.path} cannot be continued: {error}. Continue it with the version that wrote it, or "
-                f"give another run_dir to start a new run"
-            ) from error
+            advice = f"Continue it with the version that wrote it, or {_ANOTHER}"
+            raise self._error(f" cannot be continued: {error}. {advice}") from error
         except ValueError as error:
             reason = error
         self._last_is_good = False
         try:
             state = checkpoint.load(self.previous)
         except ValueError as error:
-            best = f"; copy {self.best} to {self.last} to continue from its step" if self.best.is_file() else ""
             both = "; ".join(str(one).partition("; ")[0] for one in (reason, error))  # without advice to take the other
-            raise ValueError(
-                f"run_dir={self.path} cannot be continued: {both}. Restore one of the two{best}, or give "
-                f"another run_dir to start a new run"
-            ) from error
+            raise self._error(f" cannot be continued: {both}. {self._restore()}") from error
         self.notice = f"{reason}. The run continues from {self.previous}, of step {state['step']}"
         return state

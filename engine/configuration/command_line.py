@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial, wraps
 from pathlib import Path
@@ -32,7 +32,6 @@ from engine.memory import is_out_of_memory
 from engine.schema.keys import Keys, override
 from engine.stopping import EXIT_CODE, Preempted
 
-OTHERS_END_S = 3.0  # a process that ends later than the first is listed as killed by torchrun
 # ${per_process:2} in a configuration: twice the number of processes.
 OmegaConf.register_new_resolver("per_process", lambda count: count * int(os.environ.get("WORLD_SIZE", "1")))
 
@@ -79,7 +78,7 @@ def configured(
         def checked() -> None:
             sys.argv[1:] = map(_quoted_path, sys.argv[1:])
             arguments, text = sys.argv[1:], about or sys.modules[main.__module__].__doc__ or name
-            with errors_for_users(), _said_once():
+            with errors_for_users():
                 if not {"--help", "-h"}.isdisjoint(arguments):
                     print(help_text(text, name, schema, chosen(name, arguments, schema, compose)))
                     return
@@ -93,22 +92,6 @@ def configured(
         return checked
 
     return decorated
-
-
-@contextmanager
-def _said_once() -> Iterator[None]:
-    """Context for what all processes of torchrun find in the arguments: the first one of each machine says it."""
-    if not launched():
-        yield
-        return
-    with redirect_stdout(None if os.environ["LOCAL_RANK"] != "0" else sys.stdout):
-        try:
-            yield
-        except ValueError:
-            if os.environ["LOCAL_RANK"] != "0":
-                sys.exit(0)
-            time.sleep(OTHERS_END_S)
-            raise
 
 
 def composed(name: str, *overrides: str) -> DictConfig:

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.schema.keys import Keys, alternative, check_values, groups_of, leaves, without_interpolation
 from engine.schema.training import TrainingRun
+from keepless.torch_internals import tree_map
 
 NEEDED_TO_EVALUATE = ("norm", "body", "head", "data", "trainer")  # groups
 Schema = TypeVar("Schema", bound=Keys)
@@ -62,15 +63,7 @@ def _expand_home(config: Keys, *, all_keys: bool) -> None:
         if isinstance(value, Keys):
             _expand_home(value, all_keys=all_keys)
         elif all_keys or entry.metadata.get("free_on_resume"):
-            setattr(config, entry.name, _expanded(value))
-
-
-def _expanded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _expanded(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_expanded(one) for one in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") else value
+            setattr(config, entry.name, tree_map(lambda v: os.path.expanduser(v) if isinstance(v, str) else v, value))
 
 
 def of_checkpoint(state: dict, schema: type[Task], source: str) -> Task:
@@ -121,11 +114,7 @@ def _selected(values: dict, group: str, alternatives: Mapping[str, type[Schema]]
 
 def _literal(value: Any) -> Any:
     """Escape interpolations: a checkpoint must not read this machine's environment variables."""
-    if isinstance(value, dict):
-        return {key: _literal(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_literal(entry) for entry in value]
-    return without_interpolation(value) if isinstance(value, str) else value
+    return tree_map(lambda leaf: without_interpolation(leaf) if isinstance(leaf, str) else leaf, value)
 
 
 def _instance(values: Any, schema: type[Schema]) -> Schema:

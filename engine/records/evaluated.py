@@ -15,6 +15,7 @@ from engine.dataset import Dataset
 from engine.output_files import write_figure, write_file
 from engine.records.provenance import provenance
 from keepless import Extreme
+from keepless.torch_internals import tree_map
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,4 @@ def print_results(console: Console, evaluated: Evaluated, title: str) -> None:
 
 def without_nan(value: object) -> object:
     """Replace NaN and infinity, which JSON does not have, by None in nested containers."""
-    if isinstance(value, dict):
-        return {key: without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [without_nan(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return tree_map(lambda leaf: None if isinstance(leaf, float) and not math.isfinite(leaf) else leaf, value)

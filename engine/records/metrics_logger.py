@@ -3,14 +3,14 @@
 import json
 import logging
 import math
-import operator
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -20,21 +20,6 @@ from torch.utils.tensorboard import SummaryWriter
 from engine.checkpoint.run_directory import RunDirectory
 from engine.console import logger, printable, progress_bar
 from engine.records.evaluated import Evaluated, without_nan
-
-
-class _Totals(NamedTuple):
-    """Sums over training steps."""
-
-    steps: int = 0
-    loss: float = 0.0
-    gradient_norm: float = 0.0
-    images: int = 0
-    seconds: float = 0.0
-    data_s: float = 0.0  # waits; `engine.records.waits`
-    exchange_s: float = 0.0
-
-    def plus(self, step: "_Totals") -> "_Totals":
-        return _Totals(*map(operator.add, self, step))
 
 
 class MetricsLogger:
@@ -81,7 +66,8 @@ class MetricsLogger:
         self.console = console
         self.progress = progress_bar(console, TextColumn("{task.fields[status]}"))
         self.task = self.progress.add_task("training", total=total_steps, completed=start_step, status="")
-        self.recent, self.all = _Totals(), _Totals()  # since the last record, and of this process
+        self.recent: Counter[str] = Counter()  # sums since the last record
+        self.all: Counter[str] = Counter()  # sums of this process
         self.peak_memory_mib = 0.0
         self.mfu_at_one_image_per_second: float | None = None
         self.step_started = time.perf_counter()
@@ -125,8 +111,11 @@ class MetricsLogger:
         `data_s`, `exchange_s`: how long this rank waited in it for its minibatch, and for other ranks' gradients.
         """
         now = time.perf_counter()
-        step = _Totals(1, loss, gradient_norm, images, now - self.step_started, data_s, exchange_s)
-        self.recent, self.all, self.step_started = self.recent.plus(step), self.all.plus(step), now
+        step: dict[str, Any] = dict(steps=1, loss=loss, gradient_norm=gradient_norm, images=images)
+        step |= dict(seconds=now - self.step_started, data_s=data_s, exchange_s=exchange_s)
+        self.recent.update(step)
+        self.all.update(step)
+        self.step_started = now
         self.progress.update(self.task, advance=1)
 
     def skips(self, count: int, reasons: list[str]) -> None:
@@ -141,7 +130,7 @@ class MetricsLogger:
 
     def waits(self) -> tuple[float, float]:
         """Mean seconds per step, since the last record, that this rank waited for data and for other ranks."""
-        return self.recent.data_s / self.recent.steps, self.recent.exchange_s / self.recent.steps
+        return self.recent["data_s"] / self.recent["steps"], self.recent["exchange_s"] / self.recent["steps"]
 
     def training(
         self,
@@ -158,15 +147,15 @@ class MetricsLogger:
         counted from the start of the run, and recorded if any.
         """
         waits = waits or [self.waits()]
-        recent, self.recent = self.recent, _Totals()
-        loss, speed = recent.loss / recent.steps, recent.images / recent.seconds
+        recent, self.recent = self.recent, Counter()
+        loss, speed = recent["loss"] / recent["steps"], recent["images"] / recent["seconds"]
         self.peak_memory_mib = max(self.peak_memory_mib, peak_memory_mib)
         if self.run_dir is None:
             return
         values = {
             "loss": loss,
             "lr": lr,
-            "gradient_norm": recent.gradient_norm / recent.steps,
+            "gradient_norm": recent["gradient_norm"] / recent["steps"],
             "images_per_second": speed,
             "peak_memory_mib": peak_memory_mib,
             "loss_scale": loss_scale,
@@ -215,12 +204,12 @@ class MetricsLogger:
 
         `score_text` formats a score; `evaluate` is the command that evaluates the last checkpoint.
         """
-        speed = ""
-        if self.all.seconds:
-            waited = 100 * self.all.data_s / self.all.seconds
-            speed = f", {self.all.images / self.all.seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
+        speed, seconds = "", self.all["seconds"]
+        if seconds:
+            waited = 100 * self.all["data_s"] / seconds
+            speed = f", {self.all['images'] / seconds:.1f} images/s, {waited:.0f} % of it waiting for data"
         memory = f", at most {self.peak_memory_mib:.0f} MiB" if self.peak_memory_mib else ""
-        took = f"{self.all.steps} steps in {timedelta(seconds=round(self.all.seconds))}{speed}{memory}"
+        took = f"{self.all['steps']} steps in {timedelta(seconds=round(seconds))}{speed}{memory}"
         last = max(self.scores)
         best = self.best_step
         gone = "" if directory.best.is_file() else " (gone)"

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Protocol, TypeVar, get_type_hints, runtime_che
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import MISSING
 
+from keepless.torch_internals import tree_leaves
+
 LONGEST_NAME = 255  # bytes, of Linux's filesystems
 T = TypeVar("T")
 
@@ -158,9 +160,7 @@ def _check_bounds(name: str, value: Any, bounds: Mapping[str, Any]) -> None:
         raise ValueError(f"{name}={value}: expected {len(entries)} numbers: {', '.join(entries)}")
     if above is None and least is None:
         return
-    numbers = _numbers(value)
-    # NaN and empty lists must fail.
-    highest = math.inf if most is None else most
+    numbers, highest = tree_leaves(value), math.inf if most is None else most  # NaN and empty lists must fail
     if not numbers or not all(
         number < math.inf
         and number <= highest
@@ -175,10 +175,6 @@ def as_list(value: Any) -> list[str]:
     """A key of `names` as a list; [] for any other value."""
     given = value if isinstance(value, list) else [value]
     return given if len({*map(str, given)}) == len(given) and all(isinstance(each, str) for each in given) else []
-
-
-def _numbers(value: Any) -> list[float]:
-    return [number for entry in value for number in _numbers(entry)] if isinstance(value, list) else [value]
 
 
 def override(name: str, path: object) -> str:

@@ -9,7 +9,7 @@ from engine.schema.data import SAMPLERS, SEGMENTATION_DATASETS, Sampler, Segment
 from engine.schema.evaluation import SEGMENTATION, Evaluation, TrainedNetwork, changed
 from engine.schema.keys import by_name, group, key
 from engine.schema.network import HEADS, DeepLabV3Head
-from engine.schema.training import Trainer, TrainingRun, fewer_at_once
+from engine.schema.training import Trainer, TrainingRun
 
 # Parameters. The papers' segmentation networks have more, the small ones that are trained from scratch have fewer.
 _FEWEST_OF_A_FULL_NETWORK = 20_000_000
@@ -55,6 +55,10 @@ class SegmentationRun(TrainingRun):
         2,
         "the pooled branch of the head cannot normalise a single value per channel",
     )
+    evaluation_memory_advice: ClassVar[str] = (
+        f"{TrainingRun.evaluation_memory_advice}. eval.py and scripts.predict need less with window.size=1024 or "
+        f"smaller, all evaluations with a smaller data.base_size"
+    )
 
     trainer: SegmentationTrainer = field(default_factory=SegmentationTrainer)
     data: SegmentationData = group(SEGMENTATION_DATASETS)
@@ -69,13 +73,6 @@ class SegmentationRun(TrainingRun):
         return (
             "this network starts from random weights, but the papers' runs with this learning rate start from a body "
             "trained on ImageNet: give init.weights=FILE, a checkpoint of train_imagenet.py or a released one"
-        )
-
-    def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:
-        return (
-            f"{fewer_at_once(key, batch_size)}eval.py and scripts.predict need less with window.size=1024 or smaller, "
-            f"and can use the checkpoint of a training that stops here; training needs less with a smaller "
-            f"data.base_size or trainer.precision=bfloat16"
         )
 
     def apply_options(self, options: TrainedNetwork) -> None:

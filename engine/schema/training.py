@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from engine.schema.data import Data
 from engine.schema.keys import as_list, group, key, override
 from engine.schema.memory import Memory
-from engine.schema.network import BODIES, NORMS, Body, InPlaceNorm, Norm, ReleasedNorm
+from engine.schema.network import BODIES, NORMS, Body, Norm, ReleasedNorm
 from engine.schema.optim import LR_SCHEDULES, OPTIMS, LRSchedule, Optim
 from models.checkpoints.released import SCALES
 from models.recomputation import RECOMPUTE
@@ -72,11 +72,6 @@ class Init:
             raise ValueError(f"init.scale={self.scale} needs init.format=released, whose files do not say their scale")
 
 
-def fewer_at_once(key: str, batch_size: int) -> str:
-    """For messages: halve the images at once, if there are several."""
-    return f"{key}={batch_size // 2} roughly halves it; " if batch_size > 1 else ""
-
-
 @dataclass
 class TrainingRun:
     """One training run. Each task sets the class attributes."""
@@ -87,11 +82,15 @@ class TrainingRun:
     most_classes: ClassVar[int] = 65_535  # that labels and predictions can encode
     head_modules: ClassVar[tuple[str, ...]]  # modules of the network that are not its body, for optim.head_lr_factor
     fewest_at_a_time: ClassVar[tuple[int, str]] = (1, "every micro-batch needs an image")  # images per micro-batch; why
+    evaluation_memory_advice: ClassVar[str] = (
+        "Fewer images at once (batch_size, in a training trainer.evaluate_batch_size) need less; eval.py can use the "
+        "checkpoint of a training that stops here"
+    )
 
     # null: runs/DATASET-NORM/OVERRIDES/DATE. With -m, the folder of all jobs' run directories.
     run_dir: str | None = key(None, free_on_resume=True)
     # auto: resume the run in run_dir if there is one, else start it
-    resume: str | None = key(None, free_on_resume=True)
+    resume: str | None = key(None, one_of=("auto",), free_on_resume=True)
     seed: int = key(0, least=0, most=2**63 - 1)  # of initial weights, sampling and augmentation
     init: Init = field(default_factory=Init)
     norm: Norm = group(NORMS)
@@ -130,14 +129,6 @@ class TrainingRun:
                 f"trainer.recompute={trainer.recompute} with body={self.body.name}: blocks and sqrt are for bodies "
                 f"that are not reversible; give trainer.recompute=none or activations"
             )
-        run_dir = str(self.run_dir)
-        if (shown := run_dir.encode(errors="backslashreplace").decode()) != run_dir:
-            raise ValueError(
-                f"run_dir={shown}: expected a path in UTF-8, as the run's records need; if it is one, set a UTF-8 "
-                f"locale such as LC_ALL=C.UTF-8"
-            )
-        if self.resume not in (None, "auto"):
-            raise ValueError(f"resume={self.resume}: expected auto (continue the run in run_dir) or nothing")
         if self.resume is not None and self.run_dir is None:
             raise ValueError(f"resume={self.resume} needs run_dir=…, the folder of the run to continue")
 
@@ -150,16 +141,6 @@ class TrainingRun:
         backend = getattr(self.norm, "backend", "eager")
         return not self.trainer.smoke and (backend == "compiled" or (backend == "auto" and device_type == "cpu"))
 
-    def shorter_length(self, steps_per_epoch: int) -> str | None:
-        """For the log: which of the keys epochs and steps ends the run. None if there is nothing to choose."""
-        epochs, steps = self.trainer.epochs, self.trainer.steps
-        if epochs is None or steps is None or epochs * steps_per_epoch == steps:
-            return None
-        ends, other = f"trainer.steps={steps}", f"trainer.epochs={epochs} ({epochs * steps_per_epoch} steps)"
-        if epochs * steps_per_epoch < steps:
-            ends, other = other, ends
-        return f"{ends} ends the run before {other}"
-
     def score_text(self, score: float) -> str:
         """The score for the console."""
         return f"{self.score_label} {100 * score:.2f} %"
@@ -167,10 +148,6 @@ class TrainingRun:
     def evaluation_command(self, checkpoint: Path) -> str:
         """The command that evaluates a checkpoint."""
         return shlex.join(["python", "eval.py", override("checkpoint", checkpoint)])
-
-    def evaluation_memory_advice(self, batch_size: int, key: str = "trainer.evaluate_batch_size") -> str:
-        """For messages: what needs less memory in an evaluation of `batch_size` images at once, the value of `key`."""
-        return f"{fewer_at_once(key, batch_size)}eval.py can use the checkpoint of a training that stops here"
 
     def apply_options(self, options: Any) -> None:
         """Take over this task's options of eval.py or scripts.predict (`schema.evaluation.TrainedNetwork`).
@@ -183,7 +160,7 @@ class TrainingRun:
         return []
 
     def doubts(self, parameters: int, classes: int) -> str | None:
-        """A warning for a new run that is probably not as it was meant; None for most."""
+        """A warning if the settings look like a mistake; otherwise None."""
         if self.data.val_split in as_list(self.data.train_split):
             return f"data.val_split={self.data.val_split} is trained on: its scores say nothing about other images"
         return None
@@ -216,25 +193,12 @@ class TrainingRun:
 
     def memory_advice(self, processes: int) -> str:
         """For messages: changes that each roughly halve a training step's memory."""
-        parts, (fewest, _) = self.trainer.accumulation_steps, self.fewest_at_a_time
-        ways = []
-        if self.data.crops_per_minibatch // (2 * processes * parts) >= fewest:  # otherwise check_shares refuses
-            ways += [f"trainer.accumulation_steps={2 * parts}", "twice as many processes"]
-        ways.append(f"data.crop_size={int(self.data.crop_size / 2**0.5)}")
-        if not isinstance(self.norm, InPlaceNorm):
-            ways.append("norm=inplace")
-        if self.trainer.recompute == "none" and not self.body.is_reversible():
-            ways.append("trainer.recompute=blocks")
-        if self.trainer.precision == "float32" and not isinstance(self.norm, ReleasedNorm):
-            ways.append("trainer.precision=bfloat16")
         return (
-            f"({self.division(processes)}). Each of these roughly halves the memory for crops: {'; '.join(ways)}. "
-            f"memory.budget=… memory.fit=batch chooses a minibatch that fits"
+            f"({self.division(processes)}). Each of these roughly halves the memory for crops: twice the "
+            f"trainer.accumulation_steps or processes, data.crop_size={int(self.data.crop_size / 2**0.5)}, "
+            f"norm=inplace, trainer.recompute=blocks, trainer.precision=bfloat16. memory.budget=… memory.fit=batch "
+            f"chooses a minibatch that fits"
         )
-
-    def longer_advice(self, checkpoint: Path) -> str:
-        """For messages: how to train for longer than a run that has ended with `checkpoint`."""
-        return f"The run has ended. To train its weights for longer, {self.new_run_advice(checkpoint)}"
 
     def new_run_advice(self, checkpoint: Path) -> str:
         """For messages: how to start from the weights of `checkpoint`."""

@@ -38,20 +38,6 @@ def recognised(tensors: Mapping[str, Tensor]) -> Architecture:
     )
 
 
-def differences(tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Any]:
-    """How a file's body (`tensors`) differs from the network's (`own`): {option: the file's value}.
-
-    Names may have the prefix `body.`. {"name": kind} for another kind of body; {} if either body is unknown.
-    """
-    try:
-        theirs, ours = recognised(body_of(tensors)), recognised(body_of(own))
-    except ValueError:
-        return {}
-    if theirs.kind != ours.kind:
-        return {"name": theirs.kind}
-    return {name: value for name, value in theirs.options.items() if value != ours.options[name]}
-
-
 def body_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of the body, without a prefix; with the classifier of whole images, if there is one."""
     if not any(name.startswith("body.") for name in tensors):

@@ -12,7 +12,7 @@ from keepless import from_released
 from keepless.norms.report import listed
 from models.checkpoints import torch_files
 from models.checkpoints.loading import Loaded, load_by_name
-from models.checkpoints.recognition import body_of, differences, recognised
+from models.checkpoints.recognition import body_of, recognised
 from models.checkpoints.released_files import released_file
 
 EPS = 1e-5  # of the released layers, in the variance and in the scale
@@ -59,11 +59,7 @@ def load_released(network: nn.Module, path: str | Path, scale: str | None = None
     """
     path = Path(path)
     file = weights_in(read(path, str(path)), path, str(path), scale, otherwise="released")
-    options = differences(file.tensors, network.state_dict())
-    advice = "Build the network that the file is of"
-    if options:
-        advice += f": {', '.join(f'{name}={value!r}' for name, value in options.items())}"
-    source = f"{path} (released)"
+    source, advice = f"{path} (released)", f"The file holds {recognised(body_of(file.tensors))}"
     return load_by_name(network, file.converted(), source=source, name=str(path), advice=advice, remarks=file.remarks)
 
 

@@ -256,11 +256,10 @@ def test_a_lone_file_is_complete_or_absent_and_others_stay(tmp_path, monkeypatch
     assert torch.equal(torch.load(path)["w"], torch.zeros(2))
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(2**62, 8), lambda: nn.Linear(2**70, 8), lambda: nn.Linear(3, 2)])
-def test_a_network_that_cannot_be_built_or_does_not_fit_is_a_message(tmp_path, make):
+def test_a_network_that_does_not_fit_is_a_message(tmp_path):
     state = state_of(1, network=nn.Linear(2, 2).state_dict())
     with pytest.raises(ValueError, match=f"^checkpoint {tmp_path}.* the network of its configuration"):
-        checkpoint.load_network(make, state, ("road", "sky"), tmp_path / "last.pt")
+        checkpoint.load_network(lambda: nn.Linear(3, 2), state, ("road", "sky"), tmp_path / "last.pt")
 
 
 def test_the_last_good_checkpoint_has_finite_weights(tmp_path):

@@ -431,11 +431,6 @@ def test_bounds_and_rules_across_keys(overrides, message):
         check_values(config)
 
 
-def test_a_folder_for_records_has_a_name_in_utf_8():
-    with pytest.raises(ValueError, match=r"run_dir=caf\\udce9: expected a path in UTF-8.* LC_ALL=C.UTF-8"):
-        check_values(replace(run_config(), run_dir="caf\udce9"))
-
-
 def test_every_path_may_begin_with_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = run_config('run_dir="~/run"', 'init.weights="~"', 'data.root="${oc.env:HOME}/~/x"')

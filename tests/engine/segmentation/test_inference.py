@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from datasets.transforms import scaled
+from engine.schema.segmentation import SegmentationRun
 from engine.segmentation.inference import Views, predict, resized_region, windows_along
 from keepless import ABN
 from models.bodies import ResNeXt
 from models.heads import DeepLabV3
 from models.segmentation import SegmentationNetwork
 from tests.engine.learners import forward_of
-from tests.runs import run_config
 
 STRIDE, REACH = 4, 7  # of `SmallBody`: a cell sees pixels that are at most so far away
 
@@ -74,7 +74,7 @@ def pictures(height: int, width: int, count: int = 1) -> torch.Tensor:
 
 def predicted(network, images, base_size: int | None = None, precision: str = "float32", **views) -> torch.Tensor:
     return predict(
-        forward_of(network, precision), images, Views(base_size, **views), run_config().evaluation_memory_advice(1)
+        forward_of(network, precision), images, Views(base_size, **views), SegmentationRun.evaluation_memory_advice
     )
 
 

@@ -177,9 +177,8 @@ def test_the_table_of_released_files():
 
 
 MISFITS = [
-    (partial(small_resnext, stem="7x7"), "Build the network that the file is of: stem='3x3'"),
-    (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "structure=[1, 2, 2, 1], groups=2"),
-    (small_resnet, "name='resnext'"),
+    (partial(small_resnext, stem="7x7"), "The file holds resnext(structure=[1, 2, 2, 1], stem_channels="),
+    (partial(small_resnext, structure=(1, 2, 3, 1), groups=1), "stem=3x3, groups=2)"),
     (partial(small_resnext, base_channels=(4, 4, 16)), "convs.conv3.weight is 8x4x1x1 in the file and 16x4x1x1"),
     (partial(small_resnext, partial(InPlaceABN, learn_scale=False)), "has no place in the network"),
 ]
