@@ -250,27 +250,24 @@ def _value(value: Any) -> str:
 
 
 def begun(arguments: Arguments, environment: dict) -> dict:
-    """The record that an earlier call with the same arguments, except for `only`, has left; {} if there is none.
+    """The record of an earlier call with the same arguments, except for `only`; {} if there is none.
 
     Raises:
-        ValueError: the record is of other arguments, hardware or versions than `environment` has. Versions of packages
-            may be added.
+        ValueError: arguments, hardware or versions were others. Versions of more packages may be known now.
     """
     out = Path(arguments.out)
     if not out.is_file():
         return {}
     record = json.loads(out.read_text())
-    earlier, now = record["arguments"], known_of(arguments)
-    differing = [f"{name}={earlier.get(name)}" for name in now if name != "only" and earlier.get(name) != now[name]]
-    if record["environment"]["hardware"] != environment["hardware"]:
-        differing.append("hardware")
-    versions = record["environment"]["versions"]
-    differing += [f"{name} {known}" for name, known in versions.items() if environment["versions"].get(name) != known]
+    earlier, now = (
+        {**known, "hardware": about["hardware"], **about["versions"]}
+        for known, about in ((record["arguments"], record["environment"]), (known_of(arguments), environment))
+    )
+    differing = ", ".join(
+        f"{name}={value}" for name, value in earlier.items() if name != "only" and now.get(name) != value
+    )
     if differing:
-        raise ValueError(
-            f"out={out} holds results of a call that differs ({', '.join(differing)}): repeat that call to continue "
-            f"it, or give another file"
-        )
+        raise ValueError(f"out={out} holds results of another call ({differing}): repeat it, or give another file")
     return record
 
 
