@@ -4,11 +4,11 @@
     python -m scripts.compare_runs runs=[RUN_DIR,OTHER_RUN] out=OUT "title=Two norms"
     python -m scripts.compare_runs runs=[FOLDER,docs/results/NAME/RUN] out=docs/results/NAME
 
-`runs` are run directories, or folders that hold some at any depth. Runs that differ in their seed alone share a column:
-mean ± standard deviation. Columns are named after folders, or after the keys that differ if folders are dates. Writes
-OUT.md (commands, scores, also per class and of other evaluations, hardware; what has not ended), OUT.png (curves),
-OUT.csv (all scores) and, in OUT/RUN/, the files of each run that these are made from. Given as `runs`, these folders
-make the same report again. All runs have the same task.
+`runs` are run directories, or folders that hold some at any depth. All have the same task. Runs that differ in their
+seed alone share a column: mean ± standard deviation. Columns are named after folders, or after the keys that differ if
+folders are dates. Writes OUT.md (commands, scores, hardware, runs that have not ended), OUT.png (curves), OUT.csv (all
+scores), and the files of each run that these are made from into OUT/RUN/. Given as `runs`, these folders make the same
+report again.
 """
 
 import csv
@@ -34,7 +34,7 @@ from scripts.reports.runs import DATE, FROM_CONFUSION, Run, by_configuration, fo
 
 @dataclass
 class Comparison:
-    runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or what holds some
+    runs: Any = key(MISSING, names=True)  # a folder, or a list of folders: run directories, or folders that hold some
     out: str = MISSING  # path of the report, without suffix
     title: str = "Comparison of runs"  # title of the page
 

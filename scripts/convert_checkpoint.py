@@ -10,9 +10,9 @@ recognised from the file. A file says neither its scale, which is known for the 
 without classes or data.root they are called 0, 1, 2, …, and an evaluation then compares only their number. With them it
 compares the names: for ImageNet they are the names of the class folders (n01440764, …) in sorted order. The third
 command writes the weights of either kind of checkpoint: in the released layout, or as a state dict for networks with
-standard batch normalisation under the same names. Neither stores the norms' eps and activation: the
-command prints what a reader of the file must use. The last makes a checkpoint to give away: the weights (if averaged,
-the average), classes and configuration of a run, without its optimiser, random states and folders.
+standard batch normalisation under the same names. Neither stores the norms' eps and activation: the command prints the
+values that a reader of the file needs. The last makes a checkpoint to give away: the (averaged) weights, classes and
+configuration of a run, without its optimiser, random states and folders.
 """
 
 import importlib
@@ -132,7 +132,7 @@ def _check_expressible(options: Conversion, norm: Norm, name: str) -> None:
 
 
 def _write_weights_alone(options: Conversion, state: dict, source: Path, output: Path) -> list[str]:
-    """Write what an evaluation needs of one of our checkpoints. Returns lines that say what it is."""
+    """Write the parts of our checkpoint that an evaluation needs. Returns lines that describe the file."""
     for name, given in (("scale", options.scale), ("classes", options.classes), ("data.root", options.data.root)):
         if given is not None:
             raise ValueError(f"{name}={given} has no effect on input={source}, a checkpoint of ours: leave it out")
@@ -150,7 +150,7 @@ def _write_weights_alone(options: Conversion, state: dict, source: Path, output:
 def _write_checkpoint(
     options: Conversion, tensors: Mapping[str, Tensor], scale: str, source: Path, output: Path
 ) -> list[str]:
-    """Write an ordinary checkpoint of step 0. Returns lines that say what it holds."""
+    """Write an ordinary checkpoint of step 0. Returns lines that describe it."""
     norm = "std" if scale == "raw" else "inplace"
     architecture = recognised(body_of(tensors))
     segments = "cls.weight" in tensors

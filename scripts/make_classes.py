@@ -1,4 +1,4 @@
-"""Write classes.json for your own images, from what their labels hold:
+"""Write classes.json for your own images, from their labels:
 
     python -m scripts.make_classes data.root=DIR
     python -m scripts.make_classes data.root=DIR workers=8

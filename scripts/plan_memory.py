@@ -4,11 +4,12 @@
     python -m scripts.plan_memory experiment=… memory.gpus=4 memory.budget=12GiB memory.fit=batch   # or crop
     python -m scripts.plan_memory body=resnet101 data.crop_size=512 norm=std memory.gpus=1
 
-Prints what one device holds when a step needs most, in which module that is, and what is kept for the backward pass.
-memory.fit also finds, for standard, checkpointed and in-place norms, what fits into memory.budget: the most crops of
-data.crop_size (batch; the paper's FIXED CROP) or the largest crop for data.crops_per_minibatch (crop; its FIXED BATCH).
+Prints the tensors on one device at the peak of a step, the module of the peak, and what the backward pass needs.
+memory.fit also finds, for standard, checkpointed and in-place norms, the largest minibatch within memory.budget: the
+most crops of data.crop_size (batch; the paper's FIXED CROP) or the largest data.crops_per_minibatch crops (crop; its
+FIXED BATCH).
 memory.gpus=1 also lists how much memory one device needs for the whole minibatch with bfloat16, in-place norms,
-recomputed blocks and a reversible body. The keys are those of train_seg.py, or of train_imagenet.py for one of its
+recomputed blocks and a reversible body. The keys are train_seg.py's, or train_imagenet.py's for one of its
 experiments. Traces run on fake tensors, and are kept in the cache folder.
 """
 
@@ -37,7 +38,7 @@ from keepless.saved import size_text
 from scripts.reports import papers
 
 PLANNED_NORMS = ("std", "checkpoint", "inplace")
-FITS = {  # memory.fit: what it does, and the paper's name for that
+FITS = {  # memory.fit: its meaning, and the paper's name for it
     "batch": "more crops of the same size (the paper's FIXED CROP)",
     "crop": "larger crops, as many (the paper's FIXED BATCH)",
 }
@@ -45,7 +46,7 @@ SMALL_NETWORK = 80_000_000  # bytes of parameters
 
 
 class Fit(NamedTuple):
-    """What fits with a norm."""
+    """The largest minibatch that fits with a norm."""
 
     norm: str
     crops: int  # per minibatch
@@ -56,7 +57,7 @@ class Fit(NamedTuple):
 
 
 def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
-    """Print the plan; return what fits. Raises ValueError if a key is wrong, or the budget is not met."""
+    """Print the plan; return the minibatches that fit. ValueError: a key is wrong, or the step exceeds the budget."""
     config, console = configuration.typed(values, schema), make_console()
     devices = config.memory.gpus or 1
     config.check_shares(devices)
@@ -86,7 +87,7 @@ def plan(values: DictConfig, schema: type[TrainingRun]) -> list[Fit]:
         f"In torch.autograd.graph.save_on_cpu(), a step would need {size_text(host.peak)} on a device and move "
         f"{size_text(host.moved)} to the host's memory and back."
     )
-    console.print("Temporary memory is that of the eager layers; CUDA's fused layers need less.")
+    console.print("Temporary memory is planned for the eager layers; CUDA's fused layers need less.")
     if config.trainer.precision != "float32":
         console.print(f"{config.trainer.precision}: operators are cast as on CPUs; CUDA's list differs a little.")
     if config.trainer.compile:
@@ -116,7 +117,7 @@ def kept_table(trace: Trace, pixels: int) -> Table:
 
 
 def fits(config: TrainingRun, devices: int) -> Iterator[Fit]:
-    """What fits with each norm; a norm that cannot have the configured activation is left out."""
+    """The largest minibatch with each norm that can have the configured activation."""
     for norm in PLANNED_NORMS:
         if norm == "inplace" and config.norm.activation not in INVERTIBLE_ACTIVATIONS:
             continue
@@ -135,7 +136,7 @@ def _as(name: str, norm: Norm) -> Norm:
 
 
 def fit_table(found: list[Fit]) -> Table:
-    """What fits, and the pixels of a minibatch relative to the first norm's."""
+    """The minibatches that fit, and their pixels relative to the first norm's."""
     table = table_of(["norm", "crops per minibatch", "on each device", "crop", "memory", "pixels"])
     first = found[0].crops * found[0].crop_size ** 2
     for fit in found:

@@ -4,11 +4,11 @@
     python -m scripts.run_table table=table3 "roots={cityscapes: DIR, coco_stuff: DIR}" "weights={resnext101: FILE}"
     python -m scripts.run_table table=released files=DIR "roots={imagenet: DIR, vistas: DIR}"
 
-Lists each training with its command, its arithmetic and the least hours that it takes at `tflops`. Without dry_run it
-then runs them into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not
-keep the others from running. Rows that are the same training run once. For the page: `python -m scripts.evidence.tables
-runs=[RUNS]`. `weights` are checkpoints of this project or files that the authors released. table=released trains
-nothing: it evaluates every released file in `files`, and prints the published scores beside ours.
+Lists each training with its command, its arithmetic and the hours for it at `tflops`. Without dry_run it then runs them
+into RUNS/EXPERIMENT/seedN: the same command continues after a stop, and a training that fails does not keep the others
+from running. Rows that are the same training run once. For the page: `python -m scripts.evidence.tables runs=[RUNS]`.
+`weights` are checkpoints of this project or files that the authors released. table=released trains nothing: it
+evaluates every released file in `files`, and prints the published scores beside ours.
 """
 
 import shlex
@@ -78,7 +78,7 @@ class Job(NamedTuple):
     seed: int
     command: list[str]
     run_dir: Path
-    missing: list[str]  # what the command needs and was not given
+    missing: list[str]  # options that the command lacks
     has_ended: bool
     devices: int
     steps: int

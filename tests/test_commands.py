@@ -68,8 +68,7 @@ def checked(words: list[str]) -> object:
         module, keys = "train_seg", [word for word in words if "=" in word]
     elif place < 0:
         return None
-    is_package = hasattr(importlib.import_module(module), "__path__")
-    importlib.import_module(f"{module}.__main__" if is_package else module)  # declares the command
+    importlib.import_module(module)  # declares the command
     name = plan_memory.entry_of(keys) if module == "scripts.plan_memory" else module.split(".")[-1]
     if "-m" in keys:
         _, jobs = sweep.jobs_of(keys, lambda job: checked([program, *rest[: place + 1], *job]), has_run_dir=True)

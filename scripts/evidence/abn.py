@@ -1,4 +1,4 @@
-"""Time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
+"""Measure time and memory of BN + ACT (+ CONV) in every strategy (paper, section 4.3 and Figure 4), and beyond:
 
     python -m scripts.evidence.abn [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.abn dtypes=[float32] rounds=5 minutes=3 out=FILE.json

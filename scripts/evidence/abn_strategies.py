@@ -1,4 +1,4 @@
-"""What `abn` measures: the strategies, by their names in the tables, and the inputs that they are compared on."""
+"""The strategies that `abn` compares, by their names in the tables, and their inputs."""
 
 import functools
 from collections.abc import Callable
@@ -173,7 +173,7 @@ def _released(cell: Cell) -> tuple[Strategy, str | None]:
 
 
 def computing_backend(name: str, cell: Cell) -> str:
-    """Name of the backend that our layers use for a cell, e.g. what "auto" means there."""
+    """Name of the backend that our layers use for a cell, e.g. of the choice "auto"."""
     backend = backend_for(name, cell.tensor(cell.size))
     return type(backend).__name__.removesuffix("Backend").lower()
 

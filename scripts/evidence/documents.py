@@ -74,7 +74,7 @@ def kept(body: str) -> dict[str, int]:
 
 
 def _costs(table: str) -> str:
-    """What networks keep, devices that hold a minibatch, and a training step, with standard and with in-place norms."""
+    """Memory of networks, devices and a training step, with standard and with in-place norms."""
     norms, plan = ("std", "inplace"), record("memory_plan")
     numbers = [[f"{kept(body)[norm]:,}" for norm in norms] for body in ("ResNeXt-101", "WideResNet-38")]
     minibatch = ("cityscapes_resnext101", 16, 512)
@@ -145,7 +145,7 @@ def _parameters(table: str) -> str:
 
 
 def _loop(_: str) -> str:
-    """What the training loop adds to a step."""
+    """The overhead of the training loop."""
     times = record("training_cpu")["overhead_ms"]
     overhead = ratio_of(times["real"], times["bare"])
     quartiles = f"quartiles {overhead.lower:.3f} – {overhead.upper:.3f}"

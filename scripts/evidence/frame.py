@@ -87,10 +87,10 @@ def benchmark(
 
     `name` is the module in `scripts.evidence`.
 
-    `measure(arguments, clock)` returns the results, which may hold "arguments" and "environment" to be merged into the
-    record's own. It may also yield them several times; each replaces the record, so that a stopped run leaves one.
-    `page(record, FILE)` returns the page's text, and `pictures(record)` its charts: {what follows FILE in the name:
-    figure}. `run` raises ValueError if an argument is impossible, or if there is no record to make a page from.
+    `measure(arguments, clock)` returns the results; their "arguments" and "environment", if any, are merged into the
+    record's own. It may also yield results several times; each replaces the record, so a stopped run leaves one.
+    `page(record, FILE)` returns the page's text, and `pictures(record)` its charts: {suffix: figure of FILEsuffix.png}.
+    `run` raises ValueError if an argument is impossible, or if there is no record to make a page from.
     """
 
     def run(values: DictConfig) -> Path:
@@ -155,7 +155,7 @@ def check_choices(name: str, given: Sequence[str], known: Iterable[str]) -> None
 def interleaved(timers: Mapping[str, Callable[[int], float | None]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each timer in every round. A round calls each timer once with its number, in a new random order.
 
-    A timer that returns None sits the round out.
+    A timer may return None to skip a round.
     """
     shuffle = random.Random(0)
     times_ms: dict[str, list[float]] = {name: [] for name in timers}
@@ -211,7 +211,7 @@ def longer(ratios: Mapping[str, float]) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why something could not be measured, for the record."""
+    """Why a measurement failed, for the record."""
     first, *_ = str(error).strip().splitlines() or [""]
     return f"failed: {type(error).__name__}: {first}"
 
@@ -250,27 +250,24 @@ def _value(value: Any) -> str:
 
 
 def begun(arguments: Arguments, environment: dict) -> dict:
-    """The record that an earlier call with the same arguments, except for `only`, has left; {} if there is none.
+    """The record of an earlier call with the same arguments, except for `only`; {} if there is none.
 
     Raises:
-        ValueError: the record is of other arguments, hardware or versions than `environment` has. Versions of packages
-            may be added.
+        ValueError: arguments, hardware or versions were others. Versions of more packages may be known now.
     """
     out = Path(arguments.out)
     if not out.is_file():
         return {}
     record = json.loads(out.read_text())
-    earlier, now = record["arguments"], known_of(arguments)
-    differing = [f"{name}={earlier.get(name)}" for name in now if name != "only" and earlier.get(name) != now[name]]
-    if record["environment"]["hardware"] != environment["hardware"]:
-        differing.append("hardware")
-    versions = record["environment"]["versions"]
-    differing += [f"{name} {known}" for name, known in versions.items() if environment["versions"].get(name) != known]
+    earlier, now = (
+        {**known, "hardware": about["hardware"], **about["versions"]}
+        for known, about in ((record["arguments"], record["environment"]), (known_of(arguments), environment))
+    )
+    differing = ", ".join(
+        f"{name}={value}" for name, value in earlier.items() if name != "only" and now.get(name) != value
+    )
     if differing:
-        raise ValueError(
-            f"out={out} holds results of a call that differs ({', '.join(differing)}): repeat that call to continue "
-            f"it, or give another file"
-        )
+        raise ValueError(f"out={out} holds results of another call ({differing}): repeat it, or give another file")
     return record
 
 

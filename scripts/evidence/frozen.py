@@ -1,4 +1,4 @@
-"""Networks of which parts are frozen, as in fine-tuning: their convolutions and norms in eval mode learn nothing."""
+"""Networks with frozen parts, as in fine-tuning: convolutions and norms in eval mode without trained parameters."""
 
 import torchvision
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""What JPEG compression of CIFAR-10 costs a classifier:
+"""Measure how much accuracy JPEG compression of CIFAR-10 costs:
 
     python -m scripts.evidence.jpeg_quality root=DIR out=FILE.json
     python -m scripts.evidence.jpeg_quality root=DIR qualities=[30] seed=1 out=FILE.json

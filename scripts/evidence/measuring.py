@@ -1,5 +1,4 @@
-"""Measure a step: its time, what autograd keeps for the backward pass, and the peak of its memory; also compiled, or in
-a process of its own."""
+"""Measure time, peak memory and operations of a step; run it compiled, or in a process of its own."""
 
 import functools
 import multiprocessing

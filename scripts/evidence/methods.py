@@ -1,4 +1,4 @@
-"""Methods to train a network in less memory: what each keeps, costs and changes; and the networks they are tried on."""
+"""Methods to train a network in less memory, and the networks on which they are measured."""
 
 import copy
 import difflib
@@ -248,7 +248,7 @@ def alone(measured: Callable[..., Measured], name: str, arguments: NetworksArgum
 
 
 class _Measurement:
-    """What a process that measures networks holds, see `Elsewhere`."""
+    """The object in a process that measures networks (see `Elsewhere`)."""
 
     def __init__(self, measured: Callable[..., Measured], threads: int):
         torch.set_num_threads(threads)
@@ -308,7 +308,7 @@ def each_method(
 
 
 def random_network(name: str, size: int) -> nn.Module:
-    """A network with random weights, also where it starts from zeros: behind zeros, all gradients would be zero."""
+    """A network with random weights. Weights that start from zero would make all gradients before them zero."""
     torch.manual_seed(0)
     network = build(name, size)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `recompute_activations` saves and costs in known networks, beside other methods to train in less memory:
+"""Measure `recompute_activations` on known networks, beside other methods to train in less memory:
 
     python -m scripts.evidence.networks [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks only=[resnet50,densenet121] images=4 out=FILE.json

@@ -1,4 +1,4 @@
-"""What a byte budget for `recompute_activations` costs in known networks, beside checkpoints and the compiler's budget:
+"""Measure `recompute_activations` with a byte budget on known networks, beside checkpoints and the compiler's budget:
 
     python -m scripts.evidence.networks_budget [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.networks_budget only=[resnet50,densenet121] images=2 out=FILE.json

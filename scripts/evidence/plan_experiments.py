@@ -4,7 +4,7 @@
     python -m scripts.evidence.plan_experiments out=FILE.json
     python -m scripts.evidence.plan_experiments out=docs/results/memory_plan.json measure=false
 
-Plans what every experiment needs on each device; Table 3's columns fixed crop (memory.fit=batch) and fixed batch
+Plans the memory of every experiment on each device; Table 3's columns fixed crop (memory.fit=batch) and fixed batch
 (memory.fit=crop) as the planner fills them, beside the paper's, on which the keys `memory.*` are calibrated; the memory
 with which each minibatch of Tables 3 and 4 fits on one device; the crops that fit on devices of 8 to 141 GB; RevNet's
 claims. Traces are kept in the cache folder.
@@ -65,7 +65,7 @@ def measure(arguments: PlanArguments, clock: frame.Clock) -> dict:
 
 
 def planned(experiment: str) -> dict:
-    """What a step of an experiment needs on each of its devices."""
+    """Memory of a training step of an experiment, on each of its devices."""
     config, devices = papers.configured_as(experiment), papers.devices_of(experiment)
     share, size = planner.share_of(config, devices), config.data.crop_size
     trace = planner.step_memory(config, share, size, devices)
@@ -75,7 +75,7 @@ def planned(experiment: str) -> dict:
 
 
 def _plan_fits(memory: tuple[str, ...]) -> Iterator[dict]:
-    """The planner's choices for Table 3, and what the paper's choice and the next larger one need."""
+    """The planner's choices for Table 3, and the memory of the paper's choice and of the next larger one."""
     for column in COLUMNS:
         for fit, row in FITS.items():
             for norm in ("std", "inplace"):
@@ -219,7 +219,7 @@ def _table_3(fits: list[dict]) -> str:
 
 
 def _calibration(result: dict) -> str:
-    """What the defaults of `memory.*` reproduce of the paper, and what not."""
+    """How well the defaults of `memory.*` reproduce the paper's choices."""
     fits, available = result["fits"], result["available"]
     exact = sum(row["paper_peak"] <= available < row["larger_peak"] for row in fits)
     most = max(row["paper_peak"] for row in fits)
@@ -232,7 +232,7 @@ def _calibration(result: dict) -> str:
         f"Calibrated on this table: {result['deductions']} leave {_gib(available)} GiB for tensors. That is just "
         f"enough for every row (the first needs {_gib(most)} GiB) and gives {exact} of {len(fits)} choices exactly. "
         "No constants give all, because in other rows the paper left more memory unused. Nor do they hold for Tables "
-        "1, 2 and 4, where the paper trained on the same devices what needs more by this plan, in GiB: "
+        "1, 2 and 4, where this plan needs more memory than the paper's devices had, in GiB: "
         f"{', '.join(larger)}."
     )
 

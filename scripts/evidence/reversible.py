@@ -1,4 +1,4 @@
-"""What reversible networks save and cost, beside stored activations and checkpointing:
+"""Measure memory and time of reversible networks, beside stored activations and checkpointing:
 
     python -m scripts.evidence.reversible out=FILE.json
     python -m scripts.evidence.reversible rounds=3 images=50 out=FILE.json
@@ -154,7 +154,7 @@ def pictures(result: dict) -> dict[str, Figure]:
 
 
 def depth_chart(rows: list[dict]) -> Figure:
-    """What each method keeps, its peak and its operations, over the number of units."""
+    """Kept bytes, peak and operations of each method over the number of units."""
     figure, panels = charts.panels(1, 3, (12, 4))
     shown = [
         ("kept for the backward pass, MiB", "log", lambda row: row["kept_bytes"] / MIB),

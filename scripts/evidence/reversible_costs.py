@@ -1,4 +1,4 @@
-"""What reversible networks keep for the backward pass (RevNet's Table 1), and the time of their steps."""
+"""Memory of reversible networks (RevNet's Table 1), and the time of their steps."""
 
 import copy
 import itertools
@@ -67,7 +67,7 @@ def bytes_per_pixel(
     title: str, build: Callable[..., bodies.Body], norm: str, precision: str, reversible: bool = False
 ) -> dict:
     """{"case", "bytes_per_pixel"} of a body with the head, without images, in float32 or under autocast."""
-    # What an additional crop keeps, without low-precision copies of the weights.
+    # The bytes of one more crop: without low-precision copies of the weights.
     two, three = (kept_by_segmentation(build, NORMS[norm], crops, precision, with_images=False) for crops in (2, 3))
     case = f"{title}, {norm}, {'reversible' if reversible else 'stored'}"
     if title != "ResNeXt-101":

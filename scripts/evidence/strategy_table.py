@@ -35,7 +35,7 @@ from scripts.reports import markdown
 
 
 class Cost(NamedTuple):
-    """Of a training step, in bytes per input pixel: tensors other than the parameters."""
+    """Tensors of a training step, without parameters, in bytes per input pixel; and its operations."""
 
     kept: int  # after the forward pass
     peak: int  # at any moment, with the gradients of the parameters

@@ -109,10 +109,7 @@ def planned_memory(file: Path) -> dict[str, int]:
     if not file.is_file():
         return {}
     try:
-        record = json.loads(file.read_text())
-        if "plan_experiments" not in record["command"]:
-            raise ValueError(f"it was made by {record['command']}")
-        return {row["experiment"]: row["peak"] for row in record["experiments"]}
+        return {row["experiment"]: row["peak"] for row in json.loads(file.read_text())["experiments"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"plan={file} is not a record of scripts.evidence.plan_experiments: {error}") from error
 

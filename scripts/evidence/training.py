@@ -1,4 +1,4 @@
-"""Speed and memory of training steps under every switch, and the training loop's overhead:
+"""Measure speed and memory of training steps under every switch, and the training loop's overhead:
 
     python -m scripts.evidence.training [device=cpu|cuda] out=FILE.json
     python -m scripts.evidence.training rounds=3 starts=1 out=FILE.json

@@ -1,4 +1,4 @@
-"""The papers' experiments: what was published, and which training each row is of."""
+"""The papers' experiments: their published scores, and the training of each row."""
 
 import importlib
 import re
@@ -162,7 +162,7 @@ def _training(experiment: str) -> dict[str, object]:
 
 
 def first_of(experiment: str) -> str:
-    """Of the experiments that are the same training, the first in the order of `TABLES`."""
+    """The first of the experiments that are the same training, in the order of `TABLES`."""
     order = list(TABLES)
     return min([experiment, *sharing(experiment)], key=lambda name: (order.index(name.split("/")[0]), name))
 

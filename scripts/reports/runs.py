@@ -1,4 +1,4 @@
-"""Find the runs in folders, read the finished ones, group them by configuration, and give the groups titles."""
+"""Find runs in folders, read those that have ended, group them by configuration, and give the groups titles."""
 
 import itertools
 import json
@@ -178,8 +178,8 @@ def _without_folders(command: str) -> str:
 def found_runs(folders: Iterable[str | Path], but_not_below: Path | None = None) -> tuple[list[Run], dict[Path, str]]:
     """The runs in folders, at any depth, that have ended; and the other run directories, with the reason.
 
-    Of a run and the copies of it that comparisons wrote into the same folder, the run counts. Those in `but_not_below`,
-    where the next comparison writes, count only if the given folder lies there too.
+    If a folder holds a run and copies of it that comparisons wrote, the run counts. Runs below `but_not_below`, where
+    the next comparison writes, count only if the given folder lies there too.
 
     ValueError: a folder has no run directory.
     """

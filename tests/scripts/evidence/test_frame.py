@@ -1,4 +1,4 @@
-"""What all benchmarks share. No test asserts a time."""
+"""The frame of all benchmarks. No test asserts a time."""
 
 import gc
 import os
@@ -70,7 +70,7 @@ def test_peak_bytes_are_those_of_tensors_that_live_together():
 
 
 def test_the_peak_has_the_gradients_of_one_step():
-    """Those of the step before would be subtracted when this step frees them."""
+    """Gradients of the step before would be subtracted when this step frees them."""
     network = torch.nn.Linear(1000, 1000, bias=False)
 
     def step() -> None:

@@ -151,15 +151,15 @@ def test_a_record_of_another_call_is_not_overwritten(monkeypatch, tmp_path):
     out = f"out={tmp_path / 'record.json'}"
     networks.run(composed("networks", out, "only=[alexnet]"))
     before = (tmp_path / "record.json").read_text()
-    with pytest.raises(ValueError, match=r"a call that differs \(images=8\)"):
+    with pytest.raises(ValueError, match=r"another call \(images=8\)"):
         networks.run(composed("networks", out, "images=4"))
     now = frame.provenance(methods.PACKAGES.values())
     for changed, message in (
-        ({"hardware": "another"}, r"\(hardware\)"),
-        ({"versions": {**now["versions"], "torch": "3.0"}}, rf"\(torch {re.escape(torch.__version__.split('+')[0])}"),
+        ({"hardware": "another"}, r"\(hardware="),
+        ({"versions": {**now["versions"], "torch": "3.0"}}, rf"\(torch={re.escape(torch.__version__.split('+')[0])}"),
     ):
         monkeypatch.setattr(frame, "provenance", lambda *_, changed=changed: now | changed)
-        with pytest.raises(ValueError, match=f"a call that differs {message}"):
+        with pytest.raises(ValueError, match=f"another call {message}"):
             networks.run(composed("networks", out, "only=[alexnet]"))
     assert (tmp_path / "record.json").read_text() == before
     monkeypatch.setattr(frame, "provenance", lambda *_: now | {"commit": "another"})

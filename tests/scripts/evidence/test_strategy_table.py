@@ -1,4 +1,4 @@
-"""What the layers keep and compute again is what the slides say; docs/memory.md shows it (tests/test_docs.py)."""
+"""Layers keep and recompute what the slides say; docs/memory.md shows it (tests/test_docs.py)."""
 
 import pytest
 

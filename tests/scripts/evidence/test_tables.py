@@ -101,12 +101,9 @@ def test_planned_memory_comes_from_the_plan_and_only_a_gpu_measures_the_same(tmp
     hardware = json.loads(results.read_text())["environment"]["hardware"]
     results.write_text(results.read_text().replace(hardware, f"1 x NVIDIA H200; {hardware}"))
     assert "| 1.50 | 1.24 |" in written(tmp_path, tmp_path / "runs")
-    other = json.dumps({**record, "command": "python -m scripts.evidence.abn"})
-    for text, found in ((other, ": .*evidence.abn"), ("[]", "")):
+    for text in ('{"command": "python -m scripts.evidence.abn"}', "[]"):
         (tmp_path / "out" / "memory_plan.json").write_text(text)
-        with pytest.raises(
-            ValueError, match=f"memory_plan.json is not a record of scripts.evidence.plan_experiments{found}"
-        ):
+        with pytest.raises(ValueError, match="memory_plan.json is not a record of scripts.evidence.plan_experiments: "):
             written(tmp_path, tmp_path / "runs")
 
 
@@ -233,7 +230,7 @@ def test_what_makes_a_run_another_than_the_row(overrides, processes, changed):
 
 
 def test_operations_of_a_crop_are_counted():
-    """Those of ResNet-14's forward pass, three times: the gradients of inputs and weights take as many each."""
+    """Three times ResNet-14's forward pass: gradients of inputs take as many operations, and so do those of weights."""
     config = papers.configured_as("cifar10/resnet14")
     forward = run_table.crop_flops(config) / 3
     assert forward == pytest.approx(
