@@ -245,7 +245,7 @@ def page(result: dict, _: str) -> str:
     return frame.page_text("loader", result, sources=tables)
 
 
-run, main = frame.benchmark("evidence.loader", LoaderArguments, measure, page)
+run, main = frame.benchmark("loader", LoaderArguments, measure, page)
 
 if __name__ == "__main__":
     main()
