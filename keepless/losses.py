@@ -1,13 +1,17 @@
 """Losses of segmentation networks, exact, without logits at the resolution of the labels."""
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
+
+from .torch_internals import FakeTensor
 
 _TILE_BYTES = {"cpu": 2**20}  # of interpolated logits: about a core's cache
 _OTHER_TILE_BYTES = 2**26  # elsewhere: few launches
@@ -62,7 +66,7 @@ def upsampled_cross_entropy(
     _check(logits, labels, **options)
     if torch.compiler.is_compiling():
         needs_gradient = logits.requires_grad and torch.is_grad_enabled()
-        return _operator(logits, labels, weight, ignore_index, fraction, reduction, align_corners, needs_gradient)[0]
+        return _operator(needs_gradient, logits, labels, weight, ignore_index, fraction, reduction, align_corners)[0]
     return _Loss.apply(logits, labels, weight, ignore_index, fraction, reduction, align_corners)
 
 
@@ -98,10 +102,17 @@ def _check(
         )
 
 
+def _check_labels(labels: Tensor, ignore_index: int, classes: int) -> None:
+    """Not on a device, which would have to be waited for."""
+    least, most = labels[labels != ignore_index].aminmax() if (labels != ignore_index).any() else (0, 0)
+    if not 0 <= least <= most < classes:
+        raise IndexError(f"labels from {least} to {most}: expected 0 to {classes - 1}, or ignore_index={ignore_index}")
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *arguments: Any) -> Tensor:
-        value, gradient = _value_and_gradient(logits, *arguments, ctx.needs_input_grad[0])
+        value, gradient = _value_and_gradient(ctx.needs_input_grad[0], logits, *arguments)
         ctx.save_for_backward(gradient)
         ctx.dtype = logits.dtype
         return value
@@ -116,6 +127,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _value_and_gradient(
+    needs_gradient: bool,
     logits: Tensor,
     labels: Tensor,
     weight: Tensor | None,
@@ -123,26 +135,28 @@ def _value_and_gradient(
     fraction: float | None,
     reduction: str,
     align_corners: bool,
-    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient with respect to the logits, (N, K, h, w); an empty one if it is not needed."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     gradient = torch.zeros_like(logits, dtype=dtype) if needs_gradient else None
+    if logits.device.type == "cpu" and not isinstance(labels, FakeTensor):
+        _check_labels(labels, ignore_index, logits.shape[1])
     with torch.no_grad(), _without_autocast(logits.device.type):
         is_class = labels != ignore_index
         weights = is_class.to(dtype)  # of the pixels, (N, H, W)
         if weight is not None:
             weights *= weight.to(dtype)[labels.where(is_class, 0).long()]
-        tiles = _Tiles(logits, labels.where(is_class, 0), weights, align_corners)
+        make = _Kernels if _has_kernels(logits) else _Tiles
+        pixels = make(logits, labels.where(is_class, 0), weights, align_corners)
         if fraction is None:
             counts = weights.sum() if reduction == "mean" else len(logits) * is_class.sum((1, 2), True).clamp_(min=1)
             shares = weights / counts
-            losses = tiles.losses(gradient, shares.where(is_class, 0))  # where all pixels are ignored, 0 / 0
+            losses = pixels.losses(gradient, shares.where(is_class, 0))  # where all pixels are ignored, 0 / 0
             value = (losses * weights / counts).sum()
         else:
-            value, chosen = _largest(tiles.losses().mul_(weights).flatten(1), fraction)
+            value, chosen = _largest(pixels.losses().mul_(weights).flatten(1), fraction)
             if gradient is not None:
-                tiles.losses(gradient, chosen.view_as(weights) * weights)
+                pixels.losses(gradient, chosen.view_as(weights) * weights)
     return value, logits.new_empty(0) if gradient is None else gradient
 
 
@@ -166,7 +180,7 @@ class _Tiles:
     def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
         self.logits, self.labels, self.dtype = logits, labels, weights.dtype
         (_, classes, *cells), (_, *size) = logits.shape, labels.shape
-        self.spans = [_source(row, cells[0], size[0], align_corners)[0] for row in range(size[0])]
+        self.before = [_source(row, cells[0], size[0], align_corners) for row in range(size[0])]
         self.down, self.across = (
             None if old == new else _interpolation(old, new, align_corners, weights)
             for old, new in zip(cells, size, strict=True)
@@ -198,8 +212,9 @@ class _Tiles:
         if self.down is None:
             source = rows
         else:
-            last = min(rows.stop, len(self.spans)) - 1
-            source = slice(self.spans[rows.start], min(self.spans[last] + 2, len(cells)))
+            last = min(rows.stop, len(self.before)) - 1
+            first = max(0, int(self.before[rows.start]))
+            source = slice(first, min(int(self.before[last]) + 2, len(cells)))
         tile = cells[source]
         if self.across is not None:
             tile = tile @ self.across.T
@@ -214,23 +229,57 @@ class _Tiles:
         return tile if self.across is None else tile @ self.across
 
 
-def _source(position: int, old: int, new: int, align_corners: bool) -> tuple[int, float]:
-    """The cell before a position in `new` that interpolate `old` cells, and the weight of the next cell."""
-    if align_corners:
-        source = position * (old - 1) / max(new - 1, 1)
-    else:
-        source = max(0.0, (position + 0.5) * old / new - 0.5)
-    return min(int(source), old - 1), source - min(int(source), old - 1)
+class _Kernels:
+    """The same as `_Tiles`, by kernels that need no tile in memory."""
+
+    def __init__(self, logits: Tensor, labels: Tensor, weights: Tensor, align_corners: bool):
+        kernels = self.module()
+        self.kernels, self.logits, self.labels = kernels, logits, labels.contiguous()
+        rows, columns = (
+            _sources(old, new, align_corners, weights)
+            for old, new in zip(logits.shape[2:], labels.shape[1:], strict=True)
+        )
+        self.sources = rows, columns
+        self.of_pixels, self.normalisers = kernels.losses_and_normalisers(logits, self.labels, self.sources)
+
+    @staticmethod
+    def module() -> ModuleType:
+        from . import loss_kernels  # which imports triton
+
+        return loss_kernels
+
+    def losses(self, gradient: Tensor | None = None, shares: Tensor | None = None) -> Tensor:
+        """See `_Tiles.losses`; `gradient` is overwritten."""
+        if gradient is not None and shares is not None:
+            known = self.normalisers, shares.contiguous(), self.sources
+            self.kernels.write_gradient(gradient, self.logits, self.labels, *known)
+        return self.of_pixels
+
+
+def _has_kernels(logits: Tensor) -> bool:
+    if logits.dtype == torch.float64 or type(logits) is FakeTensor or not logits.is_cuda:
+        return False
+    return importlib.util.find_spec("triton") is not None
+
+
+def _source(position: Any, old: int, new: int, align_corners: bool) -> Any:
+    """Where a position in `new` lies between `old` cells; below 0 before the first."""
+    return position * ((old - 1) / max(new - 1, 1)) if align_corners else (position + 0.5) * old / new - 0.5
+
+
+def _sources(old: int, new: int, align_corners: bool, like: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of `new` positions: the cell before it, (new,) int64, and the next cell's share, (new,) like `like`."""
+    source = _source(torch.arange(new, dtype=torch.float64, device=like.device), old, new, align_corners).clamp_(min=0)
+    before = source.long().clamp_(max=old - 1)
+    return before, (source - before).to(like.dtype)
 
 
 def _interpolation(old: int, new: int, align_corners: bool, like: Tensor) -> Tensor:
     """Linear interpolation of `old` cells to `new` positions, as a matrix (new, old)."""
-    cells, shares = zip(*(_source(position, old, new, align_corners) for position in range(new)), strict=True)
-    lower = torch.tensor(cells, device=like.device).unsqueeze(1)
-    share = torch.tensor(shares, device=like.device, dtype=torch.float64).to(like.dtype).unsqueeze(1)
+    before, share = (vector.unsqueeze(1) for vector in _sources(old, new, align_corners, like))
     matrix = torch.zeros(new, old, dtype=like.dtype, device=like.device)
-    matrix.scatter_(1, lower, 1 - share)
-    return matrix.scatter_add_(1, (lower + 1).clamp_(max=old - 1), share)
+    matrix.scatter_(1, before, 1 - share)
+    return matrix.scatter_add_(1, (before + 1).clamp_(max=old - 1), share)
 
 
 @contextmanager
@@ -241,6 +290,7 @@ def _without_autocast(device: str) -> Iterator[None]:
 
 @torch.library.custom_op("keepless::upsampled_cross_entropy", mutates_args=())
 def _operator(
+    needs_gradient: bool,
     logits: Tensor,
     labels: Tensor,
     weight: Tensor | None,
@@ -248,27 +298,25 @@ def _operator(
     fraction: float | None,
     reduction: str,
     align_corners: bool,
-    needs_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """`_value_and_gradient` as one operator of a compiled graph."""
-    return _value_and_gradient(logits, labels, weight, ignore_index, fraction, reduction, align_corners, needs_gradient)
+    return _value_and_gradient(needs_gradient, logits, labels, weight, ignore_index, fraction, reduction, align_corners)
 
 
 @_operator.register_fake
-def _(logits: Tensor, labels: Tensor, weight: Tensor | None, *numbers: Any) -> tuple[Tensor, Tensor]:
+def _(needs_gradient: bool, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return logits.new_empty((), dtype=dtype), torch.empty_like(logits, dtype=dtype) if numbers[
-        -1
-    ] else logits.new_empty(0)
+    gradient = torch.empty_like(logits, dtype=dtype) if needs_gradient else logits.new_empty(0)
+    return logits.new_empty((), dtype=dtype), gradient
 
 
 def _keep_gradient(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
-    ctx.dtype = inputs[0].dtype
+    ctx.dtype = inputs[1].dtype
 
 
 def _scaled_gradient(ctx: Any, outer: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 7
+    return None, (ctx.saved_tensors[0] * outer).to(ctx.dtype), *[None] * 6
 
 
 _operator.register_autograd(_scaled_gradient, setup_context=_keep_gradient)
