@@ -202,18 +202,23 @@ def device(request, monkeypatch) -> str:
             else:  # Triton before 3.4
                 patch.setenv("TRITON_INTERPRET", "1")
             spec.loader.exec_module(kernels)
-        kernels.PIXELS, kernels.CELLS = 16, 4
+        kernels.PIXELS, kernels.CELLS, kernels.CLASSES = 16, 4, 2
         monkeypatch.setattr(losses._Kernels, "module", staticmethod(lambda: kernels))
         monkeypatch.setattr(losses, "_has_kernels", lambda logits: logits.dtype != torch.float64)
     return request.param
 
 
 @pytest.mark.parametrize(
-    "chosen", [{}, {"fraction": 0.25, "align_corners": True}, {"reduction": "mean", "weight": torch.rand(5) + 0.1}]
+    "cells, size, chosen",
+    [
+        ((2, 5), (9, 19), {"fraction": 0.25}),
+        ((3, 2), (8, 9), {"reduction": "mean", "weight": torch.tensor([0.1, 2.0, 0.5]), "align_corners": True}),
+        ((4, 5), (4, 5), {}),
+        ((7, 6), (3, 4), {}),
+    ],
 )
-@pytest.mark.parametrize("cells, size", [((3, 5), (21, 33)), ((5, 5), (5, 5)), ((9, 8), (4, 5))])
-def test_kernels_equal_float64(device, chosen, cells, size):
-    logits, labels = case(2, 5, cells, size, dtype=torch.float32)
+def test_kernels_equal_float64(device, cells, size, chosen):
+    logits, labels = case(2, 3, cells, size, dtype=torch.float32)
     weight = {"weight": chosen["weight"].double()} if "weight" in chosen else {}
     expected = value_and_gradient(plain, logits.double(), labels, **chosen | weight)
     there = logits.to(device, memory_format=torch.channels_last)
