@@ -44,7 +44,7 @@ def _losses_kernel(
     image = logits + n * stride_n
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.full((BLOCK,), 0.0, tl.float32)
-    own = tl.full((BLOCK,), 0.0, tl.float32)
+    own = tl.full((BLOCK,), float("nan"), tl.float32)  # the loss of a label that is no class
     for k in range(0, K):
         above, below = image + k * stride_k + upper * stride_h, image + k * stride_k + lower * stride_h
         value = _interpolated(

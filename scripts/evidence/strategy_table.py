@@ -64,7 +64,7 @@ def cost(
     def loss() -> Tensor:
         images = torch.zeros(crops, 3, crop_size, crop_size)
         labels = torch.zeros(crops, crop_size, crop_size, dtype=torch.long)
-        return F.cross_entropy(network(images), labels)
+        return F.cross_entropy(F.interpolate(network(images), labels.shape[1:], mode="bilinear"), labels)
 
     with FakeTensorMode():
         network = segmentation_network(build, norm_act, recompute)
